@@ -1,0 +1,69 @@
+"""The seam between the worker and the attention back ends: what a step attends to, and who computes it.
+
+The worker builds one AttentionBatch a step; a back end plans once (`plan`) and is then run once per layer
+(`AttentionStep.run`), so that whatever depends only on lengths and tables is computed once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.kv_cache.layout import KVCacheLayout
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """S scheduled sequences with T tokens in all, concatenated in batch order. Host tensors."""
+
+    query_start: torch.Tensor
+    """[S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1]."""
+    start_positions: torch.Tensor
+    """[S] int64: position of the sequence's first token of this step (= tokens computed before)."""
+    positions: torch.Tensor
+    """[T] int64: position of each token in its sequence."""
+    sequence_index: torch.Tensor
+    """[T] int64: s of each token."""
+    block_tables: tuple[torch.Tensor, ...]
+    """Per KV group [S, max_blocks] int32: physical blocks in logical order, padded with 0."""
+    slot_mapping: tuple[torch.Tensor, ...]
+    """Per KV group [T] int64: block * block_size + offset that the token's key and value are written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What is constant of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
+    (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off)."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class AttentionStep(Protocol):
+    """One step of one back end, over the KV pool."""
+
+    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write k and v ([T, num_kv_heads, head_dim]) to their slots, then attend.
+
+        q: [T, num_heads, head_dim]. Returns [T, num_heads, head_dim] in q's dtype. Causal: a token sees positions
+        up to its own, of its own sequence only, read through the block table.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Owns no memory: it is given the pool's tensors."""
+
+    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
+        """pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim] (index 0: keys, 1: values)."""
+        ...
+
+    def plan(self, batch: AttentionBatch) -> AttentionStep: ...

@@ -1,0 +1,18 @@
+"""The KV-cache slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """block_size: tokens per block. memory: bytes for the pool, or None to size it from what is free after the
+    profiling pass (times `memory_utilization`). num_blocks_override: exactly this many blocks, whatever they cost.
+    """
+
+    block_size: int
+    memory: int | None
+    memory_utilization: float
+    num_blocks_override: int | None
+    enable_prefix_caching: bool

@@ -1,0 +1,21 @@
+"""The whole configuration of one engine: its slices side by side. Components take the slice they use, not this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    load: LoadConfig
+    device: DeviceConfig
+    seed: int

@@ -1,0 +1,43 @@
+"""The model slice: what the engine must know about a model before any tensor exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's shape, read from its Hugging Face `config.json`.
+
+    name: what the user asked for (path, hub id or `bundled`); path: the local directory.
+    architecture: the entry of `architectures` that the model registry knows.
+    dtype: the compute dtype, resolved ("float32", "bfloat16" or "float16").
+    max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
+    sliding_windows: per layer the window in tokens, None for full attention.
+    eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
+    hf: the parsed config.json, read-only, for what only one family needs.
+    """
+
+    name: str
+    path: Path
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+    sliding_windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...]
+    hf: Mapping[str, Any]
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]

@@ -1,0 +1,79 @@
+"""EngineOptions: every engine option as the user writes it, once for Python, the command line and the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.errors import ConfigError, nearest_name
+
+BUNDLED_MODEL = "bundled"
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names and meanings are vLLM's where it has them. `HELP` holds one line for each field."""
+
+    model: str = BUNDLED_MODEL
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    load_format: str = "auto"
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_prefill_chunk: int | None = None
+    queue_depth: int = 1
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float | None = None
+    num_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+
+    @classmethod
+    def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
+        """Build from keyword arguments. Unknown names and wrong types raise ConfigError."""
+        for name in keywords:
+            if name not in cls.__struct_fields__:
+                nearest = nearest_name(name, cls.__struct_fields__)
+                raise ConfigError(f"unknown engine option {name!r}{nearest}", param=name)
+        values = {name: str(v) if name in _PATHS and v is not None else v for name, v in keywords.items()}
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"engine option: {error}") from None
+
+
+_PATHS = ("model", "tokenizer")
+
+HELP: dict[str, str] = {
+    "model": "directory in Hugging Face layout, hub id, or 'bundled'",
+    "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
+    "dtype": "auto, float32, bfloat16 or float16; auto means float32 on a CPU",
+    "device": "auto or cpu",
+    "seed": "seed of the engine: draws the seeds of requests that bring none",
+    "load_format": "auto, safetensors, pt, or dummy (random weights)",
+    "revision": "branch, tag or commit of a hub id",
+    "quantization": "weight quantisation (none is available yet)",
+    "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",
+    "block_size": "tokens per KV block",
+    "max_num_seqs": "most sequences that run at once",
+    "max_num_batched_tokens": "most tokens computed in one step",
+    "max_prefill_chunk": "most tokens of one sequence in one step",
+    "queue_depth": "steps in flight: 1 synchronous, 2 plans the next step while one runs",
+    "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
+    "gpu_memory_utilization": "share of the free memory that the KV cache may take (default 0.5 on a CPU)",
+    "num_blocks_override": "exactly this many KV blocks",
+    "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
+    "preemption_mode": "what happens to a preempted request: recompute",
+    "tensor_parallel_size": "ranks that share each layer (1 is available)",
+    "pipeline_parallel_size": "ranks that share the layers (1 is available)",
+    "attention_backend": "auto or torch",
+    "num_threads": "compute threads (default: one per core)",
+}

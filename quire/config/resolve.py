@@ -1,0 +1,117 @@
+"""From options to configuration: every check of an engine option is here, and every default that depends on another."""
+
+from __future__ import annotations
+
+from quire import envs
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.engine import EngineConfig
+from quire.config.hf_config import load_model_config
+from quire.config.load import LoadConfig
+from quire.config.options import EngineOptions
+from quire.config.scheduler import SchedulerConfig
+from quire.errors import ConfigError, nearest_name
+from quire.utils.sizes import parse_bytes
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CPU_MAX_NUM_SEQS = 128
+CPU_MAX_NUM_BATCHED_TOKENS = 2048
+CPU_MEMORY_UTILIZATION = 0.5
+MAX_BLOCK_SIZE = 1024
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
+    _check_available(options)
+    return EngineConfig(
+        model=load_model_config(
+            options.model,
+            dtype=_choice("dtype", options.dtype, DTYPES),
+            max_model_len=_positive("max_model_len", options.max_model_len),
+            revision=options.revision,
+            config_only=options.load_format == "dummy",
+        ),
+        cache=_cache(options),
+        scheduler=_scheduler(options),
+        load=LoadConfig(
+            load_format=_choice("load_format", options.load_format, LOAD_FORMATS), seed=options.seed & (2**63 - 1)
+        ),
+        device=DeviceConfig(
+            device="cpu",
+            num_threads=_positive("num_threads", options.num_threads)
+            or envs.num_threads()
+            or envs.affinity_cores(),
+            attention_backend="torch",
+        ),
+        seed=options.seed,
+    )
+
+
+def _check_available(options: EngineOptions) -> None:
+    """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
+    _choice("device", options.device, ("auto", "cpu"))
+    _choice("attention_backend", options.attention_backend, ("auto", "torch"))
+    _choice("preemption_mode", options.preemption_mode, ("recompute",))
+    if options.quantization is not None:
+        raise ConfigError(f"quantization={options.quantization!r} is not available yet", param="quantization")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(options, name) != 1:
+            raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)
+
+
+def _cache(options: EngineOptions) -> CacheConfig:
+    block_size = options.block_size
+    if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise ConfigError(
+            f"block_size must be a power of two up to {MAX_BLOCK_SIZE}, not {block_size}", param="block_size"
+        )
+    utilization = options.gpu_memory_utilization
+    if utilization is None:
+        utilization = CPU_MEMORY_UTILIZATION
+    if not 0 < utilization <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization must be in (0, 1], not {utilization}", param="gpu_memory_utilization"
+        )
+    memory = options.kv_cache_memory
+    return CacheConfig(
+        block_size=block_size,
+        memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory"),
+        memory_utilization=utilization,
+        num_blocks_override=_positive("num_blocks_override", options.num_blocks_override),
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+
+
+def _scheduler(options: EngineOptions) -> SchedulerConfig:
+    if options.queue_depth not in (1, 2):
+        raise ConfigError(f"queue_depth must be 1 or 2, not {options.queue_depth}", param="queue_depth")
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs) or CPU_MAX_NUM_SEQS
+    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens)
+    if budget is None:
+        budget = max(CPU_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs}): "
+            "each running sequence may need one token a step",
+            param="max_num_batched_tokens",
+        )
+    return SchedulerConfig(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_prefill_chunk=_positive("max_prefill_chunk", options.max_prefill_chunk),
+        queue_depth=options.queue_depth,
+    )
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
+    return value
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        known = ", ".join(choices)
+        raise ConfigError(f"{name} must be one of {known}, not {value!r}{nearest_name(value, choices)}", param=name)
+    return value

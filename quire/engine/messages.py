@@ -1,0 +1,69 @@
+"""What crosses the boundary between a front end and an engine core: typed structs, msgpack on the wire, never pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest
+from quire.stats import EngineStats
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """End a request, or one of its sequences (`index`). Unknown ids are ignored: the request may just have ended.
+
+    An aborted request is not reported back: who aborts has already let go of it.
+    """
+
+    request_id: str
+    index: int | None = None
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`, `block_map`."""
+
+    call_id: int
+    method: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
+    """Leave the loop. Requests still alive are dropped: whoever wants a drain stops adding and waits first."""
+
+
+ClientMessage = AddRequest | Abort | Call | Shutdown
+
+
+class CallResult(msgspec.Struct, array_like=True):
+    call_id: int
+    value: EngineStats | bool | dict[str, object] | None = None
+    error: str | None = None
+
+
+class EngineOutputs(msgspec.Struct, array_like=True):
+    """What one step (or one idle wake-up) of the core produced."""
+
+    updates: list[SequenceUpdate] = []
+    stats: EngineStats | None = None
+    """Attached to every message that the core sends from a step."""
+    results: list[CallResult] = []
+
+
+class EngineReady(msgspec.Struct, tag="ready", array_like=True):
+    """First message of an engine process: facts found at start that the front end needs."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    seconds: dict[str, float]
+    """Phase of the start-up -> seconds."""
+
+
+class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
+    """Last message of an engine process that cannot go on. `is_user_error`: the message alone is enough to print."""
+
+    message: str
+    is_user_error: bool = False

@@ -1,0 +1,35 @@
+"""The seam between the engine core and whoever runs the model."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.step import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans on one or more workers, strictly in order. Life: load, profile, allocate, execute ..., shutdown."""
+
+    def load(self) -> list[LayerSpec]:
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
+        ...
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """One forward pass with dummy data at the full budget, to measure memory."""
+        ...
+
+    def allocate(self, layout: KVCacheLayout) -> None:
+        """Create the pool's tensors on every worker."""
+        ...
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything. Idempotent."""
+        ...

@@ -1,0 +1,37 @@
+"""What one layer keeps in the KV cache: a frozen value per kind of layer (paper §4; hybrid models mix kinds)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Full attention: keys and values of every token.
+
+    num_kv_heads, head_dim: of this layer; dtype_bytes: bytes of one stored element.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def page_bytes(self, block_size: int) -> int:
+        return block_size * self.token_bytes
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec(LayerSpec):
+    """Every earlier token is read."""
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(LayerSpec):
+    """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
+
+    window: int

@@ -1,0 +1,34 @@
+"""What the runner asks of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from quire.attention.interface import AttentionStep
+from quire.kv_cache.spec import LayerSpec
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model over a flat batch of tokens (no batch dimension, no padding)."""
+
+    def kv_specs(self) -> list[LayerSpec]:
+        """What each layer keeps in the KV cache, by layer index."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
+    ) -> torch.Tensor:
+        """token_ids, positions: [T] int64. Returns the last hidden states (after the final norm), [T, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
+        or misshapen tensor, naming it."""
+        ...

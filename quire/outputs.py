@@ -1,0 +1,82 @@
+"""What comes out: SequenceUpdate (engine core to front end), RequestOutput and CompletionOutput (to the user)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.request import FinishReason
+from quire.step import PromptLogprobs, TokenLogprobs
+
+
+class SequenceUpdate(msgspec.Struct, array_like=True):
+    """New tokens of one sequence after one step, or its end."""
+
+    request_id: str
+    index: int
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per new token, where asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended it, when it was one of `stop_token_ids`."""
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None
+    """Set with the first token and with the finish."""
+
+
+class RequestTiming(msgspec.Struct, array_like=True):
+    """Seconds on the engine core's clock; only differences mean anything."""
+
+    arrival: float
+    first_scheduled: float
+    now: float
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One alternative: its log-probability, 1-based rank in the vocabulary, and text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. `text` and `token_ids` are cumulative, or what is new since the last output (`delta`)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds. `queue_time`: arrival to first scheduled; the others count from arrival."""
+
+    queue_time: float = 0.0
+    time_to_first_token: float = 0.0
+    latency: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request. `finished` is True in the last one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,145 @@
+"""A request at the engine's door (EngineRequest), and as the scheduler knows it (Request, Sequence)."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+from quire.step import SequenceSampling
+
+if TYPE_CHECKING:
+    from quire.kv_cache.manager import SequenceBlocks
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated, tokenised request. Only the input processor makes these; nothing downstream re-checks them."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """Resolved: never None, never beyond the model's context."""
+    seed: int
+    """Resolved: `params.seed`, or drawn from the engine's seed."""
+    eos_token_ids: list[int] = []
+    """Tokens that end the sequence with reason "stop" and `stop_reason` None; empty with `ignore_eos`."""
+    bad_token_sequences: list[list[int]] = []
+    cache_salt: str = ""
+    """Prefix-cache entries are shared only between requests of equal salt."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in OpenAI's words (plus `abort`)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """One completion being generated: tokens, counters, and the handle to its KV blocks.
+
+    `num_computed_tokens` counts tokens whose KV is written by plans already made (executed or in flight);
+    `num_pending_tokens` counts tokens that such plans sample but whose values have not come back.
+    The target of a step is `len(token_ids) + num_pending_tokens`; there is no prefill or decode phase.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cumulative_logprob",
+        "finish_reason",
+        "index",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "request",
+        "sampling",
+        "seq_id",
+        "token_ids",
+    )
+
+    def __init__(self, seq_id: int, index: int, request: Request, sampling: SequenceSampling) -> None:
+        self.seq_id = seq_id
+        self.index = index
+        self.request = request
+        self.sampling = sampling
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.blocks: SequenceBlocks | None = None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens whose values are known."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}[{self.index}], tokens={len(self.token_ids)}"
+            f"+{self.num_pending_tokens}, computed={self.num_computed_tokens})"
+        )
+
+
+class Request:
+    """A request and its sequences, which are scheduled, preempted and resumed together.
+
+    Until the prompt is computed only the first live sequence exists for the scheduler; the others fork from it at
+    the prompt's end and share its blocks (paper §4.4).
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "bypass_prefix_cache",
+        "cache_salt",
+        "eos_token_ids",
+        "first_scheduled_time",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "params",
+        "prompt_token_ids",
+        "request_id",
+        "sequences",
+        "status",
+        "stop_token_ids",
+        "unforked",
+    )
+
+    def __init__(self, request: EngineRequest, arrival_time: float) -> None:
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.params = request.params
+        self.max_tokens = request.max_tokens
+        self.cache_salt = request.cache_salt
+        self.arrival_time = arrival_time
+        self.first_scheduled_time: float | None = None
+        self.status = RequestStatus.WAITING
+        self.eos_token_ids = frozenset(request.eos_token_ids)
+        self.stop_token_ids = frozenset(request.params.stop_token_ids or ())
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache when first scheduled; None before."""
+        self.num_preemptions = 0
+        self.num_prompt_logprobs = 0
+        """Prompt positions whose logprobs were already reported (recomputation does not report them again)."""
+        self.bypass_prefix_cache = request.params.prompt_logprobs is not None
+        self.sequences: list[Sequence] = []
+        self.unforked: list[Sequence] = []
+        """Live sequences that wait for the first one to compute the prompt."""
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]

@@ -1,0 +1,162 @@
+"""How the tokens of a request are chosen and when it ends. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from quire.errors import UserError, nearest_name
+
+MAX_N = 256
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 4096
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
+
+    n: completions per prompt; they share the prompt's KV blocks.
+    temperature: 0 means greedy. top_p, top_k (0 or -1: off), min_p: applied in this order, after the penalties.
+    presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens.
+    seed: makes the tokens of this request reproducible whatever else runs; None: drawn from the engine's seed.
+    stop: strings that end the text (not part of it unless include_stop_str_in_output); stop_token_ids: tokens that do.
+    bad_words: strings whose token sequences are never produced. logit_bias: token id -> added logit.
+    allowed_token_ids: when given, no other token can be produced.
+    max_tokens: None means "up to the model's context". min_tokens: end-of-sequence and stop tokens are banned before.
+    logprobs, prompt_logprobs: number of alternatives (0..20) reported beside the chosen token; None: none.
+    Logprobs are those of the model, before temperature, penalties and filters.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _optional_integer("seed", self.seed, -MAX_SEED, MAX_SEED)
+        _optional_integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        self._check_stop()
+        _token_ids("stop_token_ids", self.stop_token_ids)
+        _token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UserError("allowed_token_ids must name at least one token", param="allowed_token_ids")
+        _strings("bad_words", self.bad_words)
+        self._check_logit_bias()
+
+    def _check_stop(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        _strings("stop", self.stop_strings)
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise UserError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
+        if self.stop_strings and not self.detokenize:
+            raise UserError("stop strings need detokenize=True", param="stop")
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise UserError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias")
+        _token_ids("logit_bias", list(self.logit_bias))
+        for value in self.logit_bias.values():
+            _number("logit_bias", value, -100.0, 100.0)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, empty when there is none."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> SamplingParams:
+        """Build from a mapping; an unknown key raises UserError with the nearest field name suggested."""
+        for name in options:
+            if name not in cls.__struct_fields__:
+                nearest = nearest_name(name, cls.__struct_fields__)
+                raise UserError(f"unknown sampling parameter {name!r}{nearest}", param=name)
+        return cls(**options)
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, not {value!r}", param=name)
+    if value > high or value < low or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise UserError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}", param=name)
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name} must be an integer, not {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise UserError(f"{name} must be {limit}, not {value}", param=name)
+
+
+def _optional_integer(name: str, value: object, low: int, high: int | None) -> None:
+    if value is not None:
+        _integer(name, value, low, high)
+
+
+def _token_ids(name: str, values: list[int] | None) -> None:
+    """Types and signs only: the vocabulary's size is checked by the input processor, which knows it."""
+    if values is None:
+        return
+    if not isinstance(values, list | tuple):
+        raise UserError(f"{name} must be a list of token ids, not {values!r}", param=name)
+    for value in values:
+        _integer(name, value, 0, None)
+
+
+def _strings(name: str, values: list[str] | None) -> None:
+    if values is None:
+        return
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str) and value for value in values):
+        raise UserError(f"{name} must be a list of non-empty strings, not {values!r}", param=name)

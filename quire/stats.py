@@ -1,0 +1,39 @@
+"""Counters and gauges of the engine core, sent to the front end as one snapshot."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot. Fields that end in `_total` only grow; the others are the state now."""
+
+    block_size: int = 0
+    num_blocks: int = 0
+    """Usable blocks of the pool."""
+    num_used_blocks: int = 0
+    """Blocks that a live sequence refers to."""
+    num_cached_blocks: int = 0
+    """Free blocks whose content can still be hit by a prefix (evictable)."""
+    num_shared_blocks: int = 0
+    """Blocks with more than one owner."""
+    num_stored_tokens: int = 0
+    """Token states held by used blocks (each physical slot counted once per owner table)."""
+    num_running: int = 0
+    num_waiting: int = 0
+    """Requests in the queue, preempted ones included."""
+    num_preempted: int = 0
+    steps_total: int = 0
+    scheduled_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    preemptions_total: int = 0
+    recomputed_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits_total: int = 0
+    """Prompt tokens found."""
+    evictions_total: int = 0
+    """Cached blocks whose content was given up for a new owner."""
+    copied_blocks_total: int = 0
+    finished_requests_total: int = 0

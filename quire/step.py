@@ -1,0 +1,110 @@
+"""StepPlan and StepResult: the only contract between the scheduler and the workers.
+
+A plan is data: integers, and sampling settings once per sequence. New sequences are sent in full once, then only
+differences. Plans are executed strictly in order, on every rank alike; workers never ask back. A block freed while
+an earlier plan is still running may be handed out again, because its new owner's plan runs later.
+
+Order of effects of one plan: drop `released` rows; create `new_sequences`; run `block_copies`; append `new_blocks`
+and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.sampling_params import SamplingParams
+
+
+class NewSequence(msgspec.Struct, array_like=True):
+    """A sequence that gets a row on the workers: just arrived, or resumed after a preemption."""
+
+    seq_id: int
+    token_ids: list[int]
+    """Every token known so far: the prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    block_ids: list[list[int]]
+    """Per KV group: the physical blocks in logical order (those of a prefix hit included)."""
+    sampling: SequenceSampling
+
+
+class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
+    """What the sampler must know of one sequence, resolved (no None that needs a tokenizer to interpret)."""
+
+    params: SamplingParams
+    seed: int
+    """64-bit; differs between the `n` sequences of a request. Token i is drawn from a counter-based generator
+    keyed by (seed, i), i counting generated tokens, so no generator state exists and nothing else has influence."""
+    stop_token_ids: list[int]
+    """End-of-sequence and stop tokens: banned while fewer than `min_tokens` were generated."""
+    bad_token_sequences: list[list[int]]
+
+
+class SequenceFork(msgspec.Struct, array_like=True):
+    """`child` starts as a copy of `parent` (tokens, block table) after this step's forward pass, before sampling.
+
+    `token_ids` is set when the child has a history of its own (resumed after a preemption): all its known tokens.
+    """
+
+    parent: int
+    child: int
+    sampling: SequenceSampling
+    token_ids: list[int] | None = None
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """One step. The three columns of the batch have one entry per scheduled sequence, in batch order."""
+
+    step_id: int
+    seq_ids: list[int]
+    start_positions: list[int]
+    """First position computed in this step = tokens computed before it."""
+    num_tokens: list[int]
+    """Tokens computed in this step (>= 1). A token not known to the scheduler yet is the row's last sampled one."""
+    sample_seq_ids: list[int]
+    """Sequences that get a token, in result order."""
+    sample_from: list[int]
+    """For each of them the batch index whose last scheduled token's logits are read (a child reads its parent's)."""
+    new_sequences: list[NewSequence] = []
+    new_blocks: dict[int, list[list[int]]] = {}
+    """seq_id -> per KV group the block ids appended to its table."""
+    replaced_blocks: list[tuple[int, int, int, int]] = []
+    """(seq_id, group, logical index, new block id): the table entry changes (copy-on-write)."""
+    block_copies: list[tuple[int, int]] = []
+    """(source, destination) physical blocks, every layer; one batched order, before the forward pass."""
+    forks: list[SequenceFork] = []
+    released: list[int] = []
+    """Sequences whose rows are dropped before anything else: finished, aborted or preempted."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position. Entry 0 is the chosen (or prompt) token; then the top ones, best first.
+
+    `rank` is the 1-based rank of the chosen token in the vocabulary.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of the prompt tokens at positions `start`, `start + 1`, ... (position 0 has none)."""
+
+    start: int
+    entries: list[TokenLogprobs]
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """What came out of one plan."""
+
+    step_id: int
+    token_ids: list[int]
+    """Aligned with the plan's `sample_seq_ids`."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """Index into `token_ids` -> logprobs, where asked for."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""

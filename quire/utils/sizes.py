@@ -1,0 +1,39 @@
+"""Byte sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from quire.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter] = _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, *, param: str) -> int:
+    """Turn `4294967296`, `"4GiB"`, `"4G"` (1024-based) or `"4GB"` (1000-based) into bytes (> 0)."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{param} must be a number of bytes or a size such as '4GiB', not {value!r}", param=param)
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ConfigError(f"{param} must be a size such as '512MiB' or '4GiB', not {value!r}", param=param)
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise ConfigError(f"{param} must be greater than zero, not {value!r}", param=param)
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
