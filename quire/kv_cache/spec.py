@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.model import ModelConfig
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -35,3 +37,12 @@ class SlidingWindowSpec(LayerSpec):
     """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
 
     window: int
+
+
+def layer_specs(config: ModelConfig) -> list[LayerSpec]:
+    """What each layer of an attention-only model keeps, by layer index: what models and `quire plan` agree on."""
+    shape = (config.num_kv_heads, config.head_dim, config.dtype_bytes)
+    return [
+        FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
+        for window in config.sliding_windows
+    ]
