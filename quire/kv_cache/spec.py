@@ -1,4 +1,4 @@
-"""What one layer keeps in the KV cache: a frozen value per kind of layer (paper §4; hybrid models mix kinds)."""
+"""What one layer keeps in the KV cache: a frozen value per kind of layer (hybrid models mix kinds)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SlidingWindowSpec(LayerSpec):
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
-    """What each layer of an attention-only model keeps, by layer index: what models and `quire plan` agree on."""
+    """What each layer of an attention-only model keeps, by layer index; models and `quire plan` share it."""
     shape = (config.num_kv_heads, config.head_dim, config.dtype_bytes)
     return [
         FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
