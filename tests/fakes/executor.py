@@ -1,0 +1,407 @@
+"""FakeExecutor: an executor without tensors that holds the control plane to its contract.
+
+A KV slot holds a number that depends on every token up to its position, as a real key does. A plan that skips
+a position, writes into a shared block, reuses a block that is still read or hits the wrong prefix therefore
+either breaks a rule that is checked here or reads a number that does not fit the sequence's own tokens, and
+raises ContractViolationError. The sampled token is a function of those numbers, so it is the same alone,
+batched, chunked, cached and preempted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.step import (
+    NewSequence,
+    PromptLogprobs,
+    SequenceFork,
+    SequenceSampling,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+_MASK = 2**63 - 1
+_GREEDY_SEED = 0x5EED
+
+ChooseToken = Callable[[SequenceSampling, int, list[int]], int]
+"""(sampling, number of tokens generated before, all tokens so far) -> the next token."""
+
+
+class ContractViolationError(AssertionError):
+    """A plan broke the contract of quire/step.py."""
+
+
+def _mix(*values: int) -> int:
+    """A number that depends on all of `values` and is the same in every process."""
+    return hash(values) & _MASK
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ContractViolationError(message)
+
+
+@dataclass
+class _Row:
+    """A live sequence as a worker knows it."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    tables: list[list[int]]
+    sampling: SequenceSampling
+    num_computed: int | None
+    """None: the row has just begun (prefix hit, or fork with its own history): it starts anywhere."""
+    chain: list[int] = field(default_factory=list)
+    """chain[p] depends on tokens 0..p."""
+
+    def extend_chain(self) -> None:
+        for position in range(len(self.chain), len(self.token_ids)):
+            self.chain.append(_mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
+
+
+class FakeExecutor:
+    """See the module's docstring.
+
+    windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
+    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error:
+    raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans and only make
+    tokens (for benchmarks). record=True: keep every plan in `plans`.
+    """
+
+    def __init__(
+        self,
+        *,
+        windows: Sequence[int | None] = (None, None),
+        vocab_size: int = 97,
+        latency: float = 0.0,
+        fail_at_step: int | None = None,
+        load_error: Exception | None = None,
+        choose: ChooseToken | None = None,
+        verify: bool = True,
+        record: bool = False,
+    ) -> None:
+        self._specs = [_spec(window) for window in windows]
+        self._vocab_size = vocab_size
+        self._latency = latency
+        self._fail_at_step = fail_at_step
+        self._load_error = load_error
+        self._choose = choose
+        self._verify = verify
+        self._record = record
+        self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
+        self._rows: dict[int, _Row] = {}
+        self._owners: Counter[int] = Counter()
+        self._slots: dict[int, list[int | None]] = {}
+        self._layout: KVCacheLayout | None = None
+        self._max_num_batched_tokens = self._max_num_seqs = 0
+        self._last_step_id: int | None = None
+        self.plans: list[StepPlan] = []
+        self.num_steps = 0
+        self.is_shut_down = False
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> FakeExecutor:
+        """An executor of the model's vocabulary and layers, as an engine process makes it."""
+        return cls(windows=config.model.sliding_windows, vocab_size=config.model.vocab_size)
+
+    @property
+    def live_seq_ids(self) -> list[int]:
+        return sorted(self._rows)
+
+    # The Executor protocol.
+
+    def load(self) -> list[LayerSpec]:
+        if self._load_error is not None:
+            raise self._load_error
+        return list(self._specs)
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        return MemoryProfile(available=2**22, activations=2**16, weights=2**20)
+
+    def allocate(self, layout: KVCacheLayout) -> None:
+        self._layout = layout
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        _require(not self.is_shut_down, "a plan after shutdown")
+        if self._record:
+            self.plans.append(plan)
+        if self._thread is not None:
+            return self._thread.submit(self._run, plan)
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self._run(plan))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # One plan, in the order that quire/step.py promises.
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._latency:
+            time.sleep(self._latency)
+        if self.num_steps == self._fail_at_step:
+            raise RuntimeError(f"injected failure at step {self._fail_at_step}")
+        self.num_steps += 1
+        if self._verify:
+            self._check_shape(plan)
+        for seq_id in plan.released:
+            _require(seq_id in self._rows, f"released sequence {seq_id} has no row")
+            self._disown(self._rows.pop(seq_id))
+        for new in plan.new_sequences:
+            self._create(new)
+        self._copy_blocks(plan.block_copies)
+        self._update_tables(plan)
+        result = StepResult(step_id=plan.step_id, token_ids=[])
+        for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
+            self._compute(seq_id, start, count, result)
+        for fork in plan.forks:
+            self._fork(fork)
+        self._sample(plan, result)
+        return result
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        batch = len(plan.seq_ids)
+        _require(len(plan.start_positions) == batch == len(plan.num_tokens), "columns of different length")
+        _require(len(set(plan.seq_ids)) == batch, f"a sequence is scheduled twice: {plan.seq_ids}")
+        _require(len(plan.sample_seq_ids) == len(plan.sample_from), "sample columns of different length")
+        _require(len(set(plan.sample_seq_ids)) == len(plan.sample_seq_ids), "a sequence is sampled twice")
+        _require(all(count >= 1 for count in plan.num_tokens), f"nothing to compute: {plan.num_tokens}")
+        _require(
+            plan.total_tokens <= self._max_num_batched_tokens,
+            f"{plan.total_tokens} tokens exceed the budget of {self._max_num_batched_tokens}",
+        )
+        _require(batch <= self._max_num_seqs, f"{batch} sequences exceed max_num_seqs {self._max_num_seqs}")
+        _require(
+            self._last_step_id is None or plan.step_id > self._last_step_id,
+            f"step {plan.step_id} after step {self._last_step_id}",
+        )
+        self._last_step_id = plan.step_id
+
+    def _create(self, new: NewSequence) -> None:
+        _require(new.seq_id not in self._rows, f"new sequence {new.seq_id} already has a row")
+        _require(len(new.token_ids) >= 1, f"new sequence {new.seq_id} has no tokens")
+        row = _Row(
+            token_ids=list(new.token_ids),
+            num_prompt_tokens=new.num_prompt_tokens,
+            tables=[list(table) for table in new.block_ids],
+            sampling=new.sampling,
+            num_computed=None,
+        )
+        _require(
+            len(row.tables) == self._num_groups, f"{len(row.tables)} tables for {self._num_groups} groups"
+        )
+        self._own(row)
+        self._rows[new.seq_id] = row
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not self._verify:
+            return
+        destinations = {destination for _, destination in copies}
+        _require(len(destinations) == len(copies), f"two copies into one block: {copies}")
+        for source, destination in copies:
+            _require(
+                source not in destinations, f"block {source} is copied from and into in one step: {copies}"
+            )
+            self._check_block(source)
+            self._check_block(destination)
+            self._slots[destination] = list(self._block(source))
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        for seq_id, groups in plan.new_blocks.items():
+            _require(
+                len(groups) == self._num_groups, f"sequence {seq_id}: {len(groups)} groups of new blocks"
+            )
+            for table, block_ids in zip(self._row(seq_id).tables, groups, strict=True):
+                table.extend(block_ids)
+                for block_id in block_ids:
+                    if self._verify:
+                        self._check_block(block_id)
+                        _require(
+                            self._owners[block_id] == 0, f"block {block_id} of {seq_id} is new but in use"
+                        )
+                        self._owners[block_id] += 1
+        for seq_id, group, index, block_id in plan.replaced_blocks:
+            table = self._row(seq_id).tables[group]
+            _require(index < len(table), f"sequence {seq_id} replaces block {index} of {len(table)}")
+            if self._verify:
+                self._release_block(table[index])
+                if block_id != NULL_BLOCK:
+                    self._check_block(block_id)
+                    _require(
+                        self._owners[block_id] == 0, f"block {block_id} of {seq_id} replaces but is in use"
+                    )
+                    self._owners[block_id] += 1
+            table[index] = block_id
+
+    def _compute(self, seq_id: int, start: int, count: int, result: StepResult) -> None:
+        row = self._row(seq_id)
+        end = start + count
+        _require(
+            row.num_computed is None or start == row.num_computed,
+            f"sequence {seq_id} starts at {start} but has computed {row.num_computed} tokens",
+        )
+        _require(
+            end <= len(row.token_ids),
+            f"sequence {seq_id} computes up to {end} of {len(row.token_ids)} tokens",
+        )
+        row.extend_chain()
+        if self._verify:
+            for group in range(self._num_groups):
+                self._drop_outside_window(row, group, start)
+                self._check_read(seq_id, row, group, start)
+                self._write(seq_id, row, group, start, end)
+        row.num_computed = end
+        wanted = row.sampling.params.prompt_logprobs
+        last = min(end, row.num_prompt_tokens - 1)
+        if wanted is not None and start + 1 <= last:
+            positions = range(start + 1, last + 1)
+            entries = [self._logprobs(row.token_ids[p], row.chain[p - 1], wanted) for p in positions]
+            result.prompt_logprobs[seq_id] = PromptLogprobs(start=start + 1, entries=entries)
+
+    def _fork(self, fork: SequenceFork) -> None:
+        parent = self._row(fork.parent)
+        _require(fork.child not in self._rows, f"fork: sequence {fork.child} already has a row")
+        child = _Row(
+            token_ids=list(parent.token_ids if fork.token_ids is None else fork.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            tables=[list(table) for table in parent.tables],
+            sampling=fork.sampling,
+            num_computed=parent.num_computed if fork.token_ids is None else None,
+        )
+        self._own(child)
+        self._rows[fork.child] = child
+
+    def _sample(self, plan: StepPlan, result: StepResult) -> None:
+        """Every token is picked before any row grows: a child reads its parent's logits, not its token."""
+        for index, (seq_id, source) in enumerate(zip(plan.sample_seq_ids, plan.sample_from, strict=True)):
+            row, read = self._row(seq_id), self._rows[plan.seq_ids[source]]
+            known = len(row.token_ids)
+            _require(
+                read.num_computed == known and (read is row or read.token_ids[:known] == row.token_ids),
+                f"sequence {seq_id} of {known} tokens is sampled after {read.num_computed} computed ones",
+            )
+            state = read.chain[known - 1]
+            token_id = self._pick(row, state)
+            result.token_ids.append(token_id)
+            if row.sampling.params.logprobs is not None:
+                result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
+        for seq_id, token_id in zip(plan.sample_seq_ids, result.token_ids, strict=True):
+            self._rows[seq_id].token_ids.append(token_id)
+        if self._verify:
+            rows = len(self._rows)
+            _require(rows <= self._max_num_seqs, f"{rows} rows exceed max_num_seqs {self._max_num_seqs}")
+
+    # Tokens.
+
+    def _pick(self, row: _Row, state: int) -> int:
+        sampling = row.sampling
+        index = len(row.token_ids) - row.num_prompt_tokens
+        if self._choose is not None:
+            return self._choose(sampling, index, row.token_ids)
+        seed = _GREEDY_SEED if sampling.params.is_greedy else sampling.seed
+        token_id = _mix(state, seed, index) % self._vocab_size
+        while index < sampling.params.min_tokens and token_id in sampling.stop_token_ids:
+            token_id = (token_id + 1) % self._vocab_size
+        return token_id
+
+    def _logprobs(self, token_id: int, state: int, num_top: int) -> TokenLogprobs:
+        top = [_mix(state, rank) % self._vocab_size for rank in range(num_top)]
+        return TokenLogprobs([token_id, *top], [-1.0 - 0.5 * rank for rank in range(num_top + 1)], rank=1)
+
+    # Blocks.
+
+    @property
+    def _num_groups(self) -> int:
+        assert self._layout is not None, "allocate() comes first"
+        return len(self._layout.groups)
+
+    def _row(self, seq_id: int) -> _Row:
+        _require(seq_id in self._rows, f"sequence {seq_id} has no row")
+        return self._rows[seq_id]
+
+    def _block(self, block_id: int) -> list[int | None]:
+        assert self._layout is not None
+        return self._slots.setdefault(block_id, [None] * self._layout.block_size)
+
+    def _check_block(self, block_id: int) -> None:
+        assert self._layout is not None
+        _require(0 < block_id < self._layout.num_blocks, f"block {block_id} is not one of the pool's")
+
+    def _own(self, row: _Row) -> None:
+        if self._verify:
+            for table in row.tables:
+                for block_id in table:
+                    if block_id != NULL_BLOCK:
+                        self._check_block(block_id)
+                        self._owners[block_id] += 1
+
+    def _disown(self, row: _Row) -> None:
+        if self._verify:
+            for table in row.tables:
+                for block_id in table:
+                    self._release_block(block_id)
+
+    def _release_block(self, block_id: int) -> None:
+        if block_id != NULL_BLOCK:
+            self._owners[block_id] -= 1
+
+    def _drop_outside_window(self, row: _Row, group: int, start: int) -> None:
+        """Blocks that no position from `start` on reads may serve someone else, said or unsaid."""
+        assert self._layout is not None
+        spec = self._layout.groups[group].spec
+        if isinstance(spec, SlidingWindowSpec):
+            table = row.tables[group]
+            for index in range(min(max(0, start - spec.window + 1) // self._layout.block_size, len(table))):
+                self._release_block(table[index])
+                table[index] = NULL_BLOCK
+
+    def _check_read(self, seq_id: int, row: _Row, group: int, start: int) -> None:
+        assert self._layout is not None
+        size = self._layout.block_size
+        for index, block_id in enumerate(row.tables[group][: -(-start // size)]):
+            if block_id == NULL_BLOCK:
+                spec = self._layout.groups[group].spec
+                _require(
+                    isinstance(spec, SlidingWindowSpec) and (index + 1) * size <= start - spec.window + 1,
+                    f"sequence {seq_id} reads block {index}, which it gave up",
+                )
+                continue
+            stop = min(size, start - index * size)
+            expected = [value ^ group for value in row.chain[index * size : index * size + stop]]
+            _require(
+                self._block(block_id)[:stop] == expected,
+                f"sequence {seq_id} reads block {block_id} (its number {index}), which holds other tokens",
+            )
+
+    def _write(self, seq_id: int, row: _Row, group: int, start: int, end: int) -> None:
+        assert self._layout is not None
+        size = self._layout.block_size
+        table = row.tables[group]
+        _require(end <= len(table) * size, f"sequence {seq_id} has {len(table)} blocks for {end} tokens")
+        for position in range(start, end):
+            block_id = table[position // size]
+            _require(block_id != NULL_BLOCK, f"sequence {seq_id} writes to the null block")
+            _require(self._owners[block_id] == 1, f"sequence {seq_id} writes to shared block {block_id}")
+            self._block(block_id)[position % size] = row.chain[position] ^ group
+
+
+def _spec(window: int | None) -> LayerSpec:
+    if window is None:
+        return FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
+    return SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=window)
