@@ -1,0 +1,91 @@
+"""ServerSettings: what the HTTP server is told besides the engine's options."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.errors import ConfigError, nearest_name
+from quire.utils.sizes import parse_bytes
+
+MAX_PORT = 65535
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one server. Wrong values raise ConfigError with `param` set. `HELP` holds one line for each field.
+
+    served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
+    max_body_size: bytes of a request body, as a number or "8MiB".
+    max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
+    shutdown_timeout: seconds that running requests get to finish after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: list[str] = []
+    api_key: str | None = None
+    max_body_size: int | str = "8MiB"
+    max_num_queued: int | None = 4096
+    shutdown_timeout: float = 30.0
+    cors_allowed_origins: list[str] = []
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host must not be empty", param="host")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key must not be empty", param="api_key")
+        if self.max_num_queued is not None and self.max_num_queued < 1:
+            raise ConfigError(f"max_num_queued must be at least 1, not {self.max_num_queued}", param="max_num_queued")
+        if not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(
+                f"shutdown_timeout must be a number of seconds >= 0, not {self.shutdown_timeout}",
+                param="shutdown_timeout",
+            )
+        for name in ("served_model_name", "cors_allowed_origins"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"{name} must not hold an empty string", param=name)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError("ssl_keyfile and ssl_certfile go together: one is missing", param=missing)
+        parse_bytes(self.max_body_size, param="max_body_size")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return parse_bytes(self.max_body_size, param="max_body_size")
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
+
+    @classmethod
+    def from_keywords(cls, keywords: dict[str, object]) -> ServerSettings:
+        """Build from keyword arguments. Unknown names and wrong types raise ConfigError."""
+        for name in keywords:
+            if name not in cls.__struct_fields__:
+                nearest = nearest_name(name, cls.__struct_fields__)
+                raise ConfigError(f"unknown server setting {name!r}{nearest}", param=name)
+        try:
+            return msgspec.convert(keywords, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise ConfigError(f"server setting: {error}") from None
+
+
+HELP: dict[str, str] = {
+    "host": "address to listen on",
+    "port": "port to listen on (0: any free one)",
+    "served_model_name": "name of the model in the API; may be given several times (default: the model as given)",
+    "api_key": "key that clients must send as 'Authorization: Bearer KEY'",
+    "max_body_size": "largest request body, such as 8MiB",
+    "max_num_queued": "most requests that may wait before new ones are refused with 429",
+    "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
+    "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",
+    "ssl_keyfile": "private key file: serve https",
+    "ssl_certfile": "certificate file: serve https",
+    "access_log": "log one line for each HTTP request",
+}
