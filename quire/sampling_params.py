@@ -56,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
@@ -75,7 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UserError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
         self._check_stop()
         _token_ids("stop_token_ids", self.stop_token_ids)
@@ -86,8 +89,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_logit_bias()
 
     def _check_stop(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", [self.stop])
         _strings("stop", self.stop_strings)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise UserError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
@@ -98,7 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise UserError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias")
+            raise UserError(
+                f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias"
+            )
         _token_ids("logit_bias", list(self.logit_bias))
         for value in self.logit_bias.values():
             _number("logit_bias", value, -100.0, 100.0)

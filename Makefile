@@ -1,0 +1,96 @@
+# On a fresh machine with Python 3.11 or later and g++:
+#   make serve    install into .venv and serve the bundled model on http://127.0.0.1:8000
+#   make test     install into .venv, then lint, types and tests
+# Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest).
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+TESTS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve install install-test test lint types tests format bench-control clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@printf '%s\n' \
+	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
+	  'make test           install, then lint, types and tests' \
+	  'make lint | types | tests | format | bench-control | clean'
+
+serve: install
+	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
+	@exec $(BIN)/quire serve $(ARGS) --host $(HOST) --port $(PORT)
+
+# Each stage names itself, so that the log of a failed run says where it stopped.
+test: lint types tests
+	@printf '==> all stages passed\n'
+
+lint: install-test
+	@printf '==> lint: ruff check, ruff format --check\n'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: install-test
+	@printf '==> types: mypy --strict\n'
+	@$(BIN)/mypy
+
+tests: install-test
+	@printf '==> tests: pytest\n'
+	@$(BIN)/python -m pytest $(TESTS)
+
+format: install-test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench-control: install-test
+	@$(BIN)/python benchmarks/control_plane.py
+
+install: $(VENV)/.installed
+
+install-test: $(VENV)/.installed-test
+
+# Stamps: a second `make` installs nothing; a change of the requirements installs again.
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' here; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: Quire needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); name another with PYTHON=" >&2; exit 1; }
+	@printf '==> virtual environment: $(VENV)\n'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS)
+	@printf '==> install\n'
+	@$(INSTALL) -e .
+	@$(report_cuda)
+	@touch $@
+
+# The test install covers the plain one, whose stamp it therefore renews too.
+$(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS)
+	@printf '==> install, with what the tests need\n'
+	@$(INSTALL) -e '.[test]'
+	@$(report_cuda)
+	@touch $(VENV)/.installed $@
+
+# Some package indexes answer `torch` with the CUDA build: gigabytes that a machine without a GPU never uses.
+define report_cuda
+found=$$($(BIN)/python -m pip list --format=freeze | grep -E '^(nvidia-|triton=)' || true); \
+if [ -n "$$found" ] && [ ! -e /dev/nvidiactl ]; then \
+  echo "make: warning: this machine has no NVIDIA GPU, but torch came with CUDA packages:" >&2; \
+  printf '%s\n' "$$found" | sed 's/^/make:   /' >&2; \
+  echo "make: everything works, they only take disk space. To get the CPU build of torch instead:" >&2; \
+  echo "make:   make clean, then make again with PIP_ARGS naming the package index of torch's CPU builds" >&2; \
+fi
+endef
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find quire tests training benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,107 @@
+"""The source tree as the architecture tests see it: every module of the package, parsed once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "quire"
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "envs", "clock", "registry", "logging", "utils", "version", "bundled"),
+    ("config", "sampling_params", "request", "step", "outputs", "stats"),
+    ("kv_cache", "tokenization"),
+    ("scheduler", "decoding"),
+    ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),
+    ("worker",),
+    ("executors",),
+    ("engine",),
+    ("llm", "server", "cli", "bench", "metrics", "__main__"),
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def where(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+    @property
+    def is_facade(self) -> bool:
+        """`quire/__init__.py`, which offers names of every layer and imports them on first use."""
+        return self.name == "quire"
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """Every module of the package, by name."""
+    return tuple(_read(path) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(module.name for module in modules())
+
+
+def python_files() -> list[Path]:
+    """Every Python file that we wrote: package, tests, training, benchmarks."""
+    folders = ("quire", "tests", "training", "benchmarks")
+    return sorted(
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "runs" not in path.parts
+    )
+
+
+def layer_of(name: str) -> int:
+    """Layer number of a module `quire.x...`. Raises KeyError for a file or folder that no layer lists."""
+    parts = name.split(".")
+    return len(LAYERS) - 1 if len(parts) == 1 else LAYER_OF[parts[1]]
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    """Module of the package, or the top name of another distribution."""
+    line: int
+    typing_only: bool
+
+
+def imports(module: Module) -> Iterator[Import]:
+    """Every import of a module, at the top, in functions and under TYPE_CHECKING."""
+    typing_lines = {
+        line
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in sorted(_targets(node)):
+                yield Import(target, node.lineno, node.lineno in typing_lines)
+
+
+def _targets(node: ast.Import | ast.ImportFrom) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {
+            alias.name if alias.name.startswith("quire.") else alias.name.split(".")[0]
+            for alias in node.names
+        }
+    assert node.level == 0, f"line {node.lineno}: relative import; write the full module name"
+    source = node.module or ""
+    if source.split(".")[0] != "quire":
+        return {source.split(".")[0]}
+    submodules = {f"{source}.{alias.name}" for alias in node.names}
+    return {name if name in module_names() else source for name in submodules}
+
+
+def _read(path: Path) -> Module:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return Module(name, path, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))

@@ -1,0 +1,88 @@
+"""A module imports only from its own layer or a lower one, wherever in the file the import stands."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.architecture.source import LAYER_OF, PACKAGE, Module, imports, layer_of, modules
+
+TYPING_SEAMS = {
+    # A request carries the handles that the KV cache gave it; the vocabulary names their types, nothing more.
+    ("quire.request", "quire.kv_cache.block_hash"),
+    ("quire.request", "quire.kv_cache.manager"),
+}
+FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]
+REGISTRY_TARGET = re.compile(r"(quire\.[a-z_.]+):[A-Za-z_]\w*")
+
+
+def test_every_file_and_folder_belongs_to_a_layer() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))}
+    assert entries - {"__init__"} - set(LAYER_OF) == set()
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if not m.is_facade], ids=lambda module: module.name)
+def test_imports_point_down(module: Module) -> None:
+    own = layer_of(module.name)
+    upward = [
+        f"{module.where}:{found.line}: layer {own} imports {found.target} of layer {layer_of(found.target)}"
+        for found in imports(module)
+        if found.target.split(".")[0] == "quire"
+        and layer_of(found.target) > own
+        and not (found.typing_only and (module.name, found.target) in TYPING_SEAMS)
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if not m.is_facade], ids=lambda module: module.name)
+def test_registries_name_targets_below(module: Module) -> None:
+    """An import by name is an import too."""
+    words = [
+        node.value
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    targets = [match[1] for word in words if (match := REGISTRY_TARGET.fullmatch(word))]
+    assert [target for target in targets if layer_of(target) > layer_of(module.name)] == []
+
+
+def test_the_package_itself_imports_nothing_before_it_is_asked() -> None:
+    facade = next(module for module in modules() if module.is_facade)
+    eager = {
+        found.target
+        for found in imports(facade)
+        if not found.typing_only and found.target.startswith("quire")
+    }
+    assert eager == {"quire.version"}
+
+
+def test_every_typing_seam_is_in_use() -> None:
+    used = {
+        (module.name, found.target) for module in modules() for found in imports(module) if found.typing_only
+    }
+    assert used >= TYPING_SEAMS
+
+
+def test_control_plane_never_imports_torch() -> None:
+    found = [
+        f"{module.where}:{found.line}"
+        for module in modules()
+        if not module.is_facade and layer_of(module.name) < FIRST_COMPUTE_LAYER
+        for found in imports(module)
+        if found.target in ("torch", "transformers")
+    ]
+    assert found == []
+
+
+def test_no_import_cycles() -> None:
+    graph = {
+        module.name: {found.target for found in imports(module) if not found.typing_only} - {module.name}
+        for module in modules()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")

@@ -1,0 +1,54 @@
+"""Nothing in the tree knows the machine that it was written on, or where packages come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.source import ROOT
+
+FOLDERS = (".ci", "quire", "tests", "docs", "training", "benchmarks", "csrc")
+SUFFIXES = {
+    "", ".py", ".md", ".toml", ".txt", ".json", ".jinja", ".html", ".css", ".js", ".cpp", ".h", ".sh", ".yml",
+}  # fmt: skip
+SKIPPED_FOLDERS = {"__pycache__", "runs"}
+SKIPPED_FILES = {"tokenizer.json"}
+"""A vocabulary holds whatever words its corpus had."""
+# Written with brackets so that these patterns do not match their own source.
+MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:home|Users|root|opt|mnt|srv|work|workspace)[/](?=\w)")
+PACKAGE_SOURCE = re.compile(r"pypi[.]org|pythonhosted[.]org|download[.]pytorch|index[-_]url|find[-_]links")
+
+
+def text_files() -> Iterator[Path]:
+    top = [path for path in ROOT.iterdir() if path.is_file()]
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    for path in sorted(top + below):
+        if (
+            path.suffix in SUFFIXES
+            and path.name not in SKIPPED_FILES
+            and not SKIPPED_FOLDERS & set(path.parts)
+        ):
+            yield path
+
+
+def matches(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+
+
+def test_no_paths_of_a_machine() -> None:
+    assert matches(MACHINE_PATH) == []
+
+
+def test_no_package_index_is_named() -> None:
+    assert matches(PACKAGE_SOURCE) == []
+
+
+def test_the_tree_is_really_read() -> None:
+    names = {str(path.relative_to(ROOT)) for path in text_files()}
+    assert {"pyproject.toml", "Makefile", "LICENSE", "quire/errors.py", ".ci/run"} <= names

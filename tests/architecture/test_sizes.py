@@ -1,0 +1,63 @@
+"""Size is a reviewed number: a file fits in the head, a function on a screen, parameters on a line or two."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.architecture.source import ROOT, python_files
+
+MAX_FILE_LINES = 600
+MAX_KERNEL_FILE_LINES = 800
+MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
+NATIVE_SUFFIXES = (".cpp", ".h", ".hpp", ".cu", ".cuh")
+
+
+def source_files() -> list[Path]:
+    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in NATIVE_SUFFIXES]
+    return python_files() + native
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def largest_files(count: int) -> list[tuple[int, str]]:
+    return sorted(((num_lines(path), str(path.relative_to(ROOT))) for path in source_files()), reverse=True)[
+        :count
+    ]
+
+
+def test_file_sizes() -> None:
+    def limit(path: Path) -> int:
+        is_kernel = path.is_relative_to(ROOT / "quire" / "kernels") or path.is_relative_to(ROOT / "csrc")
+        return MAX_KERNEL_FILE_LINES if is_kernel else MAX_FILE_LINES
+
+    too_long = {str(path): num_lines(path) for path in source_files() if num_lines(path) > limit(path)}
+    assert too_long == {}
+
+
+def test_function_sizes() -> None:
+    lengths = {where: (node.end_lineno or node.lineno) - node.lineno + 1 for where, node in functions()}
+    assert {where: length for where, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def test_parameter_counts() -> None:
+    """`self`, `cls`, `*args` and `**kwargs` do not count."""
+
+    def count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        return len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+
+    counts = {where: count(node) for where, node in functions()}
+    assert {where: number for where, number in counts.items() if number > MAX_PARAMETERS} == {}

@@ -1,0 +1,72 @@
+"""No pickle, no code from a checkpoint or a socket, no template outside the sandbox."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.source import ROOT, python_files
+
+MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+CALLS = {
+    "eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+    "torch.jit.load", "jinja2.Template", "Template", "jinja2.Environment", "Environment",
+}  # fmt: skip
+METHODS = {"recv_pyobj", "send_pyobj"}
+
+
+def shipped_files() -> list[Path]:
+    """All but the tests, which make dangerous files to see them refused."""
+    return [path for path in python_files() if not path.is_relative_to(ROOT / "tests")]
+
+
+def test_nothing_unsafe_is_called_or_imported() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in shipped_files()
+        for line, what in unsafe(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+def unsafe(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (
+                (node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES
+            )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Call):
+            yield from ((node.lineno, what) for what in unsafe_call(node))
+
+
+def unsafe_call(node: ast.Call) -> Iterator[str]:
+    name = ast.unparse(node.func)
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if name in CALLS or name.split(".")[-1] in METHODS:
+        yield name
+    if name == "torch.load" and keywords.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if keywords.get("trust_remote_code", "False") != "False":
+        yield "trust_remote_code"
+    if keywords.get("shell", "False") != "False":
+        yield "a shell"
+    if keywords.get("allow_pickle", "False") != "False":
+        yield "allow_pickle"
+
+
+def test_the_check_sees_each_kind() -> None:
+    source = """
+import pickle
+from dill import loads
+torch.load(path)
+torch.load(path, weights_only=False)
+AutoModel.from_pretrained(name, trust_remote_code=True)
+socket.recv_pyobj()
+subprocess.run(line, shell=True)
+eval(text)
+jinja2.Environment()
+"""
+    assert [line for line, _ in unsafe(ast.parse(source))] == list(range(2, 11))

@@ -1,0 +1,72 @@
+"""What all tests share: one compute thread, reproducible hypothesis, the bundled model, a check for leaks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported anywhere: tiny matrices gain nothing from more threads than one.
+os.environ["OMP_NUM_THREADS"] = "1"
+for _name in [name for name in os.environ if name.startswith("QUIRE_")]:
+    del os.environ[_name]
+# A directory of this run alone, so that a socket or process left behind is known to be ours.
+RUNTIME_DIRECTORY = Path(tempfile.mkdtemp(prefix="quire-test-"))
+os.environ["QUIRE_RUNTIME_DIR"] = str(RUNTIME_DIRECTORY)
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+import quire  # noqa: E402
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def bundled_model_path() -> Path:
+    """The directory of the model that ships in the package."""
+    path = Path(quire.__file__).parent / "bundled" / "quire-python-5m"
+    assert (path / "config.json").is_file(), f"the bundled model is missing from {path}"
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After the last test no process that a test started is alive, and no ipc file or directory remains."""
+    yield
+    _, alive = psutil.wait_procs(started_processes(), timeout=10)
+    processes = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive if process.is_running()]
+    files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))
+    shutil.rmtree(RUNTIME_DIRECTORY, ignore_errors=True)
+    assert not processes, f"processes outlived the tests: {processes}"
+    assert not files, f"files were left in the runtime directory: {files}"
+
+
+def started_processes() -> list[psutil.Process]:
+    """Descendants, and orphans that still carry this run's QUIRE_RUNTIME_DIR.
+
+    Not counted: multiprocessing's resource tracker, which lives as long as the interpreter that it serves.
+    """
+    this = psutil.Process()
+    found = {process.pid: process for process in this.children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != this.pid and process.environ().get("QUIRE_RUNTIME_DIR") == str(
+                RUNTIME_DIRECTORY
+            ):
+                found[process.pid] = process
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return [process for process in found.values() if not _is_resource_tracker(process)]
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
