@@ -72,9 +72,9 @@ class FakeExecutor:
     """See the module's docstring.
 
     windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
-    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError. load_error:
-    raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans and only make
-    tokens (for benchmarks). record=True: keep every plan in `plans`.
+    thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
+    load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
+    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
     """
 
     def __init__(
