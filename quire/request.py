@@ -11,6 +11,7 @@ from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
+    from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
 
 
@@ -56,9 +57,10 @@ class Sequence:
 
     __slots__ = (
         "blocks",
-        "cumulative_logprob",
+        "chain",
         "finish_reason",
         "index",
+        "max_total_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
         "request",
@@ -75,7 +77,11 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
         self.blocks: SequenceBlocks | None = None
+        """Handle to the KV blocks; None while waiting or preempted."""
+        self.chain: HashChain | None = None
+        """Hashes of the known full blocks; outlives a preemption."""
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -99,13 +105,13 @@ class Request:
 
     __slots__ = (
         "arrival_time",
-        "block_hashes",
         "bypass_prefix_cache",
         "cache_salt",
         "eos_token_ids",
         "first_scheduled_time",
         "max_tokens",
         "num_cached_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -133,6 +139,8 @@ class Request:
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when first scheduled; None before."""
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
+        """Computed tokens given up by the last preemption, until the request resumes."""
         self.num_prompt_logprobs = 0
         """Prompt positions whose logprobs were already reported (recomputation does not report them again)."""
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None

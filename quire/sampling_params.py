@@ -99,9 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise UserError(
-                f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias"
-            )
+            raise UserError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias")
         _token_ids("logit_bias", list(self.logit_bias))
         for value in self.logit_bias.values():
             _number("logit_bias", value, -100.0, 100.0)

@@ -35,13 +35,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
         cache=_cache(options),
         scheduler=_scheduler(options),
         load=LoadConfig(
-            load_format=_choice("load_format", options.load_format, LOAD_FORMATS), seed=options.seed & (2**63 - 1)
+            load_format=_choice("load_format", options.load_format, LOAD_FORMATS),
+            seed=options.seed & (2**63 - 1),
         ),
         device=DeviceConfig(
             device="cpu",
-            num_threads=_positive("num_threads", options.num_threads)
-            or envs.num_threads()
-            or envs.affinity_cores(),
+            num_threads=_positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
             attention_backend="torch",
         ),
         seed=options.seed,

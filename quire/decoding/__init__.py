@@ -1,0 +1,1 @@
+"""Decoding algorithms as forks, appends and frees of sequences."""

@@ -24,7 +24,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`, `block_map`."""
+    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`."""
 
     call_id: int
     method: str
@@ -39,17 +39,27 @@ ClientMessage = AddRequest | Abort | Call | Shutdown
 
 class CallResult(msgspec.Struct, array_like=True):
     call_id: int
-    value: EngineStats | bool | dict[str, object] | None = None
+    value: EngineStats | int | None = None
     error: str | None = None
 
 
-class EngineOutputs(msgspec.Struct, array_like=True):
+class Refusal(msgspec.Struct, array_like=True):
+    """A request that the core did not take: only it knows that the KV cache can never hold it. Nothing was queued."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+
+
+class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
     """What one step (or one idle wake-up) of the core produced."""
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
     """Attached to every message that the core sends from a step."""
     results: list[CallResult] = []
+    refusals: list[Refusal] = []
+    """Answer the caller with UserError; the front end drops its state of the request."""
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):
@@ -67,3 +77,6 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
 
     message: str
     is_user_error: bool = False
+    error_type: str = "EngineDeadError"
+    """The class in quire.errors that the front end raises."""
+    param: str | None = None

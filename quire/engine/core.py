@@ -1,0 +1,142 @@
+"""The engine core: schedule, execute, update. No HTTP, no text, no torch, no reading of the clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+from quire.clock import Clock
+from quire.config.engine import EngineConfig
+from quire.engine.messages import (
+    Abort,
+    AddRequest,
+    Call,
+    CallResult,
+    ClientMessage,
+    EngineOutputs,
+    EngineReady,
+    Refusal,
+    Shutdown,
+)
+from quire.errors import UserError
+from quire.executors.interface import Executor
+from quire.kv_cache.layout import group_layers
+from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.sizing import size_pool
+from quire.logging import get_logger
+from quire.scheduler.scheduler import Scheduler
+from quire.stats import EngineStats
+from quire.step import StepResult
+
+logger = get_logger(__name__)
+
+IDLE_CHECK_SECONDS = 10.0
+"""Invariants are checked when the engine falls idle, at most this often: the check is linear in blocks."""
+
+
+class EngineCore:
+    """One model, one scheduler, one executor. Driven by one thread: `handle` messages, then `step` while `has_work`."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Clock) -> None:
+        """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError."""
+        self._clock = clock
+        self._executor = executor
+        self._queue_depth = config.scheduler.queue_depth
+        self._in_flight: deque[Future[StepResult]] = deque()
+        self._refusals: list[Refusal] = []
+        self._next_check = 0.0
+
+        started = clock.now()
+        groups, layers_per_group = group_layers(executor.load())
+        loaded = clock.now()
+        profile = executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        layout = size_pool(
+            groups,
+            layers_per_group,
+            config.cache,
+            profile,
+            max_model_len=config.model.max_model_len,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        executor.allocate(layout)
+        allocated = clock.now()
+        kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, kv)
+        max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
+        if max_model_len < config.model.max_model_len:
+            logger.warning(
+                "max_model_len is lowered from %d to %d: the KV cache has %d blocks of %d tokens",
+                config.model.max_model_len,
+                max_model_len,
+                layout.num_usable_blocks,
+                layout.block_size,
+            )
+        self.ready = EngineReady(
+            max_model_len=max_model_len,
+            num_blocks=layout.num_usable_blocks,
+            block_size=layout.block_size,
+            seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._in_flight or self._refusals or self.scheduler.has_requests)
+
+    def handle(self, message: ClientMessage) -> CallResult | None:
+        """Take one message. A Call is answered by the return value; a refused request by the next `step`."""
+        match message:
+            case AddRequest(request):
+                try:
+                    self.scheduler.add(request, self._clock.now())
+                except UserError as error:
+                    self._refusals.append(Refusal(request.request_id, error.message, error.param))
+            case Abort(request_id, index):
+                self.scheduler.abort(request_id, index)
+            case Call(call_id, method):
+                return self._call(call_id, method)
+            case Shutdown():
+                self.shutdown()
+        return None
+
+    def step(self) -> EngineOutputs:
+        """Plan and start steps until the queue is full, then take the oldest one's result."""
+        while len(self._in_flight) < self._queue_depth:
+            plan = self.scheduler.schedule(self._clock.now())
+            if plan is None:
+                break
+            self._in_flight.append(self._executor.execute(plan))
+        outputs = EngineOutputs(refusals=self._refusals)
+        self._refusals = []
+        if self._in_flight:
+            result = self._in_flight.popleft().result()
+            outputs.updates = self.scheduler.update(result, self._clock.now())
+        if not self.has_work:
+            self._check_when_idle()
+        outputs.stats = self.scheduler.stats()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def shutdown(self) -> None:
+        """Drop everything and release the executor. Idempotent."""
+        self._in_flight.clear()
+        self._executor.shutdown()
+
+    def _call(self, call_id: int, method: str) -> CallResult:
+        match method:
+            case "stats":
+                return CallResult(call_id, self.scheduler.stats())
+            case "check":
+                self.scheduler.check()
+                return CallResult(call_id, 0)
+            case "reset_prefix_cache":
+                return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
+        return CallResult(call_id, error=f"unknown method {method!r}")
+
+    def _check_when_idle(self) -> None:
+        now = self._clock.now()
+        if now >= self._next_check:
+            self._next_check = now + IDLE_CHECK_SECONDS
+            self.scheduler.check()

@@ -1,0 +1,49 @@
+"""Content hashes of full blocks, chained: equal hashes mean equal tokens from position 0 on, in the same tenant.
+
+h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32).
+SHA-256 makes a collision (and so a wrong hit, or a probe into another tenant's prompts) infeasible; a predictable
+hash in this place has been an advisory elsewhere. Values are the same in every process, so that tiers can keep them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+_ROOT_LABEL = b"quire.kv.v1\0"
+
+
+class HashChain:
+    """The hashes of one sequence's full blocks, extended as tokens become known."""
+
+    __slots__ = ("_block_size", "hashes")
+
+    def __init__(self, block_size: int, salt: str) -> None:
+        self._block_size = block_size
+        self.hashes: list[bytes] = [hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()]
+        """hashes[0] is the root; hashes[i + 1] belongs to block i."""
+
+    def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
+        """Hash blocks up to `num_blocks`; their tokens must be in `token_ids`. Blocks hashed before cost nothing."""
+        hashes, size = self.hashes, self._block_size
+        for block in range(len(hashes) - 1, num_blocks):
+            hashes.append(_hash_block(hashes[-1], token_ids[block * size : (block + 1) * size]))
+
+    def block_hash(self, block: int) -> bytes:
+        return self.hashes[block + 1]
+
+    def fork(self, num_blocks: int) -> HashChain:
+        """A chain that shares the first `num_blocks` blocks and goes its own way after."""
+        child = HashChain.__new__(HashChain)
+        child._block_size = self._block_size
+        child.hashes = self.hashes[: num_blocks + 1]
+        return child
+
+
+def _hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return hashlib.sha256(parent + packed.tobytes()).digest()

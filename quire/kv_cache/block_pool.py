@@ -1,0 +1,103 @@
+"""Physical blocks: ids, reference counts, and who may be handed out next (paper §4.2, §4.4)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """All blocks of one device, `NULL_BLOCK` excepted.
+
+    A block is in exactly one of three states: used (reference count > 0), evictable (count 0, its content still in a
+    prefix index) or free (count 0, no content). Free ones are handed out first, then the least recently used
+    evictable one.
+    """
+
+    def __init__(self, num_blocks: int, indexes: Iterable[PrefixIndex]) -> None:
+        self.num_usable = num_blocks - 1
+        self.ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._evictable: OrderedDict[int, PrefixIndex] = OrderedDict()
+        self._indexes = tuple(indexes)
+        self.num_shared = 0
+        self.num_evictions = 0
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `allocate` can hand out now: free and evictable."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - len(self._free) - len(self._evictable)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._evictable
+
+    def allocate(self) -> int:
+        """Hand out one block with reference count 1. The caller has checked `num_allocatable`."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, index = self._evictable.popitem(last=False)
+            index.remove(block)
+            self.num_evictions += 1
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more owner. An evictable block becomes used again."""
+        count = self.ref_counts[block]
+        if count == 0:
+            del self._evictable[block]
+        elif count == 1:
+            self.num_shared += 1
+        self.ref_counts[block] = count + 1
+
+    def release(self, block: int) -> None:
+        """One owner fewer. The last one leaves the block evictable if its content is indexed, else free."""
+        count = self.ref_counts[block] - 1
+        assert count >= 0, f"block {block} released more often than it was taken"
+        self.ref_counts[block] = count
+        if count == 1:
+            self.num_shared -= 1
+        elif count == 0:
+            for index in self._indexes:
+                if block in index:
+                    self._evictable[block] = index
+                    return
+            self._free.append(block)
+
+    def drop_cached(self) -> int:
+        """Empty the prefix indexes; evictable blocks become free. Returns how many there were."""
+        dropped = len(self._evictable)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        for index in self._indexes:
+            index.clear()
+        return dropped
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Compare with `owners` (block -> number of table entries that name it). Raises AssertionError."""
+        free, evictable = set(self._free), set(self._evictable)
+        assert len(free) == len(self._free), "a block is in the free list twice"
+        assert not free & evictable, f"free and evictable at once: {sorted(free & evictable)}"
+        assert NULL_BLOCK not in free | evictable | owners.keys(), "the null block was handed out"
+        for block in range(NULL_BLOCK + 1, len(self.ref_counts)):
+            count = self.ref_counts[block]
+            assert count == owners.get(block, 0), f"block {block}: count {count}, {owners.get(block, 0)} owners"
+            assert (count == 0) == (block in free or block in evictable), f"block {block}: count {count} but free"
+        assert self.num_shared == sum(count > 1 for count in self.ref_counts), "the count of shared blocks is off"
+        for index in self._indexes:
+            for _, block in index.items():
+                assert block not in free, f"free block {block} is still indexed"
+        for block, index in self._evictable.items():
+            assert block in index, f"evictable block {block} has no content"

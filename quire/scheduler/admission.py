@@ -1,0 +1,54 @@
+"""Who may start: the refusal at the door, and the memory test before a waiting request runs."""
+
+from __future__ import annotations
+
+from quire.errors import PromptTooLongError
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request
+
+WATERMARK = 0.01
+"""Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""
+
+
+def refuse_impossible(request: Request, kv: KVCacheManager, max_num_seqs: int, max_chunk: int) -> None:
+    """Raise PromptTooLongError when the request could not finish even alone, with the whole pool to itself.
+
+    Whatever passes can always run: preempting everybody else makes room for it, so nothing starves.
+    """
+    n = request.params.n
+    if n > max_num_seqs:
+        raise PromptTooLongError(f"n={n} exceeds the engine's max_num_seqs of {max_num_seqs}", param="n")
+    # The last sampled token needs no KV.
+    total = request.num_prompt_tokens + request.max_tokens - 1
+    needed = kv.most_blocks(total, max_chunk) if n == 1 else _blocks_of_siblings(request, kv, [total] * n)
+    if needed > kv.pool.num_usable:
+        raise PromptTooLongError(
+            f"the request needs up to {needed} KV blocks ({request.num_prompt_tokens} prompt tokens, max_tokens="
+            f"{request.max_tokens}, n={n}), and the KV cache has {kv.pool.num_usable}; lower max_tokens or n, or "
+            "give the KV cache more memory",
+            param="max_tokens",
+        )
+
+
+def has_room(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_chunk: int, *, is_alone: bool) -> bool:
+    """Whether the pool can take all tokens known now (and one more a sequence), not just the first chunk.
+
+    Admitting by the first chunk alone would start requests that are preempted halfway, work thrown away.
+    """
+    sequences = request.live_sequences
+    lengths = [len(sequence.token_ids) + 1 for sequence in sequences]
+    if len(lengths) == 1:
+        needed = kv.most_blocks(lengths[0], max_chunk)
+    else:
+        needed = _blocks_of_siblings(request, kv, lengths)
+    chain = sequences[0].chain
+    free, held = kv.room_after_match(chain, num_cached_tokens)
+    reserve = 0 if is_alone else int(WATERMARK * kv.pool.num_usable)
+    return max(0, needed - held) + reserve <= free
+
+
+def _blocks_of_siblings(request: Request, kv: KVCacheManager, lengths: list[int]) -> int:
+    """Blocks of forked sequences: the prompt's full blocks once, the rest each (windows are not counted on)."""
+    size = kv.block_size
+    shared = request.num_prompt_tokens // size
+    return kv.num_groups * (shared + sum(-(-length // size) - shared for length in lengths))

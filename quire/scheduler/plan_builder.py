@@ -1,0 +1,101 @@
+"""A plan under construction: the token budget and the columns of one scheduling pass, with rollback."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.kv_cache.manager import Growth
+from quire.request import Sequence
+from quire.step import NewSequence, SequenceFork, StepPlan
+
+
+class Mark(NamedTuple):
+    """A point to roll back to: lengths of the columns."""
+
+    batch: int
+    samples: int
+    copies: int
+    replaced: int
+    forks: int
+
+
+class PlanBuilder:
+    """Lives for one pass of `Scheduler.schedule`."""
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        """Tokens that may still be scheduled."""
+        self.sequences: list[Sequence] = []
+        self.start_positions: list[int] = []
+        self.num_tokens: list[int] = []
+        self.samples: list[Sequence] = []
+        self.sample_from: list[int] = []
+        self.new_sequences: dict[int, NewSequence] = {}
+        self.new_blocks: dict[int, list[list[int]]] = {}
+        self.replaced_blocks: list[tuple[int, int, int, int]] = []
+        self.block_copies: list[tuple[int, int]] = []
+        self.forks: list[SequenceFork] = []
+        self.forked: list[tuple[Sequence, list[Sequence]]] = []
+
+    def grow(self, sequence: Sequence, growth: Growth) -> None:
+        """Record what the KV manager did for a sequence that has a row already."""
+        if growth.new_blocks[0]:
+            self.new_blocks[sequence.seq_id] = growth.new_blocks
+        self.block_copies += growth.copies
+        self.replaced_blocks += [(sequence.seq_id, *entry) for entry in growth.replaced]
+
+    def schedule(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
+        start = sequence.num_computed_tokens
+        self.sequences.append(sequence)
+        self.start_positions.append(start)
+        self.num_tokens.append(num_tokens)
+        self.budget -= num_tokens
+        sequence.num_computed_tokens = start + num_tokens
+        if start + num_tokens == len(sequence.token_ids) + sequence.num_pending_tokens:
+            self.sample(sequence, len(self.sequences) - 1)
+
+    def sample(self, sequence: Sequence, batch_index: int) -> None:
+        """Draw a token for `sequence` from the logits of a batch entry."""
+        self.samples.append(sequence)
+        self.sample_from.append(batch_index)
+        sequence.num_pending_tokens += 1
+
+    def mark(self) -> Mark:
+        return Mark(
+            len(self.sequences),
+            len(self.samples),
+            len(self.block_copies),
+            len(self.replaced_blocks),
+            len(self.forks),
+        )
+
+    def rollback(self, mark: Mark) -> None:
+        """Take back everything scheduled since `mark` (entries of one request, which is being preempted)."""
+        for sequence in self.samples[mark.samples :]:
+            sequence.num_pending_tokens -= 1
+        for sequence, count in zip(self.sequences[mark.batch :], self.num_tokens[mark.batch :], strict=True):
+            sequence.num_computed_tokens -= count
+            self.budget += count
+            self.new_blocks.pop(sequence.seq_id, None)
+        del self.sequences[mark.batch :], self.start_positions[mark.batch :], self.num_tokens[mark.batch :]
+        del self.samples[mark.samples :], self.sample_from[mark.samples :]
+        del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :]
+        assert len(self.forks) == mark.forks, "a request that forks in this step cannot be preempted by itself"
+
+    def build(self, released: list[int]) -> StepPlan:
+        return StepPlan(
+            step_id=self.step_id,
+            seq_ids=[sequence.seq_id for sequence in self.sequences],
+            start_positions=self.start_positions,
+            num_tokens=self.num_tokens,
+            sample_seq_ids=[sequence.seq_id for sequence in self.samples],
+            sample_from=self.sample_from,
+            new_sequences=list(self.new_sequences.values()),
+            new_blocks=self.new_blocks,
+            replaced_blocks=self.replaced_blocks,
+            block_copies=self.block_copies,
+            forks=self.forks,
+            released=released,
+        )
