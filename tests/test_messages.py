@@ -1,0 +1,171 @@
+"""Every struct that crosses a process border survives msgpack, field by field."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import outputs, request, stats, step
+from quire.engine import messages
+from quire.engine.messages import (
+    Abort,
+    AddRequest,
+    Call,
+    CallResult,
+    ClientMessage,
+    EngineFailed,
+    EngineOutputs,
+    EngineReady,
+    Refusal,
+    Shutdown,
+)
+from quire.outputs import RequestTiming, SequenceUpdate
+from quire.request import EngineRequest, FinishReason
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+from quire.step import (
+    NewSequence,
+    PromptLogprobs,
+    SequenceFork,
+    SequenceSampling,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
+SAMPLING = SequenceSampling(PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]])
+NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING)
+FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
+LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1)
+PROMPT_LOGPROBS = PromptLogprobs(1, [LOGPROBS, LOGPROBS])
+TIMING = RequestTiming(1.5, 2.5, 3.5, num_preemptions=4)
+UPDATE = SequenceUpdate(
+    "r-1",
+    1,
+    [4, 9],
+    logprobs=[LOGPROBS],
+    prompt_logprobs=PROMPT_LOGPROBS,
+    finish_reason=FinishReason.STOP,
+    stop_reason=9,
+    num_cached_tokens=16,
+    timing=TIMING,
+)
+STATS = EngineStats(**{name: number for number, name in enumerate(EngineStats.__struct_fields__, start=1)})
+REQUEST = EngineRequest(
+    request_id="r-1",
+    prompt_token_ids=[1, 2, 3],
+    params=PARAMS,
+    max_tokens=12,
+    seed=77,
+    eos_token_ids=[2],
+    bad_token_sequences=[[4, 5]],
+    cache_salt="tenant",
+)
+RESULT = CallResult(3, value=STATS, error="why")
+REFUSAL = Refusal("r-2", "too long", param="prompt")
+EXAMPLES: list[msgspec.Struct] = [
+    NEW_SEQUENCE,
+    SAMPLING,
+    FORK,
+    StepPlan(
+        step_id=1,
+        seq_ids=[8, 9],
+        start_positions=[0, 4],
+        num_tokens=[4, 1],
+        sample_seq_ids=[8],
+        sample_from=[0],
+        new_sequences=[NEW_SEQUENCE],
+        new_blocks={9: [[4], []]},
+        replaced_blocks=[(9, 0, 1, 6)],
+        block_copies=[(2, 6)],
+        forks=[FORK],
+        released=[3],
+    ),
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}),
+    UPDATE,
+    TIMING,
+    STATS,
+    REQUEST,
+    AddRequest(REQUEST),
+    Abort("r-1", index=1),
+    Call(3, "stats"),
+    Shutdown(),
+    RESULT,
+    REFUSAL,
+    EngineOutputs([UPDATE], stats=STATS, results=[RESULT], refusals=[REFUSAL]),
+    EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}),
+    EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype"),
+]
+
+
+def structs(module: ModuleType) -> set[type[Any]]:
+    return {
+        kind
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
+    }
+
+
+def name_of(example: msgspec.Struct) -> str:
+    return type(example).__name__
+
+
+def test_there_is_an_example_of_every_struct() -> None:
+    wanted = structs(step) | structs(outputs) | structs(stats) | structs(request) | structs(messages)
+    assert wanted == {type(example) for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_the_example_sets_every_field(example: msgspec.Struct) -> None:
+    """Else a field that is lost on the way would not be missed."""
+    for field in msgspec.structs.fields(example):
+        value = getattr(example, field.name)
+        assert value != field.default, field.name
+        assert value not in ([], {}, None), field.name
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_round_trip(example: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(example), type=type(example)) == example
+
+
+@pytest.mark.parametrize("example", [AddRequest(REQUEST), Abort("r-1"), Call(3, "check"), Shutdown()], ids=name_of)
+def test_client_messages_are_told_apart(example: msgspec.Struct) -> None:
+    decoded: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(example), type=ClientMessage)
+    assert decoded == example
+
+
+@pytest.mark.parametrize("value", [STATS, 0, 3, None])
+def test_results_of_calls_keep_their_type(value: object) -> None:
+    result = CallResult(1, value)  # type: ignore[arg-type]
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=CallResult)
+    assert decoded == result
+    assert type(decoded.value) is type(value)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xc1", b"\x90", msgspec.msgpack.encode(["exec", "x"]), b"\xa3abc"])
+def test_junk_is_an_error_of_the_decoder(junk: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.msgpack.decode(junk, type=ClientMessage)
+
+
+def test_a_request_with_impossible_sampling_does_not_decode() -> None:
+    """The checks of SamplingParams hold on the wire as well."""
+    encoded = msgspec.msgpack.encode(REQUEST)
+    broken = encoded.replace(msgspec.msgpack.encode("temperature") + msgspec.msgpack.encode(0.5),
+                             msgspec.msgpack.encode("temperature") + msgspec.msgpack.encode(-0.5))  # fmt: skip
+    assert broken != encoded
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        msgspec.msgpack.decode(broken, type=EngineRequest)
+
+
+def test_plan_counts_its_tokens() -> None:
+    plan = next(example for example in EXAMPLES if isinstance(example, StepPlan))
+    assert plan.total_tokens == 5

@@ -1,0 +1,191 @@
+"""SamplingParams refuses every value that cannot be honoured, and says which field is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import UserError
+from quire.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
+
+NAN, INFINITY = float("nan"), float("inf")
+
+NUMBERS = {
+    # name: (accepted values, refused values)
+    "temperature": ((0, 0.0, 1e-3, 100.0), (-0.1, 100.1)),
+    "top_p": ((1e-6, 0.5, 1), (0.0, -0.1, 1.0001)),
+    "min_p": ((0.0, 1.0), (-0.1, 1.1)),
+    "presence_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
+    "frequency_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
+    "repetition_penalty": ((0.01, 1.0, 100.0), (0.0, -1.0, 100.5)),
+}
+INTEGERS = {
+    "n": ((1, MAX_N), (0, -1, MAX_N + 1)),
+    "top_k": ((-1, 0, 1, 10**6), (-2,)),
+    "seed": ((-MAX_SEED, 0, MAX_SEED), (MAX_SEED + 1, -MAX_SEED - 1)),
+    "max_tokens": ((1, 10**9), (0, -5)),
+    "min_tokens": ((0, 16), (-1,)),
+    "logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
+    "prompt_logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
+    "truncate_prompt_tokens": ((1, 100), (0, -1)),
+}
+OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
+
+
+def pairs(table: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]], column: int) -> list[tuple[str, Any]]:
+    return [(name, value) for name, columns in table.items() for value in columns[column]]
+
+
+def refused(name: str, value: object, **others: object) -> str:
+    """The message of the UserError that `name=value` raises."""
+    with pytest.raises(UserError) as caught:
+        SamplingParams.from_options({name: value, **others})
+    assert caught.value.param == name
+    assert name in caught.value.message or name == "stop"
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(NUMBERS, 0) + pairs(INTEGERS, 0))
+def test_values_up_to_the_limits_are_kept(name: str, value: object) -> None:
+    assert getattr(SamplingParams.from_options({name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(NUMBERS, 1) + pairs(INTEGERS, 1))
+def test_values_beyond_the_limits_are_refused(name: str, value: object) -> None:
+    assert str(value) in refused(name, value)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY, "0.5", None, True, [1.0], 1 + 2j])
+def test_numbers_must_be_finite_numbers(name: str, value: object) -> None:
+    assert "finite number" in refused(name, value)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [1.0, "1", True, [1], NAN])
+def test_integers_must_be_integers(name: str, value: object) -> None:
+    assert "integer" in refused(name, value)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_none_means_unset_where_that_has_a_meaning(name: str) -> None:
+    if name in OPTIONAL:
+        assert getattr(SamplingParams.from_options({name: None}), name) is None
+    else:
+        assert "integer" in refused(name, None)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [0, 1, "true", None])
+def test_flags_are_true_or_false(name: str, value: object) -> None:
+    assert "true or false" in refused(name, value)
+
+
+@pytest.mark.parametrize("name", TOKEN_LISTS)
+@pytest.mark.parametrize("value", [[-1], ["a"], [1.5], [True], "12", 7, {3: 4}, [[1]]])
+def test_token_lists_hold_token_ids(name: str, value: object) -> None:
+    refused(name, value)
+
+
+def test_allowed_tokens_must_leave_a_token() -> None:
+    assert "at least one" in refused("allowed_token_ids", [])
+
+
+@pytest.mark.parametrize("value", [[""], [1], ["a", None], 5, b"x", "", {"a": 1}])
+def test_stop_is_a_string_or_a_list_of_them(value: object) -> None:
+    assert "non-empty strings" in refused("stop", value)
+
+
+def test_one_stop_string_becomes_a_list() -> None:
+    assert SamplingParams(stop="END").stop == ["END"]
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ["a", "b"]
+    assert SamplingParams().stop_strings == []
+
+
+def test_stop_strings_are_counted() -> None:
+    strings = [str(number) for number in range(MAX_STOP_STRINGS)]
+    assert SamplingParams(stop=strings).stop == strings
+    assert str(MAX_STOP_STRINGS) in refused("stop", [*strings, "more"])
+
+
+def test_stop_strings_need_text_to_look_at() -> None:
+    assert "detokenize" in refused("stop", "END", detokenize=False)
+    assert SamplingParams(detokenize=False, stop_token_ids=[3]).stop_token_ids == [3]
+
+
+@pytest.mark.parametrize("value", [[""], "word", [3]])
+def test_bad_words_are_non_empty_strings(value: object) -> None:
+    refused("bad_words", value)
+
+
+@pytest.mark.parametrize("value", [{-1: 1.0}, {"a": 1.0}, {1: NAN}, {1: 100.5}, {1: "2"}, [1, 2], 3])
+def test_logit_bias_maps_token_ids_to_limited_numbers(value: object) -> None:
+    refused("logit_bias", value)
+
+
+def test_logit_bias_is_limited_in_size() -> None:
+    largest = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
+    assert SamplingParams(logit_bias=largest).logit_bias == largest
+    assert str(MAX_LOGIT_BIAS) in refused("logit_bias", largest | {MAX_LOGIT_BIAS: 1.0})
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    assert "max_tokens (4)" in refused("min_tokens", 5, max_tokens=4)
+    assert SamplingParams(min_tokens=99, max_tokens=None).min_tokens == 99
+
+
+def test_unknown_names_are_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match="did you mean 'temperature'") as caught:
+        SamplingParams.from_options({"temprature": 0.5})
+    assert caught.value.param == "temprature"
+
+
+def test_greedy_means_temperature_zero() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
+
+
+def test_every_field_is_covered_here() -> None:
+    covered = {*NUMBERS, *INTEGERS, *FLAGS, *TOKEN_LISTS, "stop", "bad_words", "logit_bias"}
+    assert covered == set(SamplingParams.__struct_fields__)
+
+
+def test_params_are_frozen() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError):
+        params.n = 2  # type: ignore[misc]
+
+
+ANY_VALUE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), ANY_VALUE, max_size=4))
+def test_anything_is_either_refused_clearly_or_survives_the_wire(options: dict[str, Any]) -> None:
+    outcome = attempt(options)
+    if isinstance(outcome, UserError):
+        assert outcome.param in SamplingParams.__struct_fields__
+    else:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(outcome), type=SamplingParams) == outcome
+
+
+def attempt(options: dict[str, Any]) -> SamplingParams | UserError:
+    try:
+        return SamplingParams.from_options(options)
+    except UserError as error:
+        return error
