@@ -1,4 +1,4 @@
-"""What crosses the boundary between a front end and an engine core: typed structs, msgpack on the wire, never pickle."""
+"""What crosses the boundary between front end and engine core: typed structs, msgpack on the wire, never pickle."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
@@ -108,11 +107,6 @@ class FakeExecutor:
         self.num_steps = 0
         self.is_shut_down = False
 
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> FakeExecutor:
-        """An executor of the model's vocabulary and layers, as an engine process makes it."""
-        return cls(windows=config.model.sliding_windows, vocab_size=config.model.vocab_size)
-
     @property
     def live_seq_ids(self) -> list[int]:
         return sorted(self._rows)
@@ -166,6 +160,11 @@ class FakeExecutor:
         for new in plan.new_sequences:
             self._create(new)
         self._copy_blocks(plan.block_copies)
+        if self._verify:
+            # What left a window is not read any more, so this very plan may hand it to somebody else.
+            for seq_id, start in zip(plan.seq_ids, plan.start_positions, strict=True):
+                for group in range(self._num_groups):
+                    self._drop_outside_window(self._row(seq_id), group, start)
         self._update_tables(plan)
         result = StepResult(step_id=plan.step_id, token_ids=[])
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
@@ -203,9 +202,7 @@ class FakeExecutor:
             sampling=new.sampling,
             num_computed=None,
         )
-        _require(
-            len(row.tables) == self._num_groups, f"{len(row.tables)} tables for {self._num_groups} groups"
-        )
+        _require(len(row.tables) == self._num_groups, f"{len(row.tables)} tables for {self._num_groups} groups")
         self._own(row)
         self._rows[new.seq_id] = row
 
@@ -215,26 +212,20 @@ class FakeExecutor:
         destinations = {destination for _, destination in copies}
         _require(len(destinations) == len(copies), f"two copies into one block: {copies}")
         for source, destination in copies:
-            _require(
-                source not in destinations, f"block {source} is copied from and into in one step: {copies}"
-            )
+            _require(source not in destinations, f"block {source} is copied from and into in one step: {copies}")
             self._check_block(source)
             self._check_block(destination)
             self._slots[destination] = list(self._block(source))
 
     def _update_tables(self, plan: StepPlan) -> None:
         for seq_id, groups in plan.new_blocks.items():
-            _require(
-                len(groups) == self._num_groups, f"sequence {seq_id}: {len(groups)} groups of new blocks"
-            )
+            _require(len(groups) == self._num_groups, f"sequence {seq_id}: {len(groups)} groups of new blocks")
             for table, block_ids in zip(self._row(seq_id).tables, groups, strict=True):
                 table.extend(block_ids)
                 for block_id in block_ids:
                     if self._verify:
                         self._check_block(block_id)
-                        _require(
-                            self._owners[block_id] == 0, f"block {block_id} of {seq_id} is new but in use"
-                        )
+                        _require(self._owners[block_id] == 0, f"block {block_id} of {seq_id} is new but in use")
                         self._owners[block_id] += 1
         for seq_id, group, index, block_id in plan.replaced_blocks:
             table = self._row(seq_id).tables[group]
@@ -243,9 +234,7 @@ class FakeExecutor:
                 self._release_block(table[index])
                 if block_id != NULL_BLOCK:
                     self._check_block(block_id)
-                    _require(
-                        self._owners[block_id] == 0, f"block {block_id} of {seq_id} replaces but is in use"
-                    )
+                    _require(self._owners[block_id] == 0, f"block {block_id} of {seq_id} replaces but is in use")
                     self._owners[block_id] += 1
             table[index] = block_id
 
@@ -263,7 +252,6 @@ class FakeExecutor:
         row.extend_chain()
         if self._verify:
             for group in range(self._num_groups):
-                self._drop_outside_window(row, group, start)
                 self._check_read(seq_id, row, group, start)
                 self._write(seq_id, row, group, start, end)
         row.num_computed = end

@@ -1,0 +1,39 @@
+"""EngineClient: how a front end talks to an engine core, wherever it runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
+
+DEFAULT_EXECUTOR = "quire.executors.inprocess:InProcessExecutor"
+"""`"module:attribute"` of a callable that makes an executor from an EngineConfig. A name, so that only the process
+where the core runs imports torch."""
+
+
+class EngineClient(Protocol):
+    """One engine core. Any thread may `send`; one thread at a time may `receive`."""
+
+    @property
+    def ready(self) -> EngineReady:
+        """Facts found at the start. Waits for the end of the start-up, if the core runs elsewhere.
+
+        Raises what the start-up failed with: ConfigError, ModelLoadError, InsufficientMemoryError, or
+        EngineDeadError with the cause.
+        """
+        ...
+
+    def send(self, message: ClientMessage) -> None:
+        """Queue a message and return at once. Raises EngineDeadError when nobody is left to read it."""
+        ...
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        """Wait for what the core has to tell; None after `timeout` seconds without anything.
+
+        Raises EngineDeadError, with the root cause, as soon as the core is gone, and ever after.
+        """
+        ...
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop the core, by force after `timeout` seconds. A waiting `receive` fails. Idempotent."""
+        ...

@@ -1,0 +1,78 @@
+"""An EngineClient whose core runs in the caller's own thread: offline use, notebooks, tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from quire.config.options import EngineOptions
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.loop import advance, build_core, describe
+from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
+from quire.errors import EngineDeadError
+
+
+class InProcessClient:
+    """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message."""
+
+    def __init__(self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> None:
+        """Load the model here and now. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
+        self._core = build_core(options, executor)
+        self._messages: deque[ClientMessage] = deque()
+        self._arrival = threading.Condition()
+        self._stepping = threading.Lock()
+        self._cause_of_death: str | None = None
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._core.ready
+
+    def send(self, message: ClientMessage) -> None:
+        with self._arrival:
+            self._raise_if_dead()
+            self._messages.append(message)
+            self._arrival.notify()
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._arrival:
+                self._raise_if_dead()
+                while not self._messages and not self._core.has_work:
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        return None
+                    self._arrival.wait(remaining)
+                    self._raise_if_dead()
+                messages = list(self._messages)
+                self._messages.clear()
+            outputs = self._advance(messages)
+            if outputs is not None:
+                return outputs
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        with self._arrival:
+            if self._cause_of_death is None:
+                self._cause_of_death = "the engine was shut down"
+            self._arrival.notify_all()
+        # A step in another thread cannot be interrupted: the core must not be torn down under it.
+        if self._stepping.acquire(timeout=timeout):
+            try:
+                self._core.shutdown()
+            finally:
+                self._stepping.release()
+
+    def _advance(self, messages: list[ClientMessage]) -> EngineOutputs | None:
+        with self._stepping:
+            self._raise_if_dead()
+            try:
+                return advance(self._core, messages)
+            except Exception as error:
+                self._cause_of_death = f"the engine core failed: {describe(error)}"
+                self._core.shutdown()
+                raise EngineDeadError(self._cause_of_death) from error
+
+    def _raise_if_dead(self) -> None:
+        if self._cause_of_death is not None:
+            raise EngineDeadError(self._cause_of_death)

@@ -1,0 +1,53 @@
+"""One turn of an engine core: the same whether it runs inline or in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from quire.clock import SystemClock
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.engine.core import EngineCore
+from quire.engine.messages import ClientMessage, EngineOutputs
+
+
+def build_core(options: EngineOptions, executor: str) -> EngineCore:
+    """Resolve the options, load the model and size the cache.
+
+    Raises ConfigError, ModelLoadError or InsufficientMemoryError.
+    executor: `"module:attribute"`, imported here, so that a front end in another process never imports torch.
+    """
+    config = resolve(options)
+    module, _, attribute = executor.partition(":")
+    make_executor = getattr(importlib.import_module(module), attribute)
+    return EngineCore(config, make_executor(config), SystemClock())
+
+
+def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:
+    """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell.
+
+    A turn without a step (an abort of the last request, a control call) carries a fresh snapshot of the statistics,
+    so that the front end never shows blocks of a request that is gone.
+    """
+    handled = False
+    results = []
+    for message in messages:
+        handled = True
+        result = core.handle(message)
+        if result is not None:
+            results.append(result)
+    if core.has_work:
+        outputs = core.step()
+    elif handled:
+        outputs = EngineOutputs(stats=core.stats())
+    else:
+        return None
+    outputs.results.extend(results)
+    return outputs
+
+
+def describe(error: BaseException) -> str:
+    """One line: the error's class and message."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

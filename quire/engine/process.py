@@ -1,0 +1,173 @@
+"""The engine process: reads messages, drives the core, sends one message of outputs a step, sleeps when idle.
+
+Started by ProcessClient, which writes a LaunchSpec to standard input and keeps that pipe open: its end-of-file means
+that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.engine.core import EngineCore
+from quire.engine.loop import advance, build_core, describe
+from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
+from quire.engine.process_client import CRASH_FILE, LaunchSpec
+from quire.engine.runtime_directory import RuntimeDirectory
+from quire.errors import QuireError, UserError
+from quire.logging import configure_logging, get_logger
+
+logger = get_logger(__name__)
+
+_LINGER_MILLISECONDS = 2000
+
+
+class Channel:
+    """The two sockets of the process, and the wake-up for signals. Used by the main thread only."""
+
+    def __init__(self, directory: RuntimeDirectory) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        self._inbox.bind(directory.address("messages"))
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.setsockopt(zmq.SNDHWM, 0)
+        self._outbox.connect(directory.address("outputs"))
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._wakeup, wakeup_writer = socket.socketpair()
+        self._wakeup.setblocking(False)
+        wakeup_writer.setblocking(False)
+        self._wakeup_writer = wakeup_writer
+        signal.set_wakeup_fd(wakeup_writer.fileno())
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+
+    def wait(self) -> None:
+        """Sleep until a message or a signal arrives."""
+        ready = dict(self._poller.poll())
+        if self._wakeup.fileno() in ready:
+            self._wakeup.recv(64)
+
+    def read(self) -> list[ClientMessage]:
+        """Every message that is there, without waiting."""
+        messages = []
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: EngineOutputs | EngineReady | EngineFailed) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        """Leave once the parent has been sent everything."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=_LINGER_MILLISECONDS)
+        self._context.term()
+
+
+class StopFlag:
+    """SIGTERM asks the process to finish what it has and leave."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGTERM, self._set)
+        # Ctrl-C reaches the whole process group; the parent decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _set(self, _signum: int, _frame: object) -> None:
+        self.is_set = True
+
+
+def main() -> None:
+    stop = StopFlag()
+    stop.install()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    os.set_inheritable(spec.alive_fd, False)
+    directory = RuntimeDirectory.join(Path(spec.directory))
+    crash_file = (directory.path / CRASH_FILE).open("w")
+    faulthandler.enable(crash_file)
+    _watch_parent(directory)
+    configure_logging()
+    channel = Channel(directory)
+    failed = run(spec, channel, stop)
+    if failed is not None:
+        channel.send(failed)
+    channel.close()
+    # Interpreter shutdown would tear down thread pools and freed gigabytes one by one; nothing is left to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if failed is None else 1)
+
+
+def run(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | None:
+    """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
+    try:
+        core = build_core(spec.options, spec.executor)
+    except QuireError as error:
+        param = error.param if isinstance(error, UserError) else None
+        return EngineFailed(str(error), True, type(error).__name__, param)
+    except Exception as error:
+        logger.exception("the engine could not start")
+        return EngineFailed(f"the engine could not start: {describe(error)}")
+    try:
+        # What the start-up made lives for ever: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        channel.send(core.ready)
+        serve(core, channel, stop)
+    except Exception as error:
+        logger.exception("the engine failed")
+        return EngineFailed(f"the engine process failed: {describe(error)}")
+    finally:
+        core.shutdown()
+    return EngineFailed("the engine process was terminated (SIGTERM)") if stop.is_set else None
+
+
+def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
+    """Until Shutdown, or until SIGTERM and no work is left: one turn of the core for every wake-up or step."""
+    while True:
+        if not core.has_work:
+            if stop.is_set:
+                return
+            channel.wait()
+        messages = channel.read()
+        if any(isinstance(message, Shutdown) for message in messages):
+            return
+        outputs = advance(core, messages)
+        if outputs is not None:
+            channel.send(outputs)
+
+
+def _watch_parent(directory: RuntimeDirectory) -> None:
+    """End this process, and its directory, as soon as the parent is gone: the pipe on standard input closes.
+
+    A thread and a pipe rather than PR_SET_PDEATHSIG: that signal comes when the *thread* that started the process
+    ends, and engines are started from short-lived threads too.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        directory.remove()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""An EngineClient whose core runs in a process of its own: msgpack over two one-way sockets in a private directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from quire import envs, errors
+from quire.config.options import EngineOptions
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
+from quire.engine.runtime_directory import RuntimeDirectory
+from quire.errors import EngineDeadError, QuireError, UserError
+
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Generous, since a death is noticed at once: it is for a start that hangs."""
+CRASH_FILE = "crash"
+"""File of the runtime directory where a fatal signal leaves the Python stack of the process."""
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.engine.process import main; main()"
+_LAST_WORDS_MILLISECONDS = 50
+"""What a process sent just before its end can arrive a moment after the end is noticed."""
+_EXIT_SECONDS = 5.0
+
+
+class LaunchSpec(msgspec.Struct):
+    """What the process is told: one line of JSON on its standard input, which then stays open while we live."""
+
+    options: EngineOptions
+    executor: str
+    directory: str
+    alive_fd: int
+    """Write end of a pipe: it closes when the process ends, however it ends."""
+
+
+class ProcessClient:
+    """Starts the process at once and returns; `ready` waits for it."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        executor: str = DEFAULT_EXECUTOR,
+        startup_timeout: float = DEFAULT_STARTUP_TIMEOUT,
+    ) -> None:
+        """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process."""
+        self._directory = RuntimeDirectory.create(envs.runtime_directory())
+        self._process, self._alive_fd = _launch(options, executor, self._directory)
+        self._finalizer = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
+        self._startup_deadline = time.monotonic() + startup_timeout
+        self._startup_timeout = startup_timeout
+        self._ready: EngineReady | None = None
+        self._death: EngineFailed | None = None
+        self._closed = False
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineReady | EngineFailed | EngineOutputs)
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.setsockopt(zmq.RCVHWM, 0)
+        self._inbox.bind(self._directory.address("outputs"))
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.setsockopt(zmq.SNDHWM, 0)
+        self._outbox.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._alive_fd, zmq.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def ready(self) -> EngineReady:
+        if self._ready is None:
+            with self._receiving:
+                self._wait_until_ready()
+        assert self._ready is not None
+        return self._ready
+
+    def send(self, message: ClientMessage) -> None:
+        _ = self.ready
+        with self._sending:
+            self._raise_if_dead()
+            try:
+                self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # The process has just gone; the receiving thread is about to find out why.
+                raise EngineDeadError(f"the engine process does not listen any more: {error.strerror}") from None
+
+    def receive(self, timeout: float | None = None) -> EngineOutputs | None:
+        _ = self.ready
+        with self._receiving:
+            message = self._poll(timeout)
+        assert not isinstance(message, EngineReady)
+        return message
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        with self._sending:
+            if self._closed:
+                return
+            self._closed = True
+            if self._death is None:
+                self._death = EngineFailed("the engine was shut down")
+                if self._ready is not None:
+                    self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
+                    _wait(self._process, timeout)
+        self._finalizer()
+        # The end of the process wakes whoever waits in `receive`; only then may the sockets be closed under it.
+        with self._receiving:
+            self._context.destroy(linger=0)
+            os.close(self._alive_fd)
+
+    def _wait_until_ready(self) -> None:
+        while self._ready is None:
+            remaining = self._startup_deadline - time.monotonic()
+            message = self._poll(max(0.0, remaining))
+            if isinstance(message, EngineReady):
+                self._outbox.connect(self._directory.address("messages"))
+                self._ready = message
+            elif message is None and remaining <= 0:
+                self._die(EngineFailed(f"the engine process was not ready after {self._startup_timeout:g} s"))
+
+    def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
+        """The next message; None when time is up. Raises what `_die` raises when the process has ended."""
+        self._raise_if_dead()
+        events = dict(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
+        if not events:
+            return None
+        if self._inbox not in events and not self._inbox.poll(_LAST_WORDS_MILLISECONDS):
+            self._die(EngineFailed(self._explain_exit()))
+        message: EngineReady | EngineFailed | EngineOutputs = self._decoder.decode(self._inbox.recv())
+        if isinstance(message, EngineFailed):
+            self._die(message)
+        return message
+
+    def _die(self, failed: EngineFailed) -> NoReturn:
+        """Remember the first cause, take the process and its directory away, and raise."""
+        if self._death is None:
+            self._death = failed
+        _wait(self._process, _EXIT_SECONDS)
+        self._finalizer()
+        raise _error_from(self._death)
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise _error_from(self._death)
+
+    def _explain_exit(self) -> str:
+        _wait(self._process, _EXIT_SECONDS)
+        status = self._process.returncode
+        when = "" if self._ready else " while it started (its own messages are on standard error)"
+        if status is None:
+            return f"the engine process closed its connection{when}"
+        if status >= 0:
+            return f"the engine process exited with status {status}{when}"
+        text = f"the engine process was killed by signal {-status} ({_signal_name(-status)}){when}"
+        if -status == signal.SIGKILL:
+            return f"{text}: out of memory?"
+        return text + self._crash_report()
+
+    def _crash_report(self) -> str:
+        """The first lines that the fault handler left, as one line."""
+        try:
+            lines = (self._directory.path / CRASH_FILE).read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        frames = [line.strip() for line in lines if line.strip().startswith("File ")]
+        return f": in {'; '.join(frames[:3])}" if frames else ""
+
+
+def _launch(options: EngineOptions, executor: str, directory: RuntimeDirectory) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process; return it and the read end of the pipe that its end closes."""
+    alive_fd, child_fd = os.pipe()
+    try:
+        # A fresh interpreter, so that the caller's script is not imported again and needs no __main__ guard; its
+        # search path is ours, so that both run the same quire. A process group of its own keeps Ctrl-C away.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, json.dumps([str(entry) for entry in sys.path]), "quire-engine"],
+            stdin=subprocess.PIPE,
+            pass_fds=(child_fd,),
+            process_group=0,
+        )
+    finally:
+        os.close(child_fd)
+    spec = LaunchSpec(options, executor, str(directory.path), child_fd)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # It died already: the pipe says so, and `ready` reports it.
+    return process, alive_fd
+
+
+def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owner: int) -> None:
+    """Make sure that nothing is left of the process. Also runs at the end of the interpreter."""
+    if os.getpid() != owner:
+        return  # a fork of the owner ends; the engine is not its own
+    assert process.stdin is not None
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    directory.remove()
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _error_from(failed: EngineFailed) -> QuireError:
+    """The exception that the process failed with, as far as its class is one of ours."""
+    error_type: type[QuireError] = getattr(errors, failed.error_type) if failed.is_user_error else EngineDeadError
+    if issubclass(error_type, UserError):
+        return error_type(failed.message, param=failed.param)
+    return error_type(failed.message)

@@ -1,0 +1,97 @@
+"""A private directory for the sockets of one engine process, which no kind of death leaves behind for long.
+
+Parent and child each hold a shared lock on it while they live. The parent removes it; if the parent was killed the
+child does; if both were, the next engine that starts on this machine finds it unlocked and sweeps it away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+PREFIX = "quire-engine-"
+_MAX_SOCKET_PATH = 100
+"""The kernel allows 107 bytes in the path of a Unix socket; the rest is for the socket's own name."""
+
+
+class RuntimeDirectory:
+    """`path`: a directory of mode 0700 under `parent`, locked (shared) as long as this object is not closed."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def create(cls, parent: Path) -> RuntimeDirectory:
+        """Sweep what dead engines left in `parent`, then make and lock a new directory. Raises ConfigError."""
+        sweep(parent)
+        while True:
+            try:
+                path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot create a directory for sockets in {parent}: {error.strerror} (set QUIRE_RUNTIME_DIR)"
+                ) from None
+            if len(os.fsencode(path)) > _MAX_SOCKET_PATH - len("/outputs"):
+                path.rmdir()
+                raise ConfigError(f"the path {parent} is too long for sockets (set QUIRE_RUNTIME_DIR to a shorter one)")
+            lock = _lock_shared(path)
+            if lock is not None:
+                return cls(path, lock)
+
+    @classmethod
+    def join(cls, path: Path) -> RuntimeDirectory:
+        """Lock a directory that another process made. Raises FileNotFoundError when it is gone already."""
+        lock = _lock_shared(path)
+        if lock is None:
+            raise FileNotFoundError(str(path))
+        return cls(path, lock)
+
+    def address(self, name: str) -> str:
+        """The zmq address of a socket in this directory."""
+        return f"ipc://{self.path / name}"
+
+    def close(self) -> None:
+        """Give up the lock; the directory stays. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Delete the directory with its sockets and give up the lock. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+
+def sweep(parent: Path) -> None:
+    """Remove the directories of engines whose processes are all dead. Those of other users stay."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # someone else's, or gone in the meantime
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its engine lives
+        finally:
+            os.close(lock)
+
+
+def _lock_shared(path: Path) -> int | None:
+    """Lock `path`, or return None when a sweep took it between its creation and the lock."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    if os.fstat(lock).st_nlink == 0 or not path.exists():
+        os.close(lock)
+        return None
+    return lock

@@ -1,0 +1,146 @@
+"""An engine core over the fake executor, and a client that collects what comes out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+from quire.clock import VirtualClock
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import Abort, AddRequest
+from quire.request import EngineRequest, FinishReason
+from quire.sampling_params import SamplingParams
+from tests.fakes.executor import FakeExecutor
+
+
+def make_config(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    windows: tuple[int | None, ...] = (None, None),
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_prefill_chunk: int | None = None,
+    queue_depth: int = 1,
+    enable_prefix_caching: bool = True,
+    max_model_len: int = 128,
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(
+            name="fake",
+            path=Path("fake"),
+            architecture="Fake",
+            dtype="float32",
+            vocab_size=97,
+            hidden_size=8,
+            num_layers=len(windows),
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            max_model_len=max_model_len,
+            sliding_windows=windows,
+            eos_token_ids=(0,),
+            hf=MappingProxyType({}),
+        ),
+        cache=CacheConfig(
+            block_size=block_size,
+            memory=None,
+            memory_utilization=0.5,
+            num_blocks_override=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_prefill_chunk=max_prefill_chunk,
+            queue_depth=queue_depth,
+        ),
+        load=LoadConfig(load_format="dummy", seed=0),
+        device=DeviceConfig(device="cpu", num_threads=1, attention_backend="torch"),
+        seed=0,
+    )
+
+
+class CoreDriver:
+    """Feeds an EngineCore and keeps every sequence's tokens and end."""
+
+    def __init__(self, config: EngineConfig, **executor_options: object) -> None:
+        self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        self.clock = VirtualClock()
+        self.core = EngineCore(config, self.executor, self.clock)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[tuple[str, int], FinishReason] = {}
+        self.prompt_logprob_positions: dict[str, list[int]] = {}
+        self.refused: dict[str, str] = {}
+
+    @property
+    def scheduler(self):  # type: ignore[no-untyped-def]
+        return self.core.scheduler
+
+    def add(
+        self, request_id: str, prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), salt: str = "", **params
+    ) -> None:  # type: ignore[no-untyped-def]
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
+        self.core.handle(
+            AddRequest(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=prompt,
+                    params=sampling,
+                    max_tokens=sampling.max_tokens or 8,
+                    seed=seed,
+                    eos_token_ids=list(eos),
+                    cache_salt=salt,
+                )
+            )
+        )
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.core.handle(Abort(request_id, index))
+
+    def step(self) -> None:
+        self.clock.advance(0.01)
+        outputs = self.core.step()
+        for refusal in outputs.refusals:
+            self.refused[refusal.request_id] = refusal.message
+        for update in outputs.updates:
+            key = (update.request_id, update.index)
+            assert key not in self.finished, f"{key} got a token after its end"
+            self.tokens.setdefault(key, []).extend(update.new_token_ids)
+            if update.prompt_logprobs is not None:
+                positions = self.prompt_logprob_positions.setdefault(update.request_id, [])
+                start = update.prompt_logprobs.start
+                positions.extend(range(start, start + len(update.prompt_logprobs.entries)))
+            if update.finish_reason is not None:
+                self.finished[key] = update.finish_reason
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left; checks the invariants after each step and that every block is free at the end."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                self.assert_all_free()
+                return
+            self.step()
+            self.scheduler.check()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def assert_all_free(self) -> None:
+        stats = self.core.stats()
+        assert stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks leaked"
+        assert stats.num_running == stats.num_waiting == 0
+
+
+def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    """The tokens of each completion when the request has a large engine to itself, without caching or chunking."""
+    driver = CoreDriver(
+        make_config(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    )
+    driver.add("alone", prompt, seed=seed, eos=eos, **params)
+    driver.run()
+    return [driver.tokens[key] for key in sorted(driver.tokens)]
