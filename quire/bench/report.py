@@ -1,0 +1,143 @@
+"""How results are shown: a table for people, JSON for programs, and a progress bar while one waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from quire.bench.metrics import METRIC_NAMES, Distribution, ServingReport
+from quire.errors import UserError
+from quire.version import __version__
+
+MILLISECONDS = 1000.0
+
+
+class Ticker(Protocol):
+    def __call__(self, amount: int = 1) -> None:
+        """Note that `amount` more units of work are done."""
+        ...
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Ticker]:
+    """A bar on stderr while the block runs, if stderr is a terminal; it disappears at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+
+        def tick(amount: int = 1) -> None:
+            progress.advance(task, amount)
+
+        yield tick
+
+
+def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A table of two columns on stdout."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def print_distributions(title: str, distributions: Mapping[str, Distribution | None], *, factor: float) -> None:
+    """One row for each quantity, one column for each statistic; every value times `factor`."""
+    scaled = {name: entry.scaled(factor) for name, entry in distributions.items() if entry is not None}
+    if not scaled:
+        return
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    columns = list(next(iter(scaled.values())))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, values in scaled.items():
+        table.add_row(name, *(f"{values[column]:,.2f}" for column in columns))
+    Console().print(table)
+
+
+def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title: str) -> None:
+    """The tables of `quire bench serve`."""
+    rows = [
+        ("requests completed", f"{report.num_completed:,} of {report.num_requests:,}"),
+        ("duration", f"{report.duration:,.2f} s"),
+        ("prompt tokens", f"{report.num_prompt_tokens:,}"),
+        ("output tokens", f"{report.num_output_tokens:,}"),
+        ("request throughput", f"{report.rate(report.num_completed):,.2f} requests/s"),
+        ("output throughput", f"{report.rate(report.num_output_tokens):,.2f} tokens/s"),
+        ("total throughput", f"{report.rate(report.num_prompt_tokens + report.num_output_tokens):,.2f} tokens/s"),
+    ]
+    if report.num_good is not None:
+        rows.append(("goodput", f"{report.rate(report.num_good):,.2f} requests/s ({report.num_good:,} good)"))
+    rows.append(("longest delay in the client", f"{report.max_send_delay * MILLISECONDS:,.2f} ms"))
+    rows += [(f"failed: {reason}", f"{count:,}") for reason, count in report.failures.items()]
+    print_rows(title, rows)
+    chosen = {f"{METRIC_NAMES[name]} ({name})": report.latencies[name] for name in metrics}
+    print_distributions("Latency in milliseconds", chosen, factor=MILLISECONDS)
+
+
+def serving_json(report: ServingReport, metrics: Sequence[str]) -> dict[str, Any]:
+    """The report as plain data: seconds, tokens, rates per second; latencies in milliseconds."""
+    total_tokens = report.num_prompt_tokens + report.num_output_tokens
+    return {
+        "duration": report.duration,
+        "num_requests": report.num_requests,
+        "num_completed": report.num_completed,
+        "num_failed": report.num_failed,
+        "failures": dict(report.failures),
+        "num_prompt_tokens": report.num_prompt_tokens,
+        "num_output_tokens": report.num_output_tokens,
+        "request_throughput": report.rate(report.num_completed),
+        "output_throughput": report.rate(report.num_output_tokens),
+        "total_token_throughput": report.rate(total_tokens),
+        "num_good": report.num_good,
+        "request_goodput": None if report.num_good is None else report.rate(report.num_good),
+        "max_send_delay_ms": report.max_send_delay * MILLISECONDS,
+        **{f"{name}_ms": distribution_json(report.latencies[name], MILLISECONDS) for name in metrics},
+    }
+
+
+def distribution_json(distribution: Distribution | None, factor: float) -> dict[str, float] | None:
+    return None if distribution is None else {"count": distribution.count, **distribution.scaled(factor)}
+
+
+def environment() -> dict[str, Any]:
+    """What a reader must know to compare two results."""
+    return {
+        "quire": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise UserError now rather than after a long run when the result could not be written."""
+    if path is None:
+        return
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param="json") from None
+
+
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write `result` with the environment beside it; say where on stderr. None: nothing is written."""
+    if path is None:
+        return
+    text = json.dumps({"environment": environment(), **result}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)

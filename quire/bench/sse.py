@@ -1,0 +1,39 @@
+"""Server-sent events from a byte stream, as the HTML standard defines them (the fields that carry data)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class EventParser:
+    """Feed bytes as they come; get the `data` of every event that is complete.
+
+    Works on bytes, so a multi-byte character split over two reads is never decoded in halves. Lines may end in LF,
+    CR LF or CR; several `data:` lines of one event are joined by LF; comments and other fields are skipped.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the data of the events that `chunk` completes."""
+        lines = (self._pending + chunk).splitlines(keepends=True)
+        # The last line waits until its end is certain: more of it may follow, or the LF of a CR LF.
+        self._pending = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        for line in lines:
+            data = self._take(line.rstrip(b"\r\n"))
+            if data is not None:
+                yield data
+
+    def _take(self, line: bytes) -> bytes | None:
+        if line:
+            field, _, value = line.partition(b":")
+            if field == b"data":
+                self._data.append(value.removeprefix(b" "))
+            return None
+        if not self._data:
+            return None
+        data = b"\n".join(self._data)
+        self._data.clear()
+        return data

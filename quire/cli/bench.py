@@ -1,0 +1,376 @@
+"""`quire bench`: latency and throughput of the engine in this process, and of any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire import envs
+from quire.bench.arrivals import arrival_offsets
+from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_messages, as_text, read_dataset
+from quire.bench.metrics import METRICS, parse_goodput, summarize
+from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.parser import Parser
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.errors import UserError, nearest_name
+
+DEFAULT_TOKEN_IDS = "300:3999"
+"""Ordinary tokens in most vocabularies: above the bytes and special tokens, below the smallest vocabulary's end."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in MODES:
+        raise UserError(f"unknown benchmark {name!r}{nearest_name(name, MODES)} (known: {', '.join(MODES)})")
+    make_parser, run, _ = MODES[name]
+    return run(make_parser().parse(arguments[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {name:<11} {text}" for name, (_, _, text) in MODES.items()]
+    return "\n".join(
+        ["usage: quire bench MODE [options]", "", *lines, "", "`quire bench MODE --help` lists the options."]
+    )
+
+
+def _latency_parser() -> Parser:
+    parser = Parser(
+        prog="quire bench latency",
+        usage="quire bench latency [MODEL] [options]",
+        description="Time one batch of a fixed shape, from generate() to the last token, several times.",
+    )
+    group = parser.add_argument_group("benchmark options")
+    _count(group, "--input-len", 32, "prompt tokens of each sequence")
+    _count(group, "--output-len", 128, "generated tokens of each sequence (end-of-sequence is ignored)")
+    _count(group, "--batch-size", 8, "sequences in the batch")
+    _count(group, "--num-warmups", 2, "repeats before the timed ones", minimum=0)
+    _count(group, "--num-repeats", 10, "timed repeats")
+    _json(group)
+    add_engine_flags(parser)
+    return parser
+
+
+def _latency(namespace: argparse.Namespace) -> int:
+    from quire.bench import offline, report
+
+    report.check_writable(namespace.json)
+    options = engine_options(namespace)
+    shape = offline.BatchShape(
+        batch_size=namespace.batch_size,
+        input_len=namespace.input_len,
+        output_len=namespace.output_len,
+        vocab_size=resolve(options).model.vocab_size,
+    )
+    generate = _generator(options)
+    repeats = namespace.num_warmups + namespace.num_repeats
+    with report.progress_bar("repeats", repeats) as tick:
+        result = offline.measure_latency(
+            generate,
+            shape,
+            num_warmups=namespace.num_warmups,
+            num_repeats=namespace.num_repeats,
+            seed=options.seed,
+            on_done=tick,
+        )
+    report.print_rows(
+        f"latency of {shape.batch_size} x {shape.input_len} in, {shape.output_len} out ({options.model})",
+        [
+            ("output throughput", f"{result.output_throughput:,.2f} tokens/s"),
+            ("time per step", f"{result.seconds_per_step * report.MILLISECONDS:,.2f} ms"),
+        ],
+    )
+    report.print_distributions("Seconds", {"batch latency": result.distribution}, factor=1.0)
+    report.write_json(
+        namespace.json,
+        {
+            "benchmark": "latency",
+            "options": _options_json(namespace),
+            "seconds": list(result.seconds),
+            "latency_seconds": report.distribution_json(result.distribution, 1.0),
+            "output_throughput": result.output_throughput,
+            "seconds_per_step": result.seconds_per_step,
+        },
+    )
+    return 0
+
+
+def _throughput_parser() -> Parser:
+    parser = Parser(
+        prog="quire bench throughput",
+        usage="quire bench throughput [MODEL] [options]",
+        description="Give the engine all prompts at once; time from generate() to the last token.",
+    )
+    group = parser.add_argument_group("benchmark options")
+    _prompt_flags(group, num_prompts=64, ids_help="range of the random token ids (default: the whole vocabulary)")
+    group.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate all of the output length"
+    )
+    _json(group)
+    add_engine_flags(parser)
+    return parser
+
+
+def _throughput(namespace: argparse.Namespace) -> int:
+    from quire.bench import offline, report
+
+    report.check_writable(namespace.json)
+    options = engine_options(namespace)
+    every_id = f"0:{resolve(options).model.vocab_size - 1}"
+    prompts = _prompts(namespace, random.Random(options.seed), every_id)
+    result = offline.measure_throughput(_generator(options), prompts, ignore_eos=namespace.ignore_eos)
+    report.print_rows(
+        f"throughput of {options.model}",
+        [
+            ("requests", f"{result.num_requests:,}"),
+            ("duration", f"{result.seconds:,.2f} s"),
+            ("prompt tokens", f"{result.num_prompt_tokens:,} ({result.num_cached_tokens:,} from the prefix cache)"),
+            ("output tokens", f"{result.num_output_tokens:,}"),
+            ("request throughput", f"{result.requests_per_second:,.2f} requests/s"),
+            ("output throughput", f"{result.output_throughput:,.2f} tokens/s"),
+            ("total throughput", f"{result.total_throughput:,.2f} tokens/s"),
+        ],
+    )
+    report.write_json(
+        namespace.json,
+        {
+            "benchmark": "throughput",
+            "options": _options_json(namespace),
+            "duration": result.seconds,
+            "num_requests": result.num_requests,
+            "num_prompt_tokens": result.num_prompt_tokens,
+            "num_cached_tokens": result.num_cached_tokens,
+            "num_output_tokens": result.num_output_tokens,
+            "request_throughput": result.requests_per_second,
+            "output_throughput": result.output_throughput,
+            "total_token_throughput": result.total_throughput,
+        },
+    )
+    return 0
+
+
+def _serve_parser() -> Parser:
+    parser = Parser(
+        prog="quire bench serve",
+        usage="quire bench serve [--base-url URL] [options]",
+        description="Send streaming requests to any OpenAI-compatible server and time every chunk.",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="with or without /v1")
+    server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    server.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
+    server.add_argument("--api-key", metavar="KEY", help="default: QUIRE_API_KEY")
+    server.add_argument("--timeout", metavar="S", type=float, default=600.0, help="seconds without a byte (600)")
+    requests = parser.add_argument_group("requests")
+    _prompt_flags(requests, num_prompts=100, ids_help=f"range of the random token ids (default: {DEFAULT_TOKEN_IDS})")
+    requests.add_argument(
+        "--prompt-format",
+        choices=("ids", "text"),
+        help="random prompts as token ids (completions only, exact length) or as words (about one token each)",
+    )
+    requests.add_argument("--ignore-eos", action="store_true", help="ask for all of the output length (an extension)")
+    requests.add_argument("--temperature", metavar="X", type=float, help="default: the server's")
+    requests.add_argument("--extra-body", metavar="JSON", type=_json_object, default={}, help="more fields of the body")
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", metavar="R", type=float, default=math.inf, help="requests/s, or inf (default)")
+    load.add_argument(
+        "--burstiness", metavar="K", type=float, default=1.0, help="gamma shape of the gaps: 1 Poisson, < 1 burstier"
+    )
+    _count(load, "--max-concurrency", None, "requests open at once (default: no limit)")
+    load.add_argument("--seed", metavar="N", type=int, default=0, help="of prompts and arrivals (0)")
+    result = parser.add_argument_group("results")
+    result.add_argument(
+        "--goodput", metavar="METRIC:MS", nargs="+", default=[], help="objectives of a good request: ttft:500 tpot:50"
+    )
+    result.add_argument(
+        "--percentile-metrics", metavar="LIST", default=",".join(METRICS), help=f"of {','.join(METRICS)}"
+    )
+    result.add_argument("--metric-percentiles", metavar="LIST", default="50,90,99", help="default: 50,90,99")
+    _json(result)
+    return parser
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    import asyncio
+
+    from quire.bench import openai_client, report
+    from quire.bench.serving import run_load
+
+    report.check_writable(namespace.json)
+    if not namespace.timeout > 0:
+        raise UserError(f"--timeout must be positive, not {namespace.timeout:g}", param="timeout")
+    metrics = _metrics(namespace.percentile_metrics)
+    percentiles = _percentiles(namespace.metric_percentiles)
+    goodput = parse_goodput(namespace.goodput)
+    prompts = _serve_prompts(namespace)
+    offsets = arrival_offsets(
+        len(prompts), namespace.request_rate, namespace.burstiness, random.Random(namespace.seed + 1)
+    )
+    base_url = namespace.base_url.rstrip("/").removesuffix("/v1")
+    api_key = namespace.api_key or envs.api_key()
+
+    async def run() -> tuple[str, list[Any]]:
+        model = namespace.model or await openai_client.first_model(base_url, api_key)
+        settings = openai_client.ClientSettings(
+            base_url=base_url,
+            endpoint=namespace.endpoint,
+            model=model,
+            api_key=api_key,
+            ignore_eos=namespace.ignore_eos,
+            temperature=namespace.temperature,
+            extra_body=namespace.extra_body,
+        )
+        with report.progress_bar("requests", len(prompts)) as tick:
+            records = await run_load(
+                settings,
+                prompts,
+                offsets,
+                max_concurrency=namespace.max_concurrency,
+                timeout=namespace.timeout,
+                on_done=tick,
+            )
+        return model, records
+
+    model, records = asyncio.run(run())
+    result = summarize(records, goodput=goodput, percentiles=percentiles)
+    report.print_serving_report(result, metrics, title=f"{model} at {base_url}")
+    report.write_json(
+        namespace.json,
+        {"benchmark": "serve", "options": _options_json(namespace) | {"model": model, "base_url": base_url}}
+        | report.serving_json(result, metrics),
+    )
+    return 0 if result.num_completed else 1
+
+
+def _serve_prompts(namespace: argparse.Namespace) -> list[PromptSpec]:
+    """The prompts in the form that the endpoint takes."""
+    if namespace.endpoint == "chat":
+        if namespace.prompt_format == "ids":
+            raise UserError("the chat endpoint takes no token ids: --prompt-format text", param="prompt_format")
+        convert: Callable[[PromptSpec], PromptSpec] = as_messages
+    elif namespace.prompt_format == "text":
+        convert = as_text
+    else:
+        convert = _as_is
+    prompts = [convert(prompt) for prompt in _prompts(namespace, random.Random(namespace.seed), DEFAULT_TOKEN_IDS)]
+    if namespace.endpoint == "completions" and any(prompt.messages for prompt in prompts):
+        raise UserError("the data set holds chat messages: use --endpoint chat", param="endpoint")
+    return prompts
+
+
+def _as_is(prompt: PromptSpec) -> PromptSpec:
+    return prompt
+
+
+def _prompt_flags(group: argparse._ArgumentGroup, *, num_prompts: int, ids_help: str) -> None:
+    _count(group, "--num-prompts", None, f"requests (default: {num_prompts}, or the whole data set)")
+    group.set_defaults(default_num_prompts=num_prompts)
+    group.add_argument("--input-len", metavar="N|LO:HI", help="random prompt tokens, without the prefix (128)")
+    group.add_argument("--output-len", metavar="N|LO:HI", default="128", help="generated tokens at most (128)")
+    _count(group, "--prefix-len", None, "tokens that all random prompts share in front (0)", minimum=0)
+    group.add_argument("--token-ids", metavar="LO:HI", help=ids_help)
+    group.add_argument("--dataset", metavar="FILE", type=Path, help="prompts of a .jsonl or .json file instead")
+    group.add_argument("--workload", metavar="NAME", help="which workload of a .json file of workloads")
+
+
+def _prompts(namespace: argparse.Namespace, rng: random.Random, default_ids: str) -> list[PromptSpec]:
+    output_len = LengthRange.parse(namespace.output_len, "--output-len")
+    if namespace.dataset is not None:
+        for name in ("input_len", "prefix_len", "token_ids"):
+            if getattr(namespace, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} shapes random prompts: not with --dataset", param=name)
+        if output_len.low != output_len.high:
+            raise UserError("with --dataset, --output-len is one number", param="output_len")
+        prompts = read_dataset(namespace.dataset, workload=namespace.workload, default_max_tokens=output_len.high)
+        return prompts[: namespace.num_prompts]
+    if namespace.workload is not None:
+        raise UserError("--workload needs --dataset", param="workload")
+    return RandomPrompts(
+        num_prompts=namespace.num_prompts or namespace.default_num_prompts,
+        input_len=LengthRange.parse(namespace.input_len or "128", "--input-len"),
+        output_len=output_len,
+        token_ids=LengthRange.parse(namespace.token_ids or default_ids, "--token-ids", minimum=0),
+        prefix_len=namespace.prefix_len or 0,
+    ).draw(rng)
+
+
+def _generator(options: EngineOptions) -> Callable[..., Any]:
+    """`LLM.generate` of a new engine."""
+    from quire.llm import LLM
+
+    keywords = {name: getattr(options, name) for name in options.__struct_fields__}
+    return LLM(**keywords).generate
+
+
+def _count(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:
+    def parse(value: str) -> int:
+        number = int(value)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {number}")
+        return number
+
+    parse.__name__ = "int"
+    suffix = "" if default is None else f" ({default})"
+    group.add_argument(flag, metavar="N", type=parse, default=default, help=text + suffix)
+
+
+def _json(group: Any) -> None:
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def _metrics(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in METRICS:
+            raise UserError(
+                f"--percentile-metrics: unknown metric {name!r}{nearest_name(name, METRICS)} "
+                f"(known: {', '.join(METRICS)})",
+                param="percentile_metrics",
+            )
+    return names
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 <= value <= 100 for value in values):
+        raise UserError(f"--metric-percentiles: expected numbers from 0 to 100, not {text!r}")
+    return values
+
+
+def _options_json(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as plain data, without the secret."""
+    hidden = ("json", "api_key")
+    return {
+        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        for name, value in vars(namespace).items()
+        if name not in hidden
+    }
+
+
+MODES: Mapping[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace], int], str]] = {
+    "latency": (_latency_parser, _latency, "one batch of a fixed shape, repeated"),
+    "throughput": (_throughput_parser, _throughput, "all prompts at once, offline"),
+    "serve": (_serve_parser, _serve, "any OpenAI-compatible server, at a request rate"),
+}

@@ -1,0 +1,94 @@
+"""`quire`: find the command, import only that one, and turn every error into one clear line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from quire import envs
+from quire.errors import QuireError, UserError, nearest_name
+from quire.logging import configure_logging
+from quire.version import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("quire.cli.serve", "serve a model over HTTP, compatible with OpenAI's API"),
+    "run": ("quire.cli.run", "complete one prompt, streamed to the terminal"),
+    "chat": ("quire.cli.chat", "a conversation in the terminal"),
+    "bench": ("quire.cli.bench", "measure: latency, throughput, or any OpenAI-compatible server"),
+    "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, bounds on speed"),
+}
+
+EXIT_ENGINE_ERROR = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 (engine error), 2 (wrong use) or 130 (interrupted)."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        configure_logging()
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
+    except SystemExit as leave:  # argparse after --help
+        return leave.code if isinstance(leave.code, int) else 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except QuireError as error:
+        return _report(error)
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else EXIT_USER_ERROR
+    if arguments[0] in ("-V", "--version"):
+        print(f"quire {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        known = [*COMMANDS, "--help", "--version"]
+        raise UserError(f"unknown {kind} {name!r}{nearest_name(name, known)} (commands: {', '.join(COMMANDS)})")
+    module, _ = COMMANDS[name]
+    return int(importlib.import_module(module).main(arguments[1:]))
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: quire COMMAND [options]",
+            "",
+            "An LLM inference and serving engine built on PagedAttention.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "Without a model every command uses the small one in the package, so none needs a download.",
+            "`quire COMMAND --help` lists a command's options; `quire --version` prints the version.",
+        ]
+    )
+
+
+def _report(error: QuireError) -> int:
+    """Print the error as one line on stderr; its traceback only when debugging."""
+    if envs.log_level() == "DEBUG":
+        import traceback
+
+        traceback.print_exception(error)
+    message = " ".join(str(error).split("\n"))
+    print(f"quire: error: {message}", file=sys.stderr)
+    return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ENGINE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

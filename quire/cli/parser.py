@@ -1,0 +1,113 @@
+"""Command-line flags made from typed structs, and a parser whose errors are one clear line."""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from quire.errors import UserError, nearest_name
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse all of `arguments`; anything unknown raises UserError."""
+        namespace, surplus = self.parse_known_args(list(arguments))
+        if surplus:
+            first = surplus[0].partition("=")[0]
+            if not first.startswith("-"):
+                raise UserError(f"{self.prog}: unexpected argument {first!r}")
+            nearest = nearest_name(first, self._option_string_actions)
+            raise UserError(f"{self.prog}: unknown option {first!r}{nearest}")
+        return namespace
+
+
+def add_struct_flags(
+    parser: argparse.ArgumentParser,
+    struct: type[msgspec.Struct],
+    help_lines: Mapping[str, str],
+    *,
+    title: str,
+    skip: Iterable[str] = (),
+) -> None:
+    """One --kebab-case flag for each field of `struct` that is not in `skip`; only flags that are given are stored.
+
+    Types come from the annotations: bool becomes --x/--no-x, a list may be given several times (integers also with
+    commas), a mapping is KEY=VALUE with commas, and `none` stands for None where None is allowed.
+    """
+    group = parser.add_argument_group(title)
+    annotations = typing.get_type_hints(struct)
+    for field in msgspec.structs.fields(struct):
+        if field.name in skip:
+            continue
+        default = "" if field.default in (None, msgspec.NODEFAULT) else f" (default: {field.default})"
+        text = (help_lines[field.name] + default).replace("%", "%%")
+        flag = "--" + field.name.replace("_", "-")
+        group.add_argument(
+            flag, dest=field.name, help=text, default=argparse.SUPPRESS, **_action(annotations[field.name])
+        )
+
+
+def given(namespace: argparse.Namespace, struct: type[msgspec.Struct], skip: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of `struct` that were given on the command line."""
+    names = [name for name in struct.__struct_fields__ if name not in skip]
+    return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+
+
+def _action(annotation: Any) -> dict[str, Any]:
+    """Keyword arguments of add_argument for a field's type."""
+    choices = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
+    optional = types.NoneType in choices
+    kinds = [kind for kind in choices if kind is not types.NoneType]
+    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
+    if kinds == [bool]:
+        return {"action": argparse.BooleanOptionalAction}
+    if lists:
+        (item,) = typing.get_args(lists[0])
+        if item is int:
+            return {"action": "extend", "type": _integers, "metavar": "ID,ID"}
+        return {"action": "append", "type": item, "metavar": "TEXT"}
+    if typing.get_origin(kinds[0]) is dict:
+        return {"type": _id_values, "metavar": "ID=VALUE,..."}
+    kind = str if str in kinds else kinds[0]
+    metavar = {int: "N", float: "X"}.get(kind, "TEXT")
+    return {"type": _optional(kind) if optional and kind is not str else kind, "metavar": metavar}
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _optional(kind: Callable[[str], T]) -> Callable[[str], T | None]:
+    def parse(text: str) -> T | None:
+        return None if text.lower() == "none" else kind(text)
+
+    parse.__name__ = getattr(kind, "__name__", "value")
+    return parse
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _id_values(text: str) -> dict[int, float]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {int(key): float(value) for key, _, value in pairs}
+
+
+_integers.__name__ = "list of integers"
+_id_values.__name__ = "ID=VALUE list"
