@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ for _name in [name for name in os.environ if name.startswith("QUIRE_")]:
 # A directory of this run alone, so that a socket or process left behind is known to be ours.
 RUNTIME_DIRECTORY = Path(tempfile.mkdtemp(prefix="quire-test-"))
 os.environ["QUIRE_RUNTIME_DIR"] = str(RUNTIME_DIRECTORY)
+atexit.register(shutil.rmtree, RUNTIME_DIRECTORY, ignore_errors=True)
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402
@@ -42,7 +44,6 @@ def nothing_left_behind() -> Iterator[None]:
     _, alive = psutil.wait_procs(started_processes(), timeout=10)
     processes = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive if process.is_running()]
     files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))
-    shutil.rmtree(RUNTIME_DIRECTORY, ignore_errors=True)
     assert not processes, f"processes outlived the tests: {processes}"
     assert not files, f"files were left in the runtime directory: {files}"
 
