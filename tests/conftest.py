@@ -57,9 +57,7 @@ def started_processes() -> list[psutil.Process]:
     found = {process.pid: process for process in this.children(recursive=True)}
     for process in psutil.process_iter():
         try:
-            if process.pid != this.pid and process.environ().get("QUIRE_RUNTIME_DIR") == str(
-                RUNTIME_DIRECTORY
-            ):
+            if process.pid != this.pid and process.environ().get("QUIRE_RUNTIME_DIR") == str(RUNTIME_DIRECTORY):
                 found[process.pid] = process
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

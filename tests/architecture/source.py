@@ -54,9 +54,7 @@ def module_names() -> frozenset[str]:
 def python_files() -> list[Path]:
     """Every Python file that we wrote: package, tests, training, benchmarks."""
     folders = ("quire", "tests", "training", "benchmarks")
-    return sorted(
-        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "runs" not in path.parts
-    )
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if "runs" not in path.parts)
 
 
 def layer_of(name: str) -> int:
@@ -90,10 +88,7 @@ def imports(module: Module) -> Iterator[Import]:
 
 def _targets(node: ast.Import | ast.ImportFrom) -> set[str]:
     if isinstance(node, ast.Import):
-        return {
-            alias.name if alias.name.startswith("quire.") else alias.name.split(".")[0]
-            for alias in node.names
-        }
+        return {alias.name if alias.name.startswith("quire.") else alias.name.split(".")[0] for alias in node.names}
     assert node.level == 0, f"line {node.lineno}: relative import; write the full module name"
     source = node.module or ""
     if source.split(".")[0] != "quire":

@@ -36,13 +36,9 @@ def test_every_variable_is_parsed_in_envs() -> None:
     """A name that appears elsewhere, say in a help text, must be one that envs.py really reads."""
     envs = next(module for module in modules() if module.name == "quire.envs")
     known = {
-        node.value
-        for node in ast.walk(envs.tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value for node in ast.walk(envs.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     named = {
-        name
-        for m in modules()
-        for name in re.findall(r"\bQUIRE_[A-Z][A-Z_]*", m.path.read_text(encoding="utf-8"))
+        name for m in modules() for name in re.findall(r"\bQUIRE_[A-Z][A-Z_]*", m.path.read_text(encoding="utf-8"))
     }
     assert named - known == set()

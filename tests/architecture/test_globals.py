@@ -52,11 +52,7 @@ def containers(module: Module) -> set[str]:
     """Names bound to a mutable container by a statement of the module's top level."""
     names: set[str] = set()
     for node in module.tree.body:
-        if (
-            isinstance(node, ast.Assign | ast.AnnAssign)
-            and node.value is not None
-            and is_container(node.value)
-        ):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_container(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
@@ -74,9 +70,7 @@ def mutated(function: ast.AST) -> Iterator[tuple[str, int]]:
         target: ast.expr | None = None
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             target = node.value
-        elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS
-        ):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             target = node.func.value
         if isinstance(target, ast.Name):
             yield target.id, target.lineno

@@ -41,9 +41,7 @@ def test_imports_point_down(module: Module) -> None:
 def test_registries_name_targets_below(module: Module) -> None:
     """An import by name is an import too."""
     words = [
-        node.value
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     targets = [match[1] for word in words if (match := REGISTRY_TARGET.fullmatch(word))]
     assert [target for target in targets if layer_of(target) > layer_of(module.name)] == []
@@ -51,18 +49,12 @@ def test_registries_name_targets_below(module: Module) -> None:
 
 def test_the_package_itself_imports_nothing_before_it_is_asked() -> None:
     facade = next(module for module in modules() if module.is_facade)
-    eager = {
-        found.target
-        for found in imports(facade)
-        if not found.typing_only and found.target.startswith("quire")
-    }
+    eager = {found.target for found in imports(facade) if not found.typing_only and found.target.startswith("quire")}
     assert eager == {"quire.version"}
 
 
 def test_every_typing_seam_is_in_use() -> None:
-    used = {
-        (module.name, found.target) for module in modules() for found in imports(module) if found.typing_only
-    }
+    used = {(module.name, found.target) for module in modules() for found in imports(module) if found.typing_only}
     assert used >= TYPING_SEAMS
 
 

@@ -24,11 +24,7 @@ def text_files() -> Iterator[Path]:
     top = [path for path in ROOT.iterdir() if path.is_file()]
     below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     for path in sorted(top + below):
-        if (
-            path.suffix in SUFFIXES
-            and path.name not in SKIPPED_FILES
-            and not SKIPPED_FOLDERS & set(path.parts)
-        ):
+        if path.suffix in SUFFIXES and path.name not in SKIPPED_FILES and not SKIPPED_FOLDERS & set(path.parts):
             yield path
 
 

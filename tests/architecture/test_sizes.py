@@ -33,9 +33,7 @@ def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
 
 
 def largest_files(count: int) -> list[tuple[int, str]]:
-    return sorted(((num_lines(path), str(path.relative_to(ROOT))) for path in source_files()), reverse=True)[
-        :count
-    ]
+    return sorted(((num_lines(path), str(path.relative_to(ROOT))) for path in source_files()), reverse=True)[:count]
 
 
 def test_file_sizes() -> None:

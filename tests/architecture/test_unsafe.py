@@ -33,9 +33,7 @@ def test_nothing_unsafe_is_called_or_imported() -> None:
 def unsafe(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (
-                (node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES
-            )
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield node.lineno, node.module or ""
         elif isinstance(node, ast.Call):
