@@ -1,0 +1,59 @@
+"""One token per row from one uniform number per row, by the inverse of the cumulative distribution.
+
+Bitwise the same whatever the batch: NumPy's element-wise functions give an element the same result wherever it
+stands, and every sum runs inside one row, over blocks of a fixed size in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 64
+"""Weights are summed by blocks of this size (pairwise, float32), blocks one after the other (float64)."""
+MIN_TEMPERATURE = np.float32(1e-30)
+"""Lower temperatures act as this one: the largest score alone is possible, ties are equally likely."""
+
+
+def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """exp((score - largest) / temperature), so that the largest is 1.
+
+    scores: [R, vocab_size] float32; temperature: [R] float32 > 0. Returns [R, n] float32, n the next multiple of
+    BLOCK, the surplus being 0. A row with NaN or infinite scores gives NaN.
+    """
+    num_rows, vocab_size = scores.shape
+    weights = np.empty((num_rows, -(-vocab_size // BLOCK) * BLOCK), np.float32)
+    weights[:, vocab_size:] = 0
+    used = weights[:, :vocab_size]
+    np.subtract(scores, scores.max(axis=1, keepdims=True), out=used)
+    np.divide(used, np.maximum(temperature, MIN_TEMPERATURE)[:, None], out=used)
+    np.exp(used, out=used)
+    return weights
+
+
+def cumulative_blocks(weights: np.ndarray) -> np.ndarray:
+    """[R, num_blocks] float64: the weight of all blocks up to and including each. weights: as compute_weights'."""
+    blocks = weights.reshape(len(weights), -1, BLOCK).sum(axis=2)
+    return np.cumsum(blocks, axis=1, dtype=np.float64)
+
+
+def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """Choose token i with probability weights[:, i] / sum; never one of weight 0.
+
+    cumulative: of `cumulative_blocks`; uniforms: [R] float64 in (0, 1). Returns [R] int64.
+    """
+    rows = np.arange(len(weights))
+    targets = uniforms * cumulative[:, -1]
+    block = _first_above(cumulative, targets)
+    before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
+    inside = np.cumsum(weights.reshape(len(weights), -1, BLOCK)[rows, block], axis=1, dtype=np.float64)
+    return block * BLOCK + _first_above(inside, targets - before)
+
+
+def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Index of the first entry of each row that exceeds its target, but at most the one that reaches the total.
+
+    The limit catches targets that rounding has pushed to the total: the entry that reaches it has weight.
+    """
+    above = (cumulative <= targets[:, None]).sum(axis=1)
+    last = (cumulative < cumulative[:, -1:]).sum(axis=1)
+    return np.minimum(above, last)

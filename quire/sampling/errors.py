@@ -1,0 +1,15 @@
+"""What can go wrong while sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.errors import QuireError
+
+
+class NonFiniteLogitsError(QuireError):
+    """The model computed NaN or infinite logits. `indices`: of the rows of the logits."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        super().__init__(f"the model computed NaN or infinite logits (rows {', '.join(map(str, indices))})")
+        self.indices = tuple(indices)

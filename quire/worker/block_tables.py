@@ -1,0 +1,52 @@
+"""The block table of every row, one table per KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.kv_cache.layout import NULL_BLOCK
+
+
+class BlockTables:
+    """Per KV group [num_rows, max_blocks] int32: physical blocks in logical order, then NULL_BLOCK."""
+
+    def __init__(self, num_groups: int, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-(max_model_len + 1) // block_size)
+        self._tables = tuple(np.full((num_rows, max_blocks), NULL_BLOCK, np.int32) for _ in range(num_groups))
+        self._num_blocks = np.zeros((num_groups, num_rows), np.int64)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._tables)
+
+    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append blocks to the tables of `row`. block_ids: per group."""
+        for group, (table, new) in enumerate(zip(self._tables, block_ids, strict=True)):
+            start = int(self._num_blocks[group, row])
+            table[row, start : start + len(new)] = new
+            self._num_blocks[group, row] = start + len(new)
+
+    def replace(self, row: int, group: int, logical_index: int, block_id: int) -> None:
+        """Point one entry at another block."""
+        assert logical_index < self._num_blocks[group, row], "only an entry that exists can be replaced"
+        self._tables[group][row, logical_index] = block_id
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make the tables of row `destination` equal to those of row `source`."""
+        for table in self._tables:
+            table[destination] = table[source]
+        self._num_blocks[:, destination] = self._num_blocks[:, source]
+
+    def clear(self, row: int) -> None:
+        """Forget the blocks of `row`."""
+        for group, table in enumerate(self._tables):
+            table[row, : self._num_blocks[group, row]] = NULL_BLOCK
+        self._num_blocks[:, row] = 0
+
+    def gather(self, rows: np.ndarray, num_tokens: int) -> tuple[np.ndarray, ...]:
+        """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
+        width = -(-num_tokens // self.block_size)
+        return tuple(table[rows, :width] for table in self._tables)

@@ -1,0 +1,32 @@
+"""The pool's memory: one tensor per page of a block."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.errors import InsufficientMemoryError
+from quire.kv_cache.layout import KVCacheLayout
+from quire.utils.sizes import format_bytes
+
+
+def allocate_pages(layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`layers_per_group` tensors [num_blocks, 2, block_size, num_kv_heads, head_dim], zero.
+
+    On a CPU the memory is only reserved: the system backs a block when it is first written, so a pool that is
+    larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
+    """
+    spec = layout.groups[0].spec
+    shape = (layout.num_blocks, 2, layout.block_size, spec.num_kv_heads, spec.head_dim)
+    page_bytes = layout.num_blocks * spec.page_bytes(layout.block_size)
+    assert spec.dtype_bytes == dtype.itemsize, f"the layout counts {spec.dtype_bytes} bytes an element, not {dtype}"
+    try:
+        # numpy.zeros asks the system for zero pages (calloc); torch.zeros would write to all of them.
+        buffers = [np.zeros(page_bytes, np.uint8) for _ in range(layout.layers_per_group)]
+    except MemoryError:
+        total = format_bytes(layout.layers_per_group * page_bytes)
+        raise InsufficientMemoryError(
+            f"the system refuses to reserve {total} for the KV cache ({layout.num_blocks} blocks); "
+            "set kv_cache_memory to less"
+        ) from None
+    return [torch.from_numpy(buffer).view(dtype).view(shape) for buffer in buffers]

@@ -1,0 +1,91 @@
+"""Measuring memory on Linux: what this process could still take, and how much a piece of work takes at its peak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+RESET_PEAK = "5"
+"""Written to clear_refs, this resets the peak of the resident set to its present size."""
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process could still take: the smaller of what the system has available and what the limits of
+    its control groups (v1 or v2, every level) leave, page cache that can be dropped counted as free.
+
+    root: where /proc and /sys are looked for. Where there is no /proc/meminfo, all physical memory is counted.
+    """
+    meminfo = root / "proc/meminfo"
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min([_field(meminfo, "MemAvailable:") * 1024, *_cgroup_headroom(root)]))
+
+
+def resident_memory(root: Path = ROOT) -> int | None:
+    """Bytes of this process in physical memory, None where the system does not say."""
+    status = root / "proc/self/status"
+    return _field(status, "VmRSS:") * 1024 if status.exists() else None
+
+
+def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
+    """Run `work`; return how many bytes the resident memory grew at its peak.
+
+    Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
+    side. Returns None, having run `work`, where the kernel does not let the process reset its peak.
+    """
+    before = resident_memory(root)
+    can_reset = _reset_peak(root)
+    work()
+    if before is None or not can_reset:
+        return None
+    return max(0, _field(root / "proc/self/status", "VmHWM:") * 1024 - before)
+
+
+def _reset_peak(root: Path) -> bool:
+    try:
+        (root / "proc/self/clear_refs").write_text(RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def _cgroup_headroom(root: Path) -> Iterator[int]:
+    """For each control group that limits this process: limit - use + page cache that can be dropped."""
+    membership = root / "proc/self/cgroup"
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _headroom_upwards(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            yield from _headroom_upwards(
+                mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+
+def _headroom_upwards(mount: Path, path: str, limit_name: str, use_name: str, cache_field: str) -> Iterator[int]:
+    # In a container the path may name a directory that only the host sees; its own group is then the mount itself.
+    group = mount / path.lstrip("/")
+    for directory in (group, *group.parents):
+        if not directory.is_relative_to(mount):
+            return
+        limit, use = directory / limit_name, directory / use_name
+        if not (limit.exists() and use.exists()):
+            continue
+        text = limit.read_text().strip()
+        if text != "max":
+            yield int(text) - int(use.read_text()) + _field(directory / "memory.stat", cache_field)
+
+
+def _field(path: Path, name: str) -> int:
+    """The number after `name` in a file of lines `name number ...`."""
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if words and words[0] == name:
+            return int(words[1])
+    raise ValueError(f"{path} has no field {name!r}")

@@ -1,0 +1,134 @@
+"""The model runner: one plan in, one result out, in the order of effects that `quire.step` documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.errors import QuireError
+from quire.models.interface import CausalLM
+from quire.sampling.batch import SampleBatch
+from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.sampler import SampledTokens, Sampler
+from quire.step import PromptLogprobs, StepPlan, StepResult
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch, build_input_batch
+from quire.worker.kv_copy import copy_blocks
+from quire.worker.prompt_logprobs import compute_prompt_logprobs
+from quire.worker.request_rows import RequestRows
+
+PROMPT_LOGITS_ELEMENTS = 2**22
+"""The logits of prompt positions are computed by slices of at most this many elements (at least one position)."""
+
+
+class ModelRunner:
+    """Holds the rows and runs plans over them.
+
+    A token that the scheduler does not know yet needs no care here: the step that sampled it wrote it to the row,
+    and steps run in order.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        pages: Sequence[torch.Tensor],
+        requests: RequestRows,
+        tables: BlockTables,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._pages = pages
+        self._requests = requests
+        self._tables = tables
+        self._sampler = Sampler(requests.sampling)
+        self._prompt_slice_rows = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan. Raises QuireError, naming the sequences, when the model computes NaN or infinite logits."""
+        self._update_rows(plan)
+        if not plan.seq_ids:
+            self._create_forks(plan, {})
+            return StepResult(plan.step_id, [])
+        requests = self._requests
+        rows = requests.rows_of(plan.seq_ids)
+        batch = build_input_batch(rows, plan.start_positions, plan.num_tokens, requests, self._tables)
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
+        if plan.forks:
+            ends = zip(plan.sample_seq_ids, batch.ends[plan.sample_from].tolist(), strict=True)
+            self._create_forks(plan, dict(ends))
+        sampled = self._sample(plan, batch, hidden)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=sampled.token_ids.tolist(),
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs(plan, batch, hidden),
+        )
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """Everything that happens before the forward pass."""
+        requests, tables = self._requests, self._tables
+        for seq_id in plan.released:
+            tables.clear(requests.release(seq_id))
+        for new in plan.new_sequences:
+            row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
+            tables.append(row, new.block_ids)
+        if plan.block_copies:
+            copy_blocks(self._pages, plan.block_copies)
+        for seq_id, block_ids in plan.new_blocks.items():
+            tables.append(requests.row_of(seq_id), block_ids)
+        for seq_id, group, logical_index, block_id in plan.replaced_blocks:
+            tables.replace(requests.row_of(seq_id), group, logical_index, block_id)
+
+    def _create_forks(self, plan: StepPlan, sampled_at: dict[int, int]) -> None:
+        """Give children rows. sampled_at: sequence -> position of the token that this step samples for it.
+
+        A child that is sampled continues its parent's tokens up to that position; a child with a history brings its
+        tokens along; any other child has all tokens of its parent.
+        """
+        requests = self._requests
+        for fork in plan.forks:
+            parent = requests.row_of(fork.parent)
+            num_tokens = sampled_at.get(fork.child, int(requests.lengths[parent]))
+            token_ids = requests.token_ids[parent, :num_tokens] if fork.token_ids is None else fork.token_ids
+            num_prompt_tokens = int(requests.num_prompt_tokens[parent])
+            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+
+    def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> SampledTokens:
+        """Choose the tokens of the plan's sampled sequences and write them to their rows."""
+        if not plan.sample_seq_ids:
+            return SampledTokens(np.empty(0, np.int64), {})
+        requests = self._requests
+        source = np.array(plan.sample_from, np.int64)
+        logits = self._model.compute_logits(hidden[torch.from_numpy(batch.last_index[source])])
+        rows, lengths = requests.rows_of(plan.sample_seq_ids), batch.ends[source]
+        sample_batch = SampleBatch(rows, lengths, requests.num_prompt_tokens[rows], requests.token_ids)
+        try:
+            sampled = self._sampler.sample(logits, sample_batch)
+        except NonFiniteLogitsError as error:
+            raise _name_sequences(error, plan.sample_seq_ids) from error
+        requests.append(rows, lengths, sampled.token_ids)
+        return sampled
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor
+    ) -> dict[int, PromptLogprobs]:
+        try:
+            found = compute_prompt_logprobs(
+                self._model, hidden, batch, self._requests, self._prompt_slice_rows
+            )
+        except NonFiniteLogitsError as error:
+            raise _name_sequences(error, plan.seq_ids) from error
+        return {plan.seq_ids[index]: entries for index, entries in found.items()}
+
+
+def _name_sequences(error: NonFiniteLogitsError, seq_ids: Sequence[int]) -> QuireError:
+    names = ", ".join(str(seq_ids[index]) for index in error.indices)
+    return QuireError(
+        f"the model computed NaN or infinite logits for sequence {names}; its weights are damaged or the dtype's "
+        "range is too small for it (try dtype='float32')"
+    )
