@@ -42,7 +42,7 @@ def nothing_left_behind() -> Iterator[None]:
     """After the last test no process that a test started is alive, and no ipc file or directory remains."""
     yield
     _, alive = psutil.wait_procs(started_processes(), timeout=10)
-    processes = [f"{process.pid}: {' '.join(process.cmdline())}" for process in alive if process.is_running()]
+    processes = [line for process in alive if (line := description(process))]
     files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))
     assert not processes, f"processes outlived the tests: {processes}"
     assert not files, f"files were left in the runtime directory: {files}"
@@ -59,13 +59,14 @@ def started_processes() -> list[psutil.Process]:
         try:
             if process.pid != this.pid and process.environ().get("QUIRE_RUNTIME_DIR") == str(RUNTIME_DIRECTORY):
                 found[process.pid] = process
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
             continue
-    return [process for process in found.values() if not _is_resource_tracker(process)]
+    return [process for process in found.values() if "multiprocessing.resource_tracker" not in description(process)]
 
 
-def _is_resource_tracker(process: psutil.Process) -> bool:
+def description(process: psutil.Process) -> str:
+    """Process id and command line; empty for one that ended (a zombie is its parent's or init's to collect)."""
     try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        return f"{process.pid}: {' '.join(process.cmdline())}"
     except psutil.NoSuchProcess:
-        return True
+        return ""
