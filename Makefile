@@ -51,7 +51,7 @@ format: install-test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench-control: install-test
+bench-control: install
 	@$(BIN)/python benchmarks/control_plane.py
 
 install: $(VENV)/.installed
