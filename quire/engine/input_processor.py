@@ -1,0 +1,270 @@
+"""From what a caller writes to an EngineRequest: the only place where requests are checked.
+
+Everything downstream trusts the result, so nothing gets past here that the scheduler, the sampler or the wire between
+processes could trip over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from quire.errors import PromptTooLongError, UserError, reject_unknown
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.tokenization.chat_template import ChatTemplate
+from quire.tokenization.tokenizer import Tokenizer, check_unicode
+
+MAX_STOP_CHARACTERS = 16_384
+MAX_BAD_WORDS = 1_024
+MAX_CHARACTERS_PER_TOKEN = 64
+"""No text averages more: a prompt beyond it is refused without spending seconds on its tokens."""
+GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
+MASK_64 = 2**64 - 1
+MASK_63 = 2**63 - 1
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str
+    """The text the tokens came from; only reported back."""
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as the model's template writes it, and its tokens."""
+
+    text: str
+    token_ids: list[int]
+
+
+class InputProcessor:
+    """Checks, tokenises and resolves requests. Thread-safe.
+
+    tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
+    the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
+    `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
+    requests come in the same order is reproducible.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._eos_token_ids = list(eos_token_ids)
+        self._seed = seed
+        self._request_numbers = itertools.count()  # next() is atomic
+        self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> EngineRequest:
+        """Make the request that the engine core runs.
+
+        `add_special_tokens` concerns text prompts: whether the tokenizer adds what it puts around a text (a
+        beginning-of-sequence token). Raises UserError with `param` set, or PromptTooLongError.
+        """
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+        self._check_params(params)
+        content, cache_salt = _split_prompt(prompt, cache_salt)
+        check_unicode(request_id, param="request_id")
+        token_ids = self._tokens(content, params, add_special_tokens)
+        room = self.max_model_len - len(token_ids)
+        if params.min_tokens > room:
+            raise UserError(
+                f"min_tokens ({params.min_tokens}) does not fit: after the prompt of {len(token_ids)} tokens "
+                f"the model's context of {self.max_model_len} has room for {room}",
+                param="min_tokens",
+            )
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=self._resolve_seed(params.seed),
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            bad_token_sequences=self._bad_token_sequences(params.bad_words or []),
+            cache_salt=cache_salt,
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> RenderedChat:
+        """Write a conversation with the model's chat template, and tokenise it.
+
+        The template writes special tokens itself, hence `add_special_tokens` is off. Raises UserError when the model
+        has no template, or for messages that the template refuses.
+        """
+        if self._chat_template is None or self.tokenizer is None:
+            raise UserError("chat needs a tokenizer, and this model has none", param="messages")
+        text = self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            options=chat_template_kwargs,
+        )
+        check_unicode(text, param="messages")
+        self._check_text_length(text, "messages")
+        return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
+
+    def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
+        """The prompt's tokens: checked, cut to `truncate_prompt_tokens`, and short enough for one new token."""
+        keep = params.truncate_prompt_tokens
+        if isinstance(content, str):
+            if self.tokenizer is None:
+                raise UserError(
+                    "a text prompt needs a tokenizer, and this model has none: pass prompt_token_ids",
+                    param="prompt",
+                )
+            check_unicode(content, param="prompt")
+            if keep is None:
+                self._check_text_length(content, "prompt")
+            token_ids = self.tokenizer.encode(content, add_special_tokens)
+        else:
+            token_ids = list(content)
+            self._check_token_ids(token_ids, "prompt_token_ids")
+        if not token_ids:
+            raise UserError("the prompt is empty: at least one token is needed", param="prompt")
+        if keep is not None:
+            token_ids = token_ids[-keep:]
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, but the model's context is {self.max_model_len} tokens, "
+                "prompt and at least one new token together",
+                param="prompt",
+            )
+        return token_ids
+
+    def _check_text_length(self, text: str, param: str) -> None:
+        if len(text) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, far more than the model's context of "
+                f"{self.max_model_len} tokens holds",
+                param=param,
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
+        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
+        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        stops = params.stop_strings
+        if stops and self.tokenizer is None:
+            raise UserError("stop strings need a tokenizer, and this model has none", param="stop")
+        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+            raise UserError(f"stop strings must not exceed {MAX_STOP_CHARACTERS} characters together", param="stop")
+        for stop in stops:
+            check_unicode(stop, param="stop")
+
+    def _check_token_ids(self, token_ids: Any, param: str) -> None:
+        """Types and range. Written for long lists of valid ids: the offender is looked for only when there is one."""
+        if not token_ids or (
+            set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size
+        ):
+            return
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise UserError(f"{param} must hold integers, not {token_id!r}", param=param)
+            if not 0 <= token_id < self.vocab_size:
+                raise UserError(
+                    f"{param}: {token_id} is not a token id of this model (0 to {self.vocab_size - 1})", param=param
+                )
+
+    def _resolve_seed(self, seed: int | None) -> int:
+        """In [0, 2**63). Every request takes a number, so that one request's seed does not change another's."""
+        number = next(self._request_numbers)
+        return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
+
+    def _bad_token_sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is tokenised at the start of a text, and after a space where that is other tokens."""
+        if not bad_words:
+            return []
+        if self.tokenizer is None:
+            raise UserError("bad_words need a tokenizer, and this model has none", param="bad_words")
+        if len(bad_words) > MAX_BAD_WORDS:
+            raise UserError(f"at most {MAX_BAD_WORDS} bad_words are allowed", param="bad_words")
+        sequences = []
+        for word in bad_words:
+            check_unicode(word, param="bad_words")
+            bare = word.lstrip()
+            if not bare:
+                raise UserError(f"bad_words must hold words, not {word!r}", param="bad_words")
+            alone, spaced = self.tokenizer.encode_batch([bare, f" {bare}"], add_special_tokens=False)
+            sequences.append(alone)
+            # A different first token of as long a sequence is the word itself with its space; a longer sequence
+            # is a space token and the word again.
+            if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
+                sequences.append(spaced)
+        return [sequence for sequence in sequences if sequence]
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text of a prompt as it will be reported back, or None when only its tokens are known."""
+    if isinstance(prompt, str):
+        return prompt
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    return text if isinstance(text, str) else None
+
+
+def mix_seed(seed: int, number: int) -> int:
+    """A number in [0, 2**63) that depends on both, uniformly (the finaliser of splitmix64)."""
+    value = (seed + (number + 1) * GOLDEN_RATIO_64) & MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return (value ^ (value >> 31)) & MASK_63
+
+
+def _split_prompt(prompt: Prompt, cache_salt: str) -> tuple[str | Sequence[int], str]:
+    """(text or token ids, cache salt) of a prompt in any of its forms."""
+    content: Any = prompt
+    if isinstance(prompt, Mapping):
+        reject_unknown(map(str, prompt), PROMPT_KEYS, "key in the prompt")
+        cache_salt = prompt.get("cache_salt", cache_salt)
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        param = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
+        if param == "prompt_token_ids" and not isinstance(content, list | tuple):
+            raise UserError(f"prompt_token_ids must be a list of integers, not {content!r:.100}", param=param)
+        if param == "prompt" and not isinstance(content, str):
+            raise UserError("a prompt object needs a string `prompt` or a list `prompt_token_ids`", param=param)
+    elif not isinstance(prompt, str | list | tuple):
+        raise UserError(
+            f"a prompt must be a string, a list of token ids or an object, not {type(prompt).__name__}",
+            param="prompt",
+        )
+    if not isinstance(cache_salt, str):
+        raise UserError(f"cache_salt must be a string, not {cache_salt!r:.100}", param="cache_salt")
+    check_unicode(cache_salt, param="cache_salt")
+    return content, cache_salt

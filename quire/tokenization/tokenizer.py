@@ -1,0 +1,242 @@
+"""Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory.
+
+Transformers is imported only for a directory whose tokenizer no other code can read (`tokenizer.model` alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from quire.config.hf_config import find_model
+from quire.config.hf_json import read_json
+from quire.errors import ModelLoadError, UserError
+from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
+from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+
+
+class Tokenizer:
+    """A loaded tokenizer. Immutable and safe to use from several threads; long encodings release the GIL.
+
+    special_tokens: name ("bos_token", "eos_token" ...) -> text. chat_templates: name -> Jinja source; "default" is
+    the usual one. name: what error messages call the tokenizer.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        name: str = "tokenizer",
+    ) -> None:
+        # A tokenizer.json may carry the truncation of its training: prompts are never cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self.name = name
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.pieces = compile_pieces(backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises UserError for text that is not valid Unicode (lone surrogates)."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for several texts, on several cores."""
+        for text in texts:
+            check_unicode(text)
+        # The batch call, even for one text: it lets other threads run, and it computes no offsets.
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole token sequence: what streaming the same tokens concatenates to.
+
+        That is the library's own result, but for runs of byte tokens that are not valid UTF-8: there the library
+        gives up the valid characters of the run too, while here (where they may have been streamed already) only
+        the invalid bytes become U+FFFD. Ids that the tokenizer does not know have no text.
+        """
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if REPLACEMENT in text and isinstance(self.pieces, LocalPieces):
+            return decode_tokens(self.pieces, token_ids, self._skipped(skip_special_tokens))
+        return text
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> IncrementalDetokenizer:
+        """A decoder for one completion of `prompt_token_ids`, fed token by token."""
+        return IncrementalDetokenizer(self.pieces, self._skipped(skip_special_tokens), prompt_token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token inside a text (a leading space is kept); U+FFFD stands for incomplete characters."""
+        return self.pieces.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token inside a text; they may be part of a character."""
+        return self.pieces.token_bytes(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a vocabulary entry by its exact name."""
+        token_id: int | None = self.backend.token_to_id(token)
+        return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out."""
+        return token_id in self.special_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the default chat template, or None."""
+        return self.chat_templates.get("default")
+
+    def _skipped(self, skip_special_tokens: bool) -> frozenset[int]:
+        return self.special_ids if skip_special_tokens else frozenset()
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+
+def check_unicode(text: str, *, param: str | None = None) -> None:
+    """Raise UserError when `text` holds lone surrogates, which no encoding can express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{param or 'the text'} is not valid Unicode: lone surrogate at position {error.start}", param=param
+        ) from None
+
+
+def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a directory, a hub id or "bundled". Raises ModelLoadError with one clear line."""
+    path = find_model(str(path_or_id), revision=revision, config_only=True)
+    config = _optional_json(path / "tokenizer_config.json")
+    special_tokens = _special_tokens(config | _optional_json(path / "special_tokens_map.json"))
+    if (path / "tokenizer.json").is_file():
+        backend = _read_backend(path / "tokenizer.json")
+    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        backend = _byte_level_bpe(path, config, special_tokens)
+    elif any((path / name).is_file() for name in SENTENCEPIECE_FILES):
+        backend = _convert_with_transformers(path)
+    else:
+        raise ModelLoadError(
+            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model)"
+        )
+    _apply_bos_eos(backend, config, special_tokens)
+    return Tokenizer(
+        backend,
+        special_tokens=special_tokens,
+        chat_templates=_chat_templates(path, config),
+        name=str(path_or_id),
+    )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelLoadError(f"{file} is not a readable tokenizer: {_first_line(error)}") from None
+
+
+def _byte_level_bpe(path: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
+    """GPT-2's format, as OPT still ships it: vocab.json and merges.txt."""
+    try:
+        model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelLoadError(f"{path}: vocab.json and merges.txt are not readable: {_first_line(error)}") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    extra = _optional_json(path / "added_tokens.json")
+    backend.add_tokens([token for token, _ in sorted(extra.items(), key=lambda item: item[1])])
+    for token, token_id in extra.items():
+        if backend.token_to_id(token) != token_id:
+            raise ModelLoadError(f"{path / 'added_tokens.json'}: {token!r} cannot have the id {token_id}")
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special_tokens.values()])
+    return backend
+
+
+def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
+    """sentencepiece models: Transformers knows how to turn each family's into a `tokenizers` pipeline."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ModelLoadError(
+            f"{path} has no tokenizer.json; its sentencepiece model needs `pip install transformers sentencepiece`"
+        ) from None
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # whatever the converters and their optional packages raise
+        raise ModelLoadError(f"{path}: Transformers cannot read this tokenizer: {_first_line(error)}") from None
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(f"{path} has no tokenizer.json, and Transformers cannot convert its tokenizer to one")
+    return backend
+
+
+def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """`add_bos_token` and `add_eos_token`, where stated, decide over what tokenizer.json says, as in Transformers."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    pieces, used = ["$A:0"], []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token_id = backend.token_to_id(special_tokens[name]) if name in special_tokens else None
+        if config.get(flag) and token_id is not None:
+            pieces.insert(0 if name == "bos_token" else len(pieces), f"{special_tokens[name]}:0")
+            used.append((special_tokens[name], token_id))
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=used)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Text of each named special token; an entry is a string or an object with `content`."""
+    found = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """From chat_template.jinja, else from tokenizer_config.json: one string, or a list of named ones."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{file} is not readable: {_first_line(error)}") from None
+    value = config.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError):
+        raise ModelLoadError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be a string or a list of named templates"
+        ) from None
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
