@@ -1,0 +1,323 @@
+"""From the engine core's tokens to what callers receive: text, logprobs, stop strings, metrics.
+
+One processor per engine client, driven by one thread. The core finds stop tokens and lengths; stop strings are found
+here, because the core knows no text. A sequence that ends so is over for its caller at once, and the core is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.engine.messages import Abort
+from quire.errors import UserError
+from quire.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    RequestTiming,
+    SequenceUpdate,
+)
+from quire.request import EngineRequest, FinishReason
+from quire.sampling_params import SamplingParams
+from quire.step import TokenLogprobs
+from quire.tokenization.detokenizer import IncrementalDetokenizer
+from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """outputs: one per request with news, in the order in which the requests were first mentioned. aborts: for the
+    core, sequences that ended with a stop string."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    aborts: list[Abort] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Keeps the output side of every unfinished request, and drops it with the request's last output.
+
+    tokenizer: None when the model has none; texts are then empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _RequestState] = {}
+
+    def add(
+        self,
+        request: EngineRequest,
+        prompt_text: str | None = None,
+        *,
+        delta: bool = False,
+        final_only: bool = False,
+    ) -> None:
+        """Expect updates of `request`. Call before the core knows it. Raises UserError for an id already in use.
+
+        An output holds the whole request so far (all `n` completions). With `delta`, it holds only the completions
+        with news, and of them what is new: token ids and logprobs come with the step that made them, always
+        together; text comes when it is certain, so a token's text may come with a later output than the token
+        (an unfinished character, the possible beginning of a stop string) and no text that was delivered is ever
+        taken back. Prompt logprobs come once, with the first tokens. With `final_only` there is one output, the last.
+        """
+        if request.request_id in self._requests:
+            raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
+        self._requests[request.request_id] = _RequestState(
+            request, prompt_text, self._tokenizer, delta=delta, final_only=final_only
+        )
+
+    def process(self, updates: list[SequenceUpdate]) -> ProcessedOutputs:
+        """Take one step's updates. Those of unknown requests and of ended sequences are dropped: the core may have
+        computed further tokens before it was told."""
+        processed = ProcessedOutputs()
+        touched: dict[str, _RequestState] = {}
+        for update in updates:
+            state = self._requests.get(update.request_id)
+            if state is None or not state.take(update):
+                continue
+            touched[update.request_id] = state
+            if update.finish_reason is None and state.sequences[update.index].finish_reason is not None:
+                processed.aborts.append(Abort(update.request_id, update.index))
+        for request_id, state in touched.items():
+            if state.num_live == 0:
+                del self._requests[request_id]
+            output = state.output()
+            if output is not None:
+                processed.outputs.append(output)
+        return processed
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Let go of a request: its last output, whose unfinished completions end with "abort". None if unknown."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return None
+        for sequence in state.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish(FinishReason.ABORT, None)
+                state.num_live -= 1
+        return state.output()
+
+    def fail_all(self) -> list[str]:
+        """Let go of every request (the engine is dead). Returns their ids, in order of arrival."""
+        request_ids = list(self._requests)
+        self._requests.clear()
+        return request_ids
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+
+class _RequestState:
+    """One request: its sequences, and what they share."""
+
+    __slots__ = (
+        "_delta",
+        "_final_only",
+        "_num_cached_tokens",
+        "_prompt_logprobs",
+        "_prompt_text",
+        "_request",
+        "_tokenizer",
+        "metrics",
+        "num_live",
+        "sequences",
+    )
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        prompt_text: str | None,
+        tokenizer: Tokenizer | None,
+        *,
+        delta: bool,
+        final_only: bool,
+    ) -> None:
+        self._request = request
+        self._prompt_text = prompt_text
+        self._tokenizer = tokenizer if request.params.detokenize else None
+        self._delta = delta
+        self._final_only = final_only
+        self._num_cached_tokens = 0
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+        self.metrics = RequestMetrics()
+        self.sequences = [_SequenceState(index, request, self._tokenizer) for index in range(request.params.n)]
+        self.num_live = len(self.sequences)
+
+    def take(self, update: SequenceUpdate) -> bool:
+        """Apply an update. Returns whether there is news for the caller."""
+        sequence = self.sequences[update.index]
+        if sequence.finish_reason is not None:
+            return False
+        if update.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            assert update.prompt_logprobs.start == len(self._prompt_logprobs)
+            self._prompt_logprobs += [to_logprobs(entry, self._tokenizer) for entry in update.prompt_logprobs.entries]
+        if update.timing is not None:
+            self._measure(update.timing)
+            self._num_cached_tokens = update.num_cached_tokens
+        if not update.new_token_ids and update.finish_reason is None:
+            return False
+        sequence.take(update)
+        if sequence.finish_reason is not None:
+            self.num_live -= 1
+        return True
+
+    def output(self) -> RequestOutput | None:
+        """The state of the request, or what is new in it. None when only the last output is wanted and this is not."""
+        finished = self.num_live == 0
+        if self._final_only and not finished:
+            return None
+        if self._delta:
+            outputs = [sequence.delta() for sequence in self.sequences if sequence.has_news]
+        else:
+            outputs = [sequence.snapshot() for sequence in self.sequences]
+        output = RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._prompt_text,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            prompt_logprobs=self._prompt_logprobs,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=self.metrics,
+        )
+        if self._delta:
+            self._prompt_logprobs = None
+        return output
+
+    def _measure(self, timing: RequestTiming) -> None:
+        """Differences on the core's clock. The first report is of the first token, the last one of the end."""
+        first = self.metrics.time_to_first_token or timing.now - timing.arrival
+        self.metrics = RequestMetrics(
+            queue_time=timing.first_scheduled - timing.arrival,
+            time_to_first_token=first,
+            latency=timing.now - timing.arrival,
+            num_preemptions=timing.num_preemptions,
+        )
+
+
+class _SequenceState:
+    """One completion: everything said so far, or, when deltas are wanted, what was not delivered yet."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_index",
+        "_logprobs",
+        "_num_unchecked",
+        "_params",
+        "_stops",
+        "_text",
+        "_token_ids",
+        "_tokenizer",
+        "finish_reason",
+        "has_news",
+        "stop_reason",
+    )
+
+    def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self._index = index
+        self._params: SamplingParams = params
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, request.prompt_token_ids)
+        self._stops: StopStrings | None = None
+        if params.stop_strings:
+            self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._num_unchecked = params.min_tokens
+        """Tokens still to come whose text is not searched for stop strings."""
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.has_news = False
+
+    def take(self, update: SequenceUpdate) -> None:
+        """Append the update's tokens, up to the one that completes a stop string."""
+        self.has_news = True
+        token_ids = update.new_token_ids
+        detokenizer = self._detokenizer
+        if detokenizer is not None:
+            # A token that ends the sequence is no part of its text, unless stops are to be shown.
+            is_stop = update.finish_reason is FinishReason.STOP and not self._params.include_stop_str_in_output
+            num_shown = len(token_ids) - is_stop
+            for position in range(num_shown):
+                if self._show(detokenizer.push(token_ids[position])):
+                    token_ids = token_ids[: position + 1]
+                    break
+        self._token_ids += token_ids
+        if self._logprobs is not None and update.logprobs is not None:
+            for entry in update.logprobs[: len(token_ids)]:
+                self._logprobs.append(to_logprobs(entry, self._tokenizer))
+                self._cumulative_logprob += entry.logprobs[0]
+        if self.finish_reason is None and update.finish_reason is not None:
+            self.finish(update.finish_reason, update.stop_reason)
+
+    def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
+        """End the sequence: release what was held back, in which a stop string may still come to light."""
+        self.finish_reason, self.stop_reason, self.has_news = reason, stop_reason, True
+        if self._detokenizer is None or self._show(self._detokenizer.finish()):
+            return
+        if self._stops is not None:
+            self._text.append(self._stops.finish())
+
+    def _show(self, text: str) -> bool:
+        """Append one token's text as far as it is certain. Returns whether a stop string ended the sequence."""
+        if self._stops is None:
+            if text:
+                self._text.append(text)
+            return False
+        if self._num_unchecked > 0:
+            self._num_unchecked -= 1
+            self._text.append(text)
+            return False
+        safe, stop = self._stops.push(text)
+        self._text.append(safe)
+        if stop is None:
+            return False
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+        return True
+
+    def snapshot(self) -> CompletionOutput:
+        """Everything so far."""
+        self.has_news = False
+        text = "".join(self._text)
+        self._text = [text]
+        return self._output(text, list(self._token_ids), None if self._logprobs is None else list(self._logprobs))
+
+    def delta(self) -> CompletionOutput:
+        """What came since the last call."""
+        self.has_news = False
+        text, token_ids, logprobs = "".join(self._text), self._token_ids, self._logprobs
+        self._text, self._token_ids, self._logprobs = [], [], None if logprobs is None else []
+        return self._output(text, token_ids, logprobs)
+
+    def _output(self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
+        return CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+        )
+
+
+def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position's alternatives by token id, the chosen token first, then the others, best first."""
+    text_of = None if tokenizer is None else tokenizer.token_text
+    chosen = entry.token_ids[0]
+    found = {chosen: Logprob(entry.logprobs[0], entry.rank, None if text_of is None else text_of(chosen))}
+    for rank in range(1, len(entry.token_ids)):
+        token_id = entry.token_ids[rank]
+        if token_id not in found:
+            found[token_id] = Logprob(entry.logprobs[rank], rank, None if text_of is None else text_of(token_id))
+    return found
