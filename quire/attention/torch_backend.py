@@ -1,0 +1,176 @@
+"""The plain torch attention back end: correct everywhere, batch-invariant, as fast as torch's operators allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.tiles import KEY_TILE, Chunk, Sequences, TileList, plan_tiles
+from quire.kernels import reference
+from quire.kv_cache.layout import KVCacheLayout
+
+CHUNK_BYTES = 8 << 20
+"""Working memory of one chunk of items: about what the caches of a core hold."""
+LOWEST = -1e30
+"""The maximum of no scores: finite, so that differences and products with it are never NaN."""
+
+
+class TorchAttention:
+    """AttentionBackend over torch's own operators. Pages must hold finite values from the start (zeros): a page
+    may be read, with weight zero, before it is written."""
+
+    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
+        self._block_size = layout.block_size
+        self._pages = list(pages)
+        self._page_of_layer = {
+            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
+        }
+
+    def plan(self, batch: AttentionBatch) -> TorchAttentionStep:
+        return TorchAttentionStep(self._pages, self._page_of_layer, self._block_size, batch)
+
+
+class TorchAttentionStep:
+    """One step: work lists are made for the first layer of each kind and serve all others of the kind."""
+
+    def __init__(
+        self,
+        pages: list[torch.Tensor],
+        page_of_layer: dict[int, tuple[int, int]],
+        block_size: int,
+        batch: AttentionBatch,
+    ) -> None:
+        self._pages = pages
+        self._page_of_layer = page_of_layer
+        self._block_size = block_size
+        self._batch = batch
+        self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
+        self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
+
+    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group, page = self._page_of_layer[layer.layer]
+        pages = self._pages[page]
+        reference.write_kv(pages, self._key_rows[group], k, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for tiles in self._tile_lists(group, layer):
+            attended = _attend(tiles, layer, pages, q)
+            out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
+        return out
+
+    def _tile_lists(self, group: int, layer: LayerAttention) -> list[TileList]:
+        key = (group, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+        if key not in self._lists:
+            batch = self._batch
+            query_start = batch.query_start.numpy()
+            sequences = Sequences(
+                first_token=query_start[:-1],
+                start=batch.start_positions.numpy(),
+                num_tokens=np.diff(query_start),
+                block_table=batch.block_tables[group].numpy(),
+                block_size=self._block_size,
+            )
+            # Keys and values, and for each row its scores, their exponentials and the weighted value, in float32.
+            heads, dim = 4 * layer.num_kv_heads, layer.head_dim
+            self._lists[key] = plan_tiles(
+                sequences,
+                heads_per_group=layer.num_heads // layer.num_kv_heads,
+                window=layer.window,
+                item_bytes=(heads * 2 * KEY_TILE * dim, heads * (2 * KEY_TILE + dim)),
+                limit=CHUNK_BYTES,
+            )
+        return self._lists[key]
+
+
+Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Softmax over some keys: maximum, sum of exponentials ([..., rows, 1] each) and weighted values ([..., rows, dim])."""
+
+
+def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Attention of all tokens of one tile list, [num_tiles * tile_tokens, num_heads, head_dim] float32."""
+    groups, dim = layer.num_kv_heads, layer.head_dim
+    per_group = layer.num_heads // groups
+    used_rows = tiles.tile_tokens * per_group
+    queries = torch.zeros(tiles.num_tiles, groups, tiles.rows, dim)
+    queries[:, :, :used_rows] = (
+        (q.index_select(0, tiles.gather).float() * layer.scale)
+        .view(tiles.num_tiles, tiles.tile_tokens, groups, per_group, dim)
+        .transpose(1, 2)
+        .reshape(tiles.num_tiles, groups, used_rows, dim)
+    )
+    shape = (tiles.num_tiles, groups, tiles.rows)
+    total: Partial = (torch.full((*shape, 1), LOWEST), torch.zeros(*shape, 1), torch.zeros(*shape, dim))
+    for chunk in tiles.chunks:
+        partial = _attend_chunk(tiles, chunk, layer, pages, queries)
+        for left, right in chunk.levels:
+            _store(partial, left, _merged(_select(partial, left), _select(partial, right)))
+        result = _select(partial, chunk.roots)
+        if not chunk.is_first:
+            result = _merged(_select(total, chunk.root_tiles), result)
+        _store(total, chunk.root_tiles, result)
+    return (
+        (total[2] / total[1])[:, :, :used_rows]
+        .reshape(tiles.num_tiles, groups, tiles.tile_tokens, per_group, dim)
+        .transpose(1, 2)
+        .reshape(-1, layer.num_heads, dim)
+    )
+
+
+def _attend_chunk(
+    tiles: TileList, chunk: Chunk, layer: LayerAttention, pages: torch.Tensor, queries: torch.Tensor
+) -> Partial:
+    """Each item by itself: its queries over its keys."""
+    block_size, groups, dim = pages.shape[2:]
+    num_items, rows = len(chunk.tiles), tiles.rows
+    vectors = pages.view(-1, dim)
+    index = reference.key_rows(chunk.slots, block_size)[:, None] * groups + torch.arange(groups)[:, None]
+    index = index.view(-1)
+    key = vectors.index_select(0, index).float().view(num_items * groups, KEY_TILE, dim)
+    # A slot's value lies block_size rows behind its key: the same index, seen from that much further on.
+    value = vectors[block_size * groups :].index_select(0, index).float().view(num_items, groups, KEY_TILE, dim)
+    # Stale bytes of a block's former owner have weight zero, but zero times infinity is not zero.
+    item, place = chunk.beyond.div(KEY_TILE, rounding_mode="floor"), chunk.beyond % KEY_TILE
+    value[item, :, place] = 0.0
+    query = queries.index_select(0, chunk.tiles).view(num_items * groups, rows, dim)
+    scores = torch.bmm(query, key.transpose(1, 2))
+    if layer.soft_cap is not None:
+        scores = scores.div_(layer.soft_cap).tanh_().mul_(layer.soft_cap)
+    own = tiles.row_positions.index_select(0, chunk.tiles)
+    hidden = chunk.key_positions > own
+    if layer.window is not None:
+        hidden |= chunk.key_positions <= own - layer.window
+    scores.view(num_items, groups, rows, KEY_TILE).masked_fill_(hidden, -torch.inf)
+    maximum = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
+    weights = scores.sub_(maximum).exp_()
+    shape = (num_items, groups, rows, -1)
+    return (
+        maximum.view(shape),
+        weights.sum(-1, keepdim=True).view(shape),
+        torch.bmm(weights, value.view(num_items * groups, KEY_TILE, dim)).view(shape),
+    )
+
+
+def _merged(left: Partial, right: Partial) -> Partial:
+    """The softmax over the keys of both. Merging with what saw nothing changes no bit."""
+    maximum = torch.maximum(left[0], right[0])
+    left_scale, right_scale = torch.exp(left[0] - maximum), torch.exp(right[0] - maximum)
+    return (
+        maximum,
+        left[1] * left_scale + right[1] * right_scale,
+        left[2] * left_scale + right[2] * right_scale,
+    )
+
+
+def _select(partial: Partial, index: torch.Tensor) -> Partial:
+    return (
+        partial[0].index_select(0, index),
+        partial[1].index_select(0, index),
+        partial[2].index_select(0, index),
+    )
+
+
+def _store(target: Partial, index: torch.Tensor, values: Partial) -> None:
+    for whole, part in zip(target, values, strict=True):
+        whole.index_copy_(0, index, part)

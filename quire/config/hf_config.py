@@ -1,0 +1,238 @@
+"""From a model's name to its ModelConfig: find (or fetch) the directory, read config.json, check it.
+
+Imports no torch. What a family of models calls its sizes is data (`FAMILIES`), so a new family is one entry here and
+one in `models/registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.hf_json import Fields, read_json
+from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.options import BUNDLED_MODEL
+from quire.config.rope import read_rope
+from quire.errors import ConfigError, ModelLoadError, nearest_name
+
+BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
+SUBDIRECTORIES = ("*/*",)
+"""Hub repositories keep other formats of the same weights in folders; none of them is read."""
+
+Windows = tuple[int | None, ...]
+
+
+def load_model_config(
+    name: str, *, dtype: str, max_model_len: int | None, revision: str | None, config_only: bool
+) -> ModelConfig:
+    """Read and check the configuration of the model called `name`: "bundled", a directory or a hub id.
+
+    dtype: "auto" is float32, what a CPU computes best. config_only: a hub id's weights are not fetched (dummy
+    weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
+    model cannot reach.
+    """
+    path = find_model(name, revision=revision, config_only=config_only)
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelLoadError(f"{path} is not a model directory: it has no config.json")
+    raw = read_json(config_file)
+    fields = Fields(raw, str(config_file))
+    architecture = _architecture(fields)
+    family = FAMILIES[architecture]
+    if "quantization_config" in raw:
+        raise fields.error("quantised checkpoints (quantization_config) are not supported yet")
+    for key in family.required:
+        fields.integer(key)
+    num_layers = fields.integer(family.num_layers)
+    hidden_size, num_heads, num_kv_heads, head_dim = _head_shape(fields, family)
+    longest, usual = fields.integer(family.max_positions), None
+    if family.rotary:
+        rope = read_rope(fields, head_dim)
+        longest, usual = rope.longest, rope.usual_length
+    return ModelConfig(
+        name=name,
+        path=path,
+        architecture=architecture,
+        dtype="float32" if dtype == "auto" else _known_dtype(dtype),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_model_len=_max_model_len(max_model_len, longest, usual or longest),
+        sliding_windows=family.windows(fields, num_layers),
+        eos_token_ids=_eos_token_ids(path, fields),
+        hf=raw,
+    )
+
+
+def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
+    """The local directory of a model, fetched from the hub when `name` is no directory."""
+    if name == BUNDLED_MODEL:
+        return BUNDLED_DIRECTORY
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{name!r} is a file: give the model's directory")
+    return _fetch(name, revision, config_only)
+
+
+def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
+    # Imported here: it takes a tenth of a second that a local model need not wait for.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    def snapshot(*patterns: str) -> Path:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(SUBDIRECTORIES)
+            )
+        )
+
+    try:
+        path = snapshot(*TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
+        if not config_only and not any(path.glob("*.safetensors")):
+            path = snapshot(*TEXT_PATTERNS, "*.bin")
+    except HFValidationError:
+        raise ModelLoadError(f"model {name!r} is neither a directory nor a well-formed hub id") from None
+    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelLoadError(f"model {name!r} is neither a directory nor a reachable hub id: {reason[0]}") from None
+    return path
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.values.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise fields.error("the key 'architectures' must list the model's class name")
+    for name in names:
+        if name in FAMILIES:
+            return str(name)
+    raise fields.error(
+        f"unknown architecture {names[0]!r}{nearest_name(names[0], FAMILIES)} (known: {', '.join(sorted(FAMILIES))})"
+    )
+
+
+def _known_dtype(dtype: str) -> str:
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}", param="dtype")
+    return dtype
+
+
+def _head_shape(fields: Fields, family: Family) -> tuple[int, int, int, int]:
+    """(hidden size, query heads, key-value heads, elements of a head)."""
+    hidden_size, num_heads = fields.integer(family.hidden_size), fields.integer(family.num_heads)
+    num_kv_heads, head_dim = num_heads, None
+    if family.rotary:
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        head_dim = fields.optional_integer("head_dim") or family.default_head_dim
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"{family.num_heads} ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.error(
+                f"{family.hidden_size} ({hidden_size}) must be a multiple of {family.num_heads} ({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    return hidden_size, num_heads, num_kv_heads, head_dim
+
+
+def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
+    if wanted is None:
+        return usual
+    if wanted > longest:
+        raise ConfigError(
+            f"max_model_len ({wanted}) exceeds the {longest} positions that the model supports",
+            param="max_model_len",
+        )
+    return wanted
+
+
+def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, or of config.json where that file or its key is absent."""
+    generation_file = path / "generation_config.json"
+    if generation_file.is_file():
+        generation = Fields(read_json(generation_file), str(generation_file))
+        if generation.values.get("eos_token_id") is not None:
+            return _token_ids(generation, "eos_token_id")
+    return _token_ids(fields, "eos_token_id")
+
+
+def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
+    value = fields.values.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(Fields({key: item}, fields.where).integer(key, minimum=0) for item in ids)
+
+
+def _no_windows(fields: Fields, num_layers: int) -> Windows:
+    return (None,) * num_layers
+
+
+def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
+    """Mistral: one window for all layers; null means full attention."""
+    return (fields.optional_integer("sliding_window"),) * num_layers
+
+
+def _window_by_layer(fields: Fields, num_layers: int) -> Windows:
+    """Qwen: a window where `use_sliding_window` says so, in the layers that `layer_types` names or, without it, in
+    those from `max_window_layers` on."""
+    if not fields.boolean("use_sliding_window", False):
+        return (None,) * num_layers
+    window = fields.optional_integer("sliding_window")
+    if window is None:
+        return (None,) * num_layers
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        first = fields.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise fields.error(f"layer_types must name {num_layers} layers, each one of {', '.join(known)}")
+    return tuple(known[kind] for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's config.json names its sizes. required: further integers that its model reads.
+    rotary: positions are rotated in (and heads may be grouped and of any size), else learned.
+    default_head_dim: of a head when config.json does not say (None: hidden size / heads).
+    """
+
+    hidden_size: str = "hidden_size"
+    num_layers: str = "num_hidden_layers"
+    num_heads: str = "num_attention_heads"
+    max_positions: str = "max_position_embeddings"
+    required: tuple[str, ...] = ("intermediate_size",)
+    rotary: bool = True
+    default_head_dim: int | None = None
+    windows: Callable[[Fields, int], Windows] = _no_windows
+
+
+FAMILIES: Mapping[str, Family] = {
+    "GPT2LMHeadModel": Family(
+        hidden_size="n_embd",
+        num_layers="n_layer",
+        num_heads="n_head",
+        max_positions="n_positions",
+        required=(),
+        rotary=False,
+    ),
+    "OPTForCausalLM": Family(required=("ffn_dim",), rotary=False),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows=_window_everywhere),
+    "Qwen2ForCausalLM": Family(windows=_window_by_layer),
+    "Qwen3ForCausalLM": Family(windows=_window_by_layer, default_head_dim=128),
+}
+
+
+def model_fields(config: ModelConfig) -> Fields:
+    """Typed access to the config.json of a resolved model, for what only its family reads."""
+    values: Mapping[str, Any] = config.hf
+    return Fields(values, str(config.path / "config.json"))

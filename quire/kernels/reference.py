@@ -1,0 +1,71 @@
+"""Plain functions that define what the kernels mean: writing to pages, copying blocks, paged attention.
+
+`write_kv` and `copy_blocks` are also what the plain torch back end runs. `paged_attention_dense` is for tests: it
+goes token by token and follows dtype float64 through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from quire.attention.interface import LayerAttention
+
+
+def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store one layer's keys and values in its pages.
+
+    pages: [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous. key_rows: [T] int64, from `key_rows`.
+    key, value: [T, num_kv_heads, head_dim], any float dtype.
+    """
+    block_size = pages.shape[2]
+    rows = pages.view(-1, *pages.shape[3:])
+    rows.index_copy_(0, key_rows, key.to(pages.dtype))
+    rows.index_copy_(0, key_rows + block_size, value.to(pages.dtype))
+
+
+def key_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where a slot (block * block_size + offset) keeps its key when pages are seen as [rows, heads, head_dim]. Its
+    value lies `block_size` rows further on."""
+    return slots + slots.div(block_size, rounding_mode="floor") * block_size
+
+
+def copy_blocks(pages: Iterable[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks, (source, destination) each, in every tensor of the pool. All sources are read before any
+    destination is written, so chains and swaps mean what they say."""
+    if not pairs:
+        return
+    sources, destinations = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    for page in pages:
+        page.index_copy_(0, destinations.to(page.device), page.index_select(0, sources.to(page.device)))
+
+
+def paged_attention_dense(
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    query: torch.Tensor,
+    start_position: int,
+    layer: LayerAttention,
+) -> torch.Tensor:
+    """One sequence's attention over what its pages hold, in query's dtype (float64 for a reference).
+
+    block_table: [num_blocks_of_sequence] int. query: [n, num_heads, head_dim] of the tokens at start_position ...
+    start_position + n - 1, whose keys and values are written already. Returns [n, num_heads, head_dim].
+    """
+    block_size = pages.shape[2]
+    length = start_position + query.shape[0]
+    positions = torch.arange(length)
+    blocks = block_table.long()[positions // block_size]
+    stored = pages[blocks, :, positions % block_size].to(query.dtype)
+    group = layer.num_heads // layer.num_kv_heads
+    key, value = stored.repeat_interleave(group, dim=2).unbind(1)
+    scores = torch.einsum("nhd,lhd->hnl", query, key) * layer.scale
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    own = start_position + torch.arange(query.shape[0])
+    hidden = positions[None] > own[:, None]
+    if layer.window is not None:
+        hidden |= positions[None] <= own[:, None] - layer.window
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("hnl,lhd->nhd", weights, value)

@@ -1,0 +1,45 @@
+"""What every layer is built with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.parallel.interface import ProcessGroup
+from quire.quantization.interface import LinearMethod
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """dtype, device: of weights and activations. group: the ranks that share each layer. linear: how linear
+    weights are stored."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: ProcessGroup
+    linear: LinearMethod
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """A place for one tensor of a checkpoint.
+
+    shape: as the checkpoint has it, whole (not this rank's share). load: copies a tensor of that shape, of any
+    dtype, to where the layer keeps it. dummy_mean, dummy_std: of random weights.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[torch.Tensor], object]
+    dummy_mean: float = 0.0
+    dummy_std: float = 0.02
+
+
+WeightSlots = dict[str, WeightSlot]
+"""By the tensor's name in a checkpoint, relative to the layer's own."""
+
+
+def prefixed(prefix: str, slots: WeightSlots) -> WeightSlots:
+    """The same slots one level up: `prefix` and a dot before each name."""
+    return {f"{prefix}.{name}": slot for name, slot in slots.items()}

@@ -1,0 +1,105 @@
+"""Linear layers, split over ranks by output (column) or by input (row), several checkpoint matrices in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.interface import LinearShape
+
+
+class ColumnLinear:
+    """y = x W^T + b with the outputs shared out over the ranks. `parts` are the output sizes of the matrices that are
+    kept as one (query, key and value; gate and up), each a multiple of the number of ranks."""
+
+    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, context: LayerContext) -> None:
+        self._context = context
+        self._in_features = in_features
+        self._parts = tuple(parts)
+        self.local_parts = tuple(_share(part, context.group.size) for part in parts)
+        self._parameters = context.linear.create(
+            LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device)
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, sum(local_parts)]."""
+        return self._context.linear.apply(self._parameters, x)
+
+    def slots(self, names: Sequence[str], *, transposed: bool = False) -> WeightSlots:
+        """One name per part, or a single name when the checkpoint keeps all parts in one tensor. transposed: the
+        checkpoint keeps [in, out]."""
+        slots: WeightSlots = {}
+        groups = [range(len(self._parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
+        for name, parts in zip(names, groups, strict=True):
+            rows = sum(self._parts[part] for part in parts)
+            for suffix in self._parameters:
+                shape = _weight_shape(suffix, rows, self._in_features, transposed)
+                slots[f"{name}.{suffix}"] = WeightSlot(shape, self._loader(suffix, parts, transposed))
+        return slots
+
+    def _loader(self, suffix: str, parts: range, transposed: bool) -> Callable[[torch.Tensor], None]:
+        def load(tensor: torch.Tensor) -> None:
+            tensor = tensor.t() if transposed and tensor.dim() == 2 else tensor
+            start = 0
+            for part in parts:
+                local = self.local_parts[part]
+                share = tensor.narrow(0, start + self._context.group.rank * local, local)
+                first_row = sum(self.local_parts[:part])
+                self._context.linear.load(self._parameters, suffix, share, first_row, local)
+                start += self._parts[part]
+
+        return load
+
+
+class RowLinear:
+    """y = x W^T + b with the inputs shared out over the ranks: each computes a partial sum over its inputs, and the
+    sums are added up. The bias is the first rank's alone, so that it is added once."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, context: LayerContext) -> None:
+        self._context = context
+        self._shape = (out_features, in_features)
+        self._bias = bias
+        self._local_in = _share(in_features, context.group.size)
+        self._parameters = context.linear.create(
+            LinearShape(
+                self._local_in,
+                out_features,
+                bias and context.group.rank == 0,
+                context.dtype,
+                context.device,
+            )
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features / ranks] -> [T, out_features], the same on every rank."""
+        return self._context.group.all_reduce(self._context.linear.apply(self._parameters, x))
+
+    def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
+        out_features, in_features = self._shape
+        shape = _weight_shape("weight", out_features, in_features, transposed)
+        slots = {f"{name}.weight": WeightSlot(shape, lambda tensor: self._load_weight(tensor, transposed))}
+        if self._bias:
+            slots[f"{name}.bias"] = WeightSlot((out_features,), self._load_bias)
+        return slots
+
+    def _load_weight(self, tensor: torch.Tensor, transposed: bool) -> None:
+        tensor = tensor.t() if transposed else tensor
+        share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
+        self._context.linear.load(self._parameters, "weight", share, 0, self._shape[0])
+
+    def _load_bias(self, tensor: torch.Tensor) -> None:
+        if "bias" in self._parameters:
+            self._context.linear.load(self._parameters, "bias", tensor, 0, self._shape[0])
+
+
+def _share(size: int, num_ranks: int) -> int:
+    assert size % num_ranks == 0, f"{size} cannot be shared out over {num_ranks} ranks"
+    return size // num_ranks
+
+
+def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tuple[int, ...]:
+    if suffix == "bias":
+        return (rows,)
+    return (columns, rows) if transposed else (rows, columns)

@@ -1,0 +1,143 @@
+"""Rotary position embeddings: the frequencies of every scaling that Transformers knows, and the rotation.
+
+Two scalings depend in Transformers on the length of the sequence at hand: dynamic NTK recomputes its base as the
+sequence outgrows the trained length, longrope switches from its short to its long factors there. Keys that are
+already in the cache keep the old rotation, so a token's result would depend on how it was chunked and on what was
+cached. Here the frequencies are fixed for the life of the engine: those that Transformers uses for a sequence of
+`max_model_len` tokens. Up to the trained length both agree exactly; beyond, all keys of a sequence are consistent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quire.config.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of one step's positions, [T, 1, rotary_dim], the sine's first half negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
+        rotary_dim = self.cos.shape[-1]
+        turned = heads[..., :rotary_dim]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat((second, first), dim=-1) * self.sin
+        if rotary_dim == heads.shape[-1]:
+            return turned
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+
+
+class RotaryEmbedding:
+    """Positions to rotations. max_model_len: see the module's first lines."""
+
+    def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype) -> None:
+        self._inverse_frequencies, self._magnitude = rope_frequencies(config, max_model_len)
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """positions: [T] int64."""
+        angles = positions[:, None].float() * self._inverse_frequencies
+        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        return Rotation(
+            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
+            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
+        )
+
+
+def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies ([rotary_dim / 2] float32) and the factor of cos and sin, for sequences of up to
+    `max_model_len` tokens."""
+    return _SCALINGS[config.rope_type](config, max_model_len)
+
+
+def _plain(theta: float, rotary_dim: int) -> torch.Tensor:
+    return 1.0 / (theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim))
+
+
+def _default(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    return _plain(config.theta, config.rotary_dim), 1.0
+
+
+def _linear(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    return _plain(config.theta, config.rotary_dim) / _factor(config), 1.0
+
+
+def _dynamic(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    factor, dim = _factor(config), config.rotary_dim
+    length = max(max_model_len, config.max_position_embeddings)
+    stretch = factor * length / config.max_position_embeddings - (factor - 1)
+    return _plain(config.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _llama3(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    frequencies = _plain(config.theta, config.rotary_dim)
+    wavelengths = 2 * math.pi / frequencies
+    trained, low, high = config.original_max_position_embeddings, config.low_freq_factor, config.high_freq_factor
+    kept = ((trained / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / _factor(config) + kept * frequencies, 1.0
+
+
+def _yarn(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    """Dimensions that turn often within the trained length are kept, those that turn seldom stretched."""
+    factor, dim = _factor(config), config.rotary_dim
+
+    def dimension_with(turns: float) -> float:
+        trained = config.original_max_position_embeddings
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_with(config.beta_fast), dimension_with(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    frequencies = _plain(config.theta, dim)
+    frequencies = frequencies / factor * stretched + frequencies * (1 - stretched)
+    return frequencies, _yarn_magnitude(config, factor)
+
+
+def _yarn_magnitude(config: RopeConfig, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return magnitude(config.mscale) / magnitude(config.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _longrope(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
+    factor, trained = _factor(config), config.original_max_position_embeddings
+    stretch = torch.tensor(config.long_factor if max_model_len > trained else config.short_factor)
+    exponents = torch.arange(0, config.rotary_dim, 2).float() / config.rotary_dim
+    magnitude = config.attention_factor
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    return 1.0 / (stretch * config.theta**exponents), magnitude
+
+
+def _factor(config: RopeConfig) -> float:
+    assert config.factor is not None, f"rope_type {config.rope_type} without a factor"
+    return config.factor
+
+
+_SCALINGS: Mapping[str, Callable[[RopeConfig, int], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

@@ -1,0 +1,56 @@
+"""Filling a model's weight slots from named tensors, forgiving what checkpoints are known to do with names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.layers.context import WeightSlots
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """base: the prefix (with its dot) that checkpoints of the bare model, without its head, leave out.
+    surplus: pattern of tensors that old checkpoints carry and no model needs.
+    """
+
+    base: str
+    surplus: re.Pattern[str]
+
+    def find(self, name: str, slots: WeightSlots) -> str | None:
+        """The slot of a checkpoint's tensor; None for a tensor that is not needed. Raises ModelLoadError."""
+        for candidate in (name, self.base + name):
+            if candidate in slots:
+                return candidate
+        if self.surplus.search(name):
+            return None
+        raise ModelLoadError(f"tensor {name!r} does not belong to this model")
+
+
+def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load every slot. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers,
+    given twice or missing."""
+    loaded: set[str] = set()
+    for name, tensor in weights:
+        slot_name = names.find(name, slots)
+        if slot_name is None:
+            continue
+        slot = slots[slot_name]
+        if tuple(tensor.shape) != slot.shape:
+            raise ModelLoadError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(slot.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
+        if slot_name in loaded:
+            raise ModelLoadError(f"tensor {name!r} occurs twice")
+        slot.load(tensor)
+        loaded.add(slot_name)
+    missing = [name for name in slots if name not in loaded]
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ModelLoadError(f"tensor {missing[0]!r}{others} missing from the checkpoint")

@@ -1,0 +1,146 @@
+"""What all decoder-only models share, and the shared body of those built like LLaMA."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire.attention.interface import AttentionStep, LayerAttention
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.config.rope import read_rope
+from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.layers.activation import ACTIVATIONS
+from quire.layers.attention import Attention
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.rotary import RotaryEmbedding, Rotation
+from quire.models.checkpoint_names import CheckpointNames, fill_slots
+
+
+class Decoder:
+    """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, head: VocabularyProjection, names: CheckpointNames
+    ) -> None:
+        self._specs = kv_specs(config, context)
+        self._head = head
+        self._names = names
+        self.slots: WeightSlots = prefixed("lm_head", head.slots())
+        """Where each tensor of a checkpoint goes; complete once the subclass has added its body."""
+
+    def kv_specs(self) -> list[LayerSpec]:
+        return list(self._specs)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        fill_slots(self.slots, self._names, weights)
+
+
+def kv_specs(config: ModelConfig, context: LayerContext) -> list[LayerSpec]:
+    """What each layer keeps on this rank."""
+    shape = (config.num_kv_heads // context.group.size, config.head_dim, context.dtype.itemsize)
+    return [
+        FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
+        for window in config.sliding_windows
+    ]
+
+
+def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
+    """The constants of one layer's attention; scale defaults to 1 / sqrt(head_dim)."""
+    return LayerAttention(
+        layer=layer,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5 if scale is None else scale,
+        window=config.sliding_windows[layer],
+    )
+
+
+@dataclass(frozen=True)
+class LlamaTraits:
+    """Where a LLaMA-like family departs from LLaMA: biases of its projections, norms over query and key heads."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+
+
+class LlamaLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, traits: LlamaTraits, layer: int) -> None:
+        fields = model_fields(config)
+        epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
+        self._attention_norm = RMSNorm(size, epsilon, context)
+        self._attention = Attention(
+            size,
+            layer_attention(config, layer),
+            qkv_bias=traits.qkv_bias,
+            output_bias=traits.output_bias,
+            context=context,
+            norm_epsilon=epsilon if traits.head_norms else None,
+        )
+        self._mlp_norm = RMSNorm(size, epsilon, context)
+        activation = ACTIVATIONS[fields.choice("hidden_act", list(ACTIVATIONS), "silu")]
+        self._mlp = GatedMLP(
+            size, fields.integer("intermediate_size"), activation, bias=traits.mlp_bias, context=context
+        )
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, attention: AttentionStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        x = x + self._attention(self._attention_norm(x), rotation, attention)
+        return x + self._mlp(self._mlp_norm(x))
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("input_layernorm", self._attention_norm.slots()),
+            **prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "o_proj")),
+            **prefixed("post_attention_layernorm", self._mlp_norm.slots()),
+            **prefixed("mlp", self._mlp.slots()),
+        }
+
+
+class LlamaLike(Decoder):
+    """Rotary positions, RMSNorm before each block, gated MLP, grouped heads. A family is this with its traits."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, traits: LlamaTraits) -> None:
+        fields = model_fields(config)
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context)
+        tied = fields.boolean("tie_word_embeddings", False)
+        surplus = r"rotary_emb\.inv_freq$" + (r"|^lm_head\.weight$" if tied else "")
+        super().__init__(
+            config,
+            context,
+            VocabularyProjection(self._embedding, tied=tied),
+            CheckpointNames("model.", re.compile(surplus)),
+        )
+        self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context.dtype)
+        self._layers: Sequence[LlamaLayer] = [
+            LlamaLayer(config, context, traits, layer) for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
+        for index, layer in enumerate(self._layers):
+            self.slots |= prefixed(f"model.layers.{index}", layer.slots())
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        x = self._embedding(token_ids)
+        rotation = self._rotary(positions)
+        for layer in self._layers:
+            x = layer(x, rotation, attention)
+        return self._norm(x)

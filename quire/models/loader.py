@@ -1,0 +1,74 @@
+"""From a model directory to a model with its weights in place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.errors import ModelLoadError
+from quire.layers.context import LayerContext, WeightSlots
+from quire.models.decoder import Decoder
+from quire.models.registry import model_architectures
+from quire.models.weight_files import Progress, WeightFiles, find_weights
+from quire.parallel.single import SingleRank
+from quire.quantization.unquantized import UnquantizedLinear
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    config: ModelConfig,
+    load: LoadConfig,
+    device_type: str = "cpu",
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`; tensors
+    are streamed one at a time, so that nothing is held twice.
+
+    progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
+    ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
+    """
+    context = LayerContext(
+        dtype=TORCH_DTYPES[config.dtype],
+        device=torch.device(device_type),
+        group=SingleRank(),
+        linear=UnquantizedLinear(),
+    )
+    model: Decoder = model_architectures().load(config.architecture)(config, context)
+    report = progress or _silent
+    if load.load_format == "dummy":
+        model.load_weights(_dummy_weights(model.slots, load.seed, report))
+        return model
+    files = find_weights(config.path, load.load_format)
+    with torch.inference_mode():
+        _load_from(model, files, report)
+    return model
+
+
+def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:
+    try:
+        model.load_weights(files.stream(report))
+    except ModelLoadError as error:
+        where = files.current or files.directory
+        message = error.message if str(where) in error.message else f"{where}: {error.message}"
+        raise ModelLoadError(message) from None
+
+
+def _dummy_weights(slots: WeightSlots, seed: int, report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights that depend on the seed and the tensor's name, not on the order of loading."""
+    sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
+    done, total = 0, sum(sizes.values())
+    for name, slot in slots.items():
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        yield name, torch.empty(slot.shape).normal_(slot.dummy_mean, slot.dummy_std, generator=generator)
+        done += sizes[name]
+        report(done, total)
+
+
+def _silent(done: int, total: int) -> None:
+    """Progress that nobody asked for."""

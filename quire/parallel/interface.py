@@ -1,0 +1,27 @@
+"""The ranks that share a model's layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class ProcessGroup(Protocol):
+    """A fixed set of ranks. Collectives are called by all of them in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 <= rank < size."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, added in rank order on every rank (so that all hold the same bits)."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The ranks' tensors side by side along `dim`, in rank order."""
+        ...
