@@ -100,7 +100,7 @@ def main() -> None:
     os.set_inheritable(spec.alive_fd, False)
     directory = RuntimeDirectory.join(Path(spec.directory))
     crash_file = (directory.path / CRASH_FILE).open("w")
-    faulthandler.enable(crash_file)
+    faulthandler.enable(crash_file, all_threads=False)
     _watch_parent(directory)
     configure_logging()
     channel = Channel(directory)

@@ -57,7 +57,7 @@ class ProcessClient:
         """executor: `"module:attribute"` of a callable from EngineConfig to Executor, imported by the process."""
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
         self._process, self._alive_fd = _launch(options, executor, self._directory)
-        self._finalizer = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
+        self._abandon = weakref.finalize(self, _abandon, self._process, self._directory, os.getpid())
         self._startup_deadline = time.monotonic() + startup_timeout
         self._startup_timeout = startup_timeout
         self._ready: EngineReady | None = None
@@ -74,6 +74,11 @@ class ProcessClient:
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.SNDHWM, 0)
         self._outbox.setsockopt(zmq.RECONNECT_IVL, -1)
+        # Left to the garbage collector, a context waits for ever for a socket that is collected after it.
+        self._close_sockets = weakref.finalize(
+            self, _close_sockets, self._context, self._inbox, self._outbox, self._alive_fd
+        )
+        self._close_sockets.atexit = False
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._alive_fd, zmq.POLLIN)
@@ -118,11 +123,10 @@ class ProcessClient:
                 if self._ready is not None:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
                     _wait(self._process, timeout)
-        self._finalizer()
+        self._abandon()
         # The end of the process wakes whoever waits in `receive`; only then may the sockets be closed under it.
         with self._receiving:
-            self._context.destroy(linger=0)
-            os.close(self._alive_fd)
+            self._close_sockets()
 
     def _wait_until_ready(self) -> None:
         while self._ready is None:
@@ -132,6 +136,7 @@ class ProcessClient:
                 self._outbox.connect(self._directory.address("messages"))
                 self._ready = message
             elif message is None and remaining <= 0:
+                self._process.kill()
                 self._die(EngineFailed(f"the engine process was not ready after {self._startup_timeout:g} s"))
 
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
@@ -152,7 +157,7 @@ class ProcessClient:
         if self._death is None:
             self._death = failed
         _wait(self._process, _EXIT_SECONDS)
-        self._finalizer()
+        self._abandon()
         raise _error_from(self._death)
 
     def _raise_if_dead(self) -> None:
@@ -215,6 +220,15 @@ def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owne
     process.wait()
     process.stdin.close()
     directory.remove()
+
+
+def _close_sockets(
+    context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], alive_fd: int
+) -> None:
+    inbox.close(linger=0)
+    outbox.close(linger=0)
+    context.term()
+    os.close(alive_fd)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
+
 from quire.config.engine import EngineConfig
+from quire.step import SequenceSampling
 from tests.fakes.executor import FakeExecutor
 
 
@@ -21,3 +25,21 @@ def failing_step(config: EngineConfig) -> FakeExecutor:
 
 def failing_load(_config: EngineConfig) -> FakeExecutor:
     return FakeExecutor(load_error=RuntimeError("injected failure of the load"))
+
+
+def stuck_load(_config: EngineConfig) -> FakeExecutor:
+    time.sleep(3600)
+    raise AssertionError("the test should have ended this process")
+
+
+def stuck_step(_config: EngineConfig) -> FakeExecutor:
+    return FakeExecutor(latency=3600)
+
+
+def crashing_step(config: EngineConfig) -> FakeExecutor:
+    """The third token is a segmentation fault."""
+
+    def read_address_zero(_sampling: SequenceSampling, index: int, _token_ids: list[int]) -> int:
+        return 1 if index < 2 else ctypes.string_at(0)[0]
+
+    return FakeExecutor(windows=config.model.sliding_windows, choose=read_address_zero)

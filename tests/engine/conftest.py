@@ -1,0 +1,41 @@
+"""A model directory without weights: what the fake executor's engines are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.config.options import EngineOptions
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 96,
+}
+
+
+@pytest.fixture
+def weightless_model(tmp_path: Path) -> Path:
+    """A directory with a config.json alone; the fake executors need no more."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return path
+
+
+@pytest.fixture
+def options(weightless_model: Path) -> EngineOptions:
+    return EngineOptions(model=str(weightless_model), num_blocks_override=256)

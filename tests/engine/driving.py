@@ -1,0 +1,60 @@
+"""Helpers to drive an EngineClient by hand."""
+
+from __future__ import annotations
+
+from quire.engine.client import EngineClient
+from quire.engine.messages import AddRequest, Call, CallResult
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+
+
+def add(request_id: str, *, num_prompt_tokens: int = 5, max_tokens: int = 6) -> AddRequest:
+    return AddRequest(
+        EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=[1 + index % 90 for index in range(num_prompt_tokens)],
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            max_tokens=max_tokens,
+            seed=3,
+        )
+    )
+
+
+def tokens_until_finished(client: EngineClient, *request_ids: str) -> dict[str, list[int]]:
+    """Receive until every request has finished; its tokens."""
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+    unfinished = set(request_ids)
+    while unfinished:
+        outputs = client.receive(30)
+        assert outputs is not None, f"still waiting for {unfinished}"
+        for update in outputs.updates:
+            tokens[update.request_id] += update.new_token_ids
+            if update.finish_reason is not None:
+                unfinished.discard(update.request_id)
+    return tokens
+
+
+def first_update(client: EngineClient) -> SequenceUpdate:
+    while True:
+        outputs = client.receive(30)
+        assert outputs is not None
+        if outputs.updates:
+            return outputs.updates[0]
+
+
+def call(client: EngineClient, method: str) -> CallResult:
+    client.send(Call(call_id=7, method=method))
+    while True:
+        outputs = client.receive(30)
+        assert outputs is not None
+        if outputs.results:
+            assert outputs.results[0].call_id == 7
+            return outputs.results[0]
+
+
+def stats(client: EngineClient) -> EngineStats:
+    value = call(client, "stats").value
+    assert isinstance(value, EngineStats)
+    return value
