@@ -22,7 +22,7 @@ from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.step import TokenLogprobs
 from quire.tokenization.detokenizer import IncrementalDetokenizer
-from quire.tokenization.stop_strings import StopStrings
+from quire.tokenization.stop_strings import StopStrings, StopTable
 from quire.tokenization.tokenizer import Tokenizer
 
 
@@ -115,12 +115,13 @@ class _RequestState:
     __slots__ = (
         "_delta",
         "_final_only",
+        "_first_token",
+        "_metrics",
         "_num_cached_tokens",
         "_prompt_logprobs",
         "_prompt_text",
         "_request",
         "_tokenizer",
-        "metrics",
         "num_live",
         "sequences",
     )
@@ -143,8 +144,10 @@ class _RequestState:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
-        self.metrics = RequestMetrics()
-        self.sequences = [_SequenceState(index, request, self._tokenizer) for index in range(request.params.n)]
+        self._metrics = RequestMetrics()
+        self._first_token: float | None = None
+        stops = StopTable(request.params.stop_strings) if request.params.stop_strings else None
+        self.sequences = [_SequenceState(index, request, self._tokenizer, stops) for index in range(request.params.n)]
         self.num_live = len(self.sequences)
 
     def take(self, update: SequenceUpdate) -> bool:
@@ -156,7 +159,7 @@ class _RequestState:
             assert update.prompt_logprobs.start == len(self._prompt_logprobs)
             self._prompt_logprobs += [to_logprobs(entry, self._tokenizer) for entry in update.prompt_logprobs.entries]
         if update.timing is not None:
-            self._measure(update.timing)
+            self._measure(update.timing, has_token=bool(update.new_token_ids))
             self._num_cached_tokens = update.num_cached_tokens
         if not update.new_token_ids and update.finish_reason is None:
             return False
@@ -182,19 +185,21 @@ class _RequestState:
             finished=finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
-            metrics=self.metrics,
+            metrics=self._metrics,
         )
         if self._delta:
             self._prompt_logprobs = None
         return output
 
-    def _measure(self, timing: RequestTiming) -> None:
-        """Differences on the core's clock. The first report is of the first token, the last one of the end."""
-        first = self.metrics.time_to_first_token or timing.now - timing.arrival
-        self.metrics = RequestMetrics(
+    def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
+        """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
+        elapsed = timing.now - timing.arrival
+        if has_token and self._first_token is None:
+            self._first_token = elapsed
+        self._metrics = RequestMetrics(
             queue_time=timing.first_scheduled - timing.arrival,
-            time_to_first_token=first,
-            latency=timing.now - timing.arrival,
+            time_to_first_token=self._first_token or 0.0,
+            latency=elapsed,
             num_preemptions=timing.num_preemptions,
         )
 
@@ -218,7 +223,9 @@ class _SequenceState:
         "stop_reason",
     )
 
-    def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: EngineRequest, tokenizer: Tokenizer | None, stops: StopTable | None
+    ) -> None:
         params = request.params
         self._index = index
         self._params: SamplingParams = params
@@ -227,8 +234,8 @@ class _SequenceState:
         if tokenizer is not None:
             self._detokenizer = tokenizer.detokenizer(params.skip_special_tokens, request.prompt_token_ids)
         self._stops: StopStrings | None = None
-        if params.stop_strings:
-            self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        if stops is not None:
+            self._stops = StopStrings(stops, params.include_stop_str_in_output)
         self._num_unchecked = params.min_tokens
         """Tokens still to come whose text is not searched for stop strings."""
         self._token_ids: list[int] = []

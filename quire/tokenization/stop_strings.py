@@ -13,47 +13,11 @@ class StopMatch(NamedTuple):
     stop: str | None
 
 
-class StopStrings:
-    """Finds the first stop string of a text that arrives piece by piece (an Aho-Corasick automaton).
+class StopTable:
+    """The automaton of a set of stop strings, shared by the sequences of a request.
 
-    The first is the one that is complete first; of several that end together, the longest. So the outcome does not
-    depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until
-    that is decided. Cost: O(1) per character, whatever the number of stop strings.
+    Node 0 is the root, each node the longest suffix of the text that begins a stop string.
     """
-
-    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
-        self._include = include_in_output
-        self._table = _StopTable(stops)
-        self._node = 0
-        self._held = ""
-        """The last `depth(node)` characters seen: the beginning of a stop string."""
-
-    def push(self, text: str) -> StopMatch:
-        """Take new text. After a match nothing more may be pushed."""
-        table, node = self._table, self._node
-        if node == 0 and table.first_characters.isdisjoint(text):
-            return StopMatch(text, None)
-        for position, char in enumerate(text):
-            node = table.step(node, char)
-            stop = table.stop_at[node]
-            if stop is not None:
-                seen = self._held + text[: position + 1]
-                self._held = ""
-                return StopMatch(seen if self._include else seen[: len(seen) - len(stop)], stop)
-        self._node = node
-        seen = self._held + text
-        safe = len(seen) - table.depth[node]
-        self._held = seen[safe:]
-        return StopMatch(seen[:safe], None)
-
-    def finish(self) -> str:
-        """The text still held back: the sequence has ended without a stop string."""
-        held, self._held, self._node = self._held, "", 0
-        return held
-
-
-class _StopTable:
-    """The automaton: node 0 is the root, each node the longest suffix of the text that begins a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
@@ -93,3 +57,42 @@ class _StopTable:
                 self._fail[child] = self.step(self._fail[node], char)
                 self.stop_at[child] = self.stop_at[child] or self.stop_at[self._fail[child]]
                 queue.append(child)
+
+
+class StopStrings:
+    """Finds the first stop string of a text that arrives piece by piece (an Aho-Corasick automaton).
+
+    The first is the one that is complete first; of several that end together, the longest. So the outcome does not
+    depend on how the text is cut into pieces. Text that may be the beginning of a stop string is held back until
+    that is decided. Cost: O(1) per character, whatever the number of stop strings.
+    """
+
+    def __init__(self, table: StopTable, include_in_output: bool = False) -> None:
+        self._include = include_in_output
+        self._table = table
+        self._node = 0
+        self._held = ""
+        """The last `depth(node)` characters seen: the beginning of a stop string."""
+
+    def push(self, text: str) -> StopMatch:
+        """Take new text. After a match nothing more may be pushed."""
+        table, node = self._table, self._node
+        if node == 0 and table.first_characters.isdisjoint(text):
+            return StopMatch(text, None)
+        for position, char in enumerate(text):
+            node = table.step(node, char)
+            stop = table.stop_at[node]
+            if stop is not None:
+                seen = self._held + text[: position + 1]
+                self._held = ""
+                return StopMatch(seen if self._include else seen[: len(seen) - len(stop)], stop)
+        self._node = node
+        seen = self._held + text
+        safe = len(seen) - table.depth[node]
+        self._held = seen[safe:]
+        return StopMatch(seen[:safe], None)
+
+    def finish(self) -> str:
+        """The text still held back: the sequence has ended without a stop string."""
+        held, self._held, self._node = self._held, "", 0
+        return held

@@ -50,6 +50,7 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.pieces = compile_pieces(backend)
+        self._texts: dict[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises UserError for text that is not valid Unicode (lone surrogates)."""
@@ -83,7 +84,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a text (a leading space is kept); U+FFFD stands for incomplete characters."""
-        return self.pieces.token_text(token_id)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.pieces.token_text(token_id)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token inside a text; they may be part of a character."""
