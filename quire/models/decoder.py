@@ -32,6 +32,7 @@ class Decoder:
         self._specs = kv_specs(config, context)
         self._head = head
         self._names = names
+        self._dtype_bytes = context.dtype.itemsize
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
         """Where each tensor of a checkpoint goes; complete once the subclass has added its body."""
 
@@ -46,6 +47,9 @@ class Decoder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
+
+    def weight_bytes(self) -> int:
+        return self._dtype_bytes * sum(torch.Size(slot.shape).numel() for slot in self.slots.values())
 
 
 def kv_specs(config: ModelConfig, context: LayerContext) -> list[LayerSpec]:

@@ -18,9 +18,7 @@ class CausalLM(Protocol):
         """What each layer keeps in the KV cache, by layer index."""
         ...
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
         """token_ids, positions: [T] int64. Returns the last hidden states (after the final norm), [T, hidden]."""
         ...
 
@@ -31,4 +29,8 @@ class CausalLM(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
         or misshapen tensor, naming it."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters, in the dtype that it computes with."""
         ...

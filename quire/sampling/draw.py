@@ -32,8 +32,7 @@ def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
 
 def cumulative_blocks(weights: np.ndarray) -> np.ndarray:
     """[R, num_blocks] float64: the weight of all blocks up to and including each. weights: as compute_weights'."""
-    blocks = weights.reshape(len(weights), -1, BLOCK).sum(axis=2)
-    return np.cumsum(blocks, axis=1, dtype=np.float64)
+    return np.cumsum(_in_blocks(weights).sum(axis=2), axis=1, dtype=np.float64)
 
 
 def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
@@ -45,8 +44,14 @@ def draw(weights: np.ndarray, cumulative: np.ndarray, uniforms: np.ndarray) -> n
     targets = uniforms * cumulative[:, -1]
     block = _first_above(cumulative, targets)
     before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
-    inside = np.cumsum(weights.reshape(len(weights), -1, BLOCK)[rows, block], axis=1, dtype=np.float64)
+    inside = np.cumsum(_in_blocks(weights)[rows, block], axis=1, dtype=np.float64)
     return block * BLOCK + _first_above(inside, targets - before)
+
+
+def _in_blocks(weights: np.ndarray) -> np.ndarray:
+    """A view [R, num_blocks, BLOCK]."""
+    num_rows, size = weights.shape
+    return weights.reshape(num_rows, size // BLOCK, BLOCK)
 
 
 def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -16,9 +16,7 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
 
 
-def token_logprobs(
-    log_probs: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]
-) -> list[TokenLogprobs]:
+def token_logprobs(log_probs: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """The log-probability and rank of one token per row, and the `num_top[i]` best tokens of row i.
 
     log_probs: [N, vocab_size] of `log_probabilities`; token_ids: [N] int64. Raises NonFiniteLogitsError with the

@@ -22,9 +22,7 @@ def apply_repetition_penalty(scores: np.ndarray, penalty: np.ndarray, batch: Sam
     scores[index, tokens] = np.where(values > 0, values / factors, values * factors)
 
 
-def apply_output_penalties(
-    scores: np.ndarray, presence: np.ndarray, frequency: np.ndarray, batch: SampleBatch
-) -> None:
+def apply_output_penalties(scores: np.ndarray, presence: np.ndarray, frequency: np.ndarray, batch: SampleBatch) -> None:
     """Subtract, in place, `presence` once and `frequency` per occurrence from the scores of generated tokens.
 
     scores: [R, vocab_size] float32; presence, frequency: [R] float32, 0 where off.

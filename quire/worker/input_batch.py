@@ -50,9 +50,7 @@ def build_input_batch(
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence_index]
     token_ids = requests.token_ids[rows[sequence_index], positions].astype(np.int64)
     block_tables = tables.gather(rows, int(ends.max()))
-    attention = build_attention_batch(
-        query_start, starts, positions, sequence_index, block_tables, tables.block_size
-    )
+    attention = build_attention_batch(query_start, starts, positions, sequence_index, block_tables, tables.block_size)
     return InputBatch(
         rows=rows,
         starts=starts,

@@ -58,9 +58,7 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            yield from _headroom_upwards(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
+            yield from _headroom_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
             yield from _headroom_upwards(

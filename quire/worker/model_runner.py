@@ -114,13 +114,9 @@ class ModelRunner:
         requests.append(rows, lengths, sampled.token_ids)
         return sampled
 
-    def _prompt_logprobs(
-        self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor
-    ) -> dict[int, PromptLogprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         try:
-            found = compute_prompt_logprobs(
-                self._model, hidden, batch, self._requests, self._prompt_slice_rows
-            )
+            found = compute_prompt_logprobs(self._model, hidden, batch, self._requests, self._prompt_slice_rows)
         except NonFiniteLogitsError as error:
             raise _name_sequences(error, plan.seq_ids) from error
         return {plan.seq_ids[index]: entries for index, entries in found.items()}

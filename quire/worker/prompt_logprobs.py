@@ -19,7 +19,8 @@ def compute_prompt_logprobs(
 ) -> dict[int, PromptLogprobs]:
     """Batch index -> logprobs of the prompt tokens that this step's positions predict (position p predicts p + 1).
 
-    hidden: [T, hidden size]. slice_rows: most positions whose logits exist at a time. Raises NonFiniteLogitsError with batch indices.
+    hidden: [T, hidden size]. slice_rows: most positions whose logits exist at a time.
+    Raises NonFiniteLogitsError with batch indices.
     """
     asked = np.flatnonzero(requests.sampling.features[batch.rows] & Feature.PROMPT_LOGPROBS)
     found: dict[int, PromptLogprobs] = {}

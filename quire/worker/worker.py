@@ -1,0 +1,121 @@
+"""One worker: a device's share of the model and of the KV cache, driven by an executor.
+
+Life: load, profile (optional), allocate, execute ... All calls come one after the other, from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.attention.registry import attention_backends
+from quire.config.engine import EngineConfig
+from quire.errors import QuireError
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model
+from quire.step import StepPlan, StepResult
+from quire.worker.block_tables import BlockTables
+from quire.worker.kv_tensors import allocate_pages
+from quire.worker.memory import available_memory
+from quire.worker.model_runner import ModelRunner
+from quire.worker.profile import measure_activations
+from quire.worker.request_rows import RequestRows
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _computes(
+    method: Callable[Concatenate[Worker, Arguments], Result],
+) -> Callable[Concatenate[Worker, Arguments], Result]:
+    """Run a method of the worker in inference mode, with the worker's number of compute threads.
+
+    torch keeps that number per calling thread, and another engine of this process may have set another one.
+    """
+
+    def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        with torch.inference_mode():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class Worker:
+    """Owns the model, the pool's tensors and the rows. Takes the slices of the configuration that it needs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.num_threads = config.device.num_threads
+        self._model_config = config.model
+        self._cache_config = config.cache
+        self._load_config = config.load
+        self._device_config = config.device
+        self._max_num_seqs = config.scheduler.max_num_seqs
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+        self._failed = False
+
+    @_computes
+    def load(self) -> list[LayerSpec]:
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
+        self._model = load_model(self._model_config, self._load_config, self._device_config.device)
+        return self._model.kv_specs()
+
+    @_computes
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Measure what is available and what one step takes.
+
+        When the pool's size is given in the configuration nothing depends on the activations: the pass, which costs
+        as long as one full step, is left out and they are reported as 0.
+        """
+        assert self._model is not None, "load comes before profile"
+        available = available_memory()
+        activations = 0
+        if self._cache_config.memory is None and self._cache_config.num_blocks_override is None:
+            activations = measure_activations(
+                self._model,
+                self._make_backend,
+                self._model_config,
+                self._cache_config.block_size,
+                max_num_batched_tokens,
+                max_num_seqs,
+            )
+        return MemoryProfile(available=available, activations=activations, weights=self._model.weight_bytes())
+
+    @_computes
+    def allocate(self, layout: KVCacheLayout) -> None:
+        """Create the pool's tensors and empty rows. Raises InsufficientMemoryError."""
+        assert self._model is not None, "load comes before allocate"
+        pages = allocate_pages(layout, getattr(torch, self._model_config.dtype))
+        max_model_len = self._model_config.max_model_len
+        self._runner = ModelRunner(
+            model=self._model,
+            backend=self._make_backend(layout, pages),
+            pages=pages,
+            requests=RequestRows(self._max_num_seqs, max_model_len),
+            tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
+            vocab_size=self._model_config.vocab_size,
+        )
+
+    @_computes
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan. After an error the rows are in an unknown state, so every later plan fails as well."""
+        assert self._runner is not None, "allocate comes before execute"
+        if self._failed:
+            raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
+        try:
+            return self._runner.execute(plan)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
+        backend: AttentionBackend = attention_backends().load(self._device_config.attention_backend)(layout, pages)
+        return backend

@@ -1,0 +1,85 @@
+"""Log-probabilities of the raw logits; damaged logits are errors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.logprobs import log_probabilities, token_logprobs
+from quire.sampling_params import SamplingParams
+from tests.sampling.helpers import Case, sample
+
+
+def test_raw_whatever_the_sampling_does() -> None:
+    logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(0)) * 3
+    params = SamplingParams(
+        temperature=0.3, top_k=3, logprobs=5, presence_penalty=2.0, logit_bias={7: 90.0}, allowed_token_ids=[7, 8]
+    )
+    result = sample(logits, [Case(params, prompt=[1], output=[7, 7])] * 2, rows=[1, 0])
+    expected = torch.log_softmax(logits.double(), dim=1)
+    for index in range(2):
+        entry, token = result.logprobs[index], int(result.token_ids[index])
+        assert token in (7, 8)
+        order = expected[index].argsort(descending=True)
+        assert entry.token_ids == [token, *order[:5].tolist()]
+        np.testing.assert_allclose(entry.logprobs, expected[index][entry.token_ids].numpy(), atol=1e-5)
+        assert entry.rank == order.tolist().index(token) + 1
+
+
+def test_only_rows_that_ask_get_them_and_only_as_many() -> None:
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
+    counts = [None, 0, 3, None, 20]
+    cases = [Case(SamplingParams(temperature=i % 2, logprobs=count), seed=i) for i, count in enumerate(counts)]
+    result = sample(logits, cases)
+    assert sorted(result.logprobs) == [1, 2, 4]
+    assert [len(result.logprobs[i].token_ids) for i in (1, 2, 4)] == [1, 4, 13]
+    for index, entry in result.logprobs.items():
+        assert entry.token_ids[0] == result.token_ids[index]
+        assert entry.logprobs[1:] == sorted(entry.logprobs[1:], reverse=True)
+
+
+def test_equal_logits_come_in_the_same_order_whatever_others_ask_for() -> None:
+    logits = torch.zeros(1, 200)
+    alone = token_logprobs(log_probabilities(logits), torch.tensor([3]), [2])[0]
+    together = token_logprobs(log_probabilities(logits.expand(3, -1)), torch.tensor([3, 4, 5]), [2, 20, 7])[0]
+    assert alone == together
+    assert alone.rank == 1
+    assert alone.logprobs[0] == pytest.approx(-math.log(200))
+
+
+DAMAGE = [math.nan, math.inf]
+
+
+@pytest.mark.parametrize("value", DAMAGE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"logprobs": 1}, {"logit_bias": {1: 1.0}}], ids=str)
+def test_damaged_logits_name_their_rows(value: float, temperature: float, options: dict) -> None:
+    if temperature == 0:
+        options = {name: setting for name, setting in options.items() if name != "top_p"}
+    logits = torch.randn(6, 130, generator=torch.Generator().manual_seed(2))
+    logits[2, 77] = value
+    logits[5, 0] = value
+    cases = [Case(SamplingParams(temperature=temperature, **options), seed=i) for i in range(6)]
+    with pytest.raises(NonFiniteLogitsError) as caught:
+        sample(logits, cases)
+    assert caught.value.indices == (2, 5)
+
+
+def test_damaged_logits_in_a_batch_of_greedy_and_random_rows() -> None:
+    for row in range(4):
+        logits = torch.randn(4, 10)
+        logits[row] = math.nan
+        cases = [Case(SamplingParams(temperature=i % 2), seed=i) for i in range(4)]
+        with pytest.raises(NonFiniteLogitsError) as caught:
+            sample(logits, cases)
+        assert caught.value.indices == (row,)
+
+
+def test_all_minus_infinity_is_damage_too() -> None:
+    for temperature in (0.0, 1.0):
+        with pytest.raises(NonFiniteLogitsError):
+            sample(torch.full((1, 8), -math.inf), [Case(SamplingParams(temperature=temperature))])
