@@ -8,6 +8,7 @@ ITL: gaps between consecutive output chunks (a server that puts several tokens i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class RequestRecord:
 
     @property
     def itl(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -52,7 +52,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 class _RequestError(Exception):
@@ -166,35 +166,39 @@ class _Timeline:
 
 
 async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
-    """Read events until `[DONE]`. Raises _RequestError for an error event, broken JSON or an early end."""
+    """Read events up to `[DONE]`, then the rest of the body, so that the connection can be used again. Raises
+    _RequestError for an error event, broken JSON or an early end."""
     parser = EventParser()
     decode: Callable[[bytes], _Chunk] = msgspec.json.Decoder(_Chunk).decode
+    is_done = False
     async for data in response.aiter_raw():
         now = time.perf_counter()
         for event in parser.feed(data):
-            if event == b"[DONE]":
-                timeline.close()
-                return
+            if is_done or event == b"[DONE]":
+                is_done = True
+                continue
             try:
                 chunk = decode(event)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 raise _RequestError("malformed event in the stream") from None
             if chunk.error is not None:
-                raise _RequestError(f"error in the stream: {_message(bytes(chunk.error))}"[:MAX_REASON])
+                raise _RequestError(f"error in the stream: {_message(chunk.error)}"[:MAX_REASON])
             timeline.add(chunk, now)
-    raise _RequestError("stream ended before [DONE]")
+    if not is_done:
+        raise _RequestError("stream ended before [DONE]")
+    timeline.close()
 
 
 def _status_reason(status: int, body: bytes) -> str:
-    return f"HTTP {status}: {_message(body)}"[:MAX_REASON]
-
-
-def _message(body: bytes) -> str:
-    """The message of an OpenAI error body, or the first line of whatever it is."""
     try:
         content = json.loads(body)
     except ValueError:
-        return body.decode("utf-8", "replace").strip().partition("\n")[0]
+        content = body.decode("utf-8", "replace").strip().partition("\n")[0]
+    return f"HTTP {status}: {_message(content)}"[:MAX_REASON]
+
+
+def _message(content: Any) -> str:
+    """The message inside OpenAI's error body (or what other servers send in its place)."""
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and key in content:
             content = content[key]

@@ -20,6 +20,7 @@ from quire.errors import UserError
 from quire.version import __version__
 
 MILLISECONDS = 1000.0
+PIPE_WIDTH = 160
 
 
 class Ticker(Protocol):
@@ -42,6 +43,12 @@ def progress_bar(title: str, total: int) -> Iterator[Ticker]:
         yield tick
 
 
+def _console() -> Console:
+    """On stdout. A file or a pipe gets lines of one fixed width, so that nothing is cut or wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of two columns on stdout."""
     table = Table(title=title, title_justify="left", show_header=False)
@@ -49,7 +56,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(justify="right")
     for name, value in rows:
         table.add_row(name, value)
-    Console().print(table)
+    _console().print(table)
 
 
 def print_distributions(title: str, distributions: Mapping[str, Distribution | None], *, factor: float) -> None:
@@ -64,7 +71,7 @@ def print_distributions(title: str, distributions: Mapping[str, Distribution | N
         table.add_column(column, justify="right")
     for name, values in scaled.items():
         table.add_row(name, *(f"{values[column]:,.2f}" for column in columns))
-    Console().print(table)
+    _console().print(table)
 
 
 def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from quire import envs
 from quire.errors import QuireError, UserError, nearest_name
-from quire.logging import configure_logging
+from quire.logging import configure_logging, get_logger
 from quire.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -81,7 +81,7 @@ def _usage() -> str:
 
 def _report(error: QuireError) -> int:
     """Print the error as one line on stderr; its traceback only when debugging."""
-    if envs.log_level() == "DEBUG":
+    if get_logger("quire").isEnabledFor(logging.DEBUG):
         import traceback
 
         traceback.print_exception(error)

@@ -163,7 +163,10 @@ def _header(file: Path) -> list[tuple[str, int]]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
+            text = stream.read(length)
+            if len(text) < length:
+                raise ValueError("the header is cut short")
+            header = json.loads(text)
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         found = [(str(entry["dtype"]), math.prod(entry["shape"])) for entry in tensors]
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:

@@ -6,6 +6,7 @@ import argparse
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -43,19 +44,22 @@ def add_struct_flags(
     *,
     title: str,
     skip: Iterable[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """One --kebab-case flag for each field of `struct` that is not in `skip`; only flags that are given are stored.
 
-    Types come from the annotations: bool becomes --x/--no-x, a list may be given several times (integers also with
-    commas), a mapping is KEY=VALUE with commas, and `none` stands for None where None is allowed.
+    defaults: what the help shows where a command's default is not the struct's. Types come from the annotations: bool
+    becomes --x/--no-x, a list may be given several times (integers also with commas), a mapping is KEY=VALUE with
+    commas, and `none` stands for None where None is allowed.
     """
     group = parser.add_argument_group(title)
     annotations = typing.get_type_hints(struct)
     for field in msgspec.structs.fields(struct):
         if field.name in skip:
             continue
-        default = "" if field.default in (None, msgspec.NODEFAULT) else f" (default: {field.default})"
-        text = (help_lines[field.name] + default).replace("%", "%%")
+        default = defaults.get(field.name, field.default)
+        shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {default})"
+        text = (help_lines[field.name] + shown).replace("%", "%%")
         flag = "--" + field.name.replace("_", "-")
         group.add_argument(
             flag, dest=field.name, help=text, default=argparse.SUPPRESS, **_action(annotations[field.name])

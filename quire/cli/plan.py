@@ -17,8 +17,8 @@ from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import UserError, nearest_name
-from quire.utils.memory import available_memory
 from quire.utils.sizes import format_bytes, parse_bytes
+from quire.worker.memory import available_memory
 
 GPU_MEMORY_UTILIZATION = 0.9
 IRRELEVANT_OPTIONS = (

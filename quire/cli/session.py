@@ -1,0 +1,121 @@
+"""An engine in this process for the commands that stream to the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.config.options import EngineOptions
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+Prompt = str | dict[str, Any]
+
+
+class Engine(Protocol):
+    """What these commands ask of an engine: `AsyncLLM` has it."""
+
+    def generate(self, prompt: Any, params: SamplingParams, *, delta: bool = False) -> AsyncIterator[RequestOutput]: ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> Any: ...
+
+    def shutdown(self) -> None: ...
+
+
+def open_engine(options: EngineOptions) -> Engine:
+    """Load the model into this process. Raises what a start-up can fail with."""
+    from quire.engine.async_engine import AsyncLLM
+
+    return AsyncLLM.from_options(options, in_process=True)
+
+
+@dataclass
+class Timing:
+    """When tokens came, as the user saw them. Seconds."""
+
+    start: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    def add(self, output: RequestOutput, num_new_tokens: int) -> None:
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        if num_new_tokens:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+            self.num_output_tokens += num_new_tokens
+
+    @property
+    def ttft(self) -> float:
+        return (self.first or self.start) - self.start
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole request; 0 when nothing was generated."""
+        return self.num_output_tokens / (self.last - self.start) if self.last is not None else 0.0
+
+    def line(self) -> str:
+        return (
+            f"{self.num_prompt_tokens} prompt tokens ({self.num_cached_tokens} cached), {self.num_output_tokens} "
+            f"generated, {self.tokens_per_second:.1f} tokens/s, first after {self.ttft * 1000:.1f} ms"
+        )
+
+
+class Session:
+    """Streams answers from one engine on one event loop. Made by `session()`."""
+
+    def __init__(self, engine: Engine, runner: asyncio.Runner) -> None:
+        self.engine = engine
+        self._runner = runner
+
+    def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
+        """Run to the end and return the whole output."""
+        return self._runner.run(self._complete(prompt, params))
+
+    def stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
+        """Write the text of the first completion to stdout as it comes, and append its pieces to `written`.
+
+        An interrupt (Ctrl-C) ends the request and raises KeyboardInterrupt; `written` holds what came until then.
+        """
+        return self._runner.run(self._stream(prompt, params, written))
+
+    async def _complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
+        timing, seen, last = Timing(), 0, None
+        async for output in self.engine.generate(prompt, params):
+            total = sum(len(completion.token_ids) for completion in output.outputs)
+            timing.add(output, total - seen)
+            seen, last = total, output
+        assert last is not None, "a request has at least one output"
+        return last, timing
+
+    async def _stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
+        timing = Timing()
+        async for output in self.engine.generate(prompt, params, delta=True):
+            timing.add(output, sum(len(completion.token_ids) for completion in output.outputs))
+            for completion in output.outputs:
+                written.append(completion.text)
+                sys.stdout.write(completion.text)
+                sys.stdout.flush()
+        return timing
+
+
+@contextmanager
+def session(options: EngineOptions) -> Iterator[Session]:
+    """Load the model, and take it down again whatever happens."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    engine = open_engine(options)
+    try:
+        with asyncio.Runner() as runner:
+            yield Session(engine, runner)
+    finally:
+        engine.shutdown()

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from quire.cli import main as cli
+from quire.cli.main import main
+from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.version import __version__
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+    """Register `quire fake`, which calls the function given."""
+
+    def register(action: Callable[[], int]) -> None:
+        class Module:
+            @staticmethod
+            def main(arguments: list[str]) -> int:
+                return action()
+
+        monkeypatch.setitem(cli.COMMANDS, "fake", ("fake_module", "for tests"))
+        monkeypatch.setitem(sys.modules, "fake_module", Module)  # type: ignore[arg-type]
+
+    return register
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def action() -> int:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "help"])
+def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    printed = capsys.readouterr().out
+    for name in ("serve", "run", "chat", "bench", "plan"):
+        assert f"  {name} " in printed
+
+
+def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: quire" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    assert capsys.readouterr().out == f"quire {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("serv", "unknown command 'serv'; did you mean 'serve'?"),
+        ("--verison", "unknown option '--verison'; did you mean '--version'?"),
+        ("zzz", "unknown command 'zzz' (commands: serve, run, chat, bench, plan)"),
+    ],
+)
+def test_unknown_commands_are_corrected(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["serve", "run", "chat", "bench", "plan"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"usage: quire {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["latency", "throughput", "serve"])
+def test_every_benchmark_has_help(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert mode in capsys.readouterr().out
+    assert main(["bench", mode, "--help"]) == 0
+    assert f"usage: quire bench {mode}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(UserError("bad\nvalue"), 2), (ConfigError("bad value"), 2), (EngineDeadError("bad value"), 1)],
+)
+def test_errors_are_one_line(
+    error: Exception,
+    status: int,
+    command: Callable[[Callable[[], int]], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(raising(error))
+    assert main(["fake"]) == status
+    assert capsys.readouterr().err == "quire: error: bad value\n"
+
+
+def test_debug_shows_the_traceback_too(
+    command: Callable[[Callable[[], int]], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "debug")
+    command(raising(UserError("bad value")))
+    assert main(["fake"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.endswith("quire: error: bad value\n")
+
+
+def test_a_wrong_log_level_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
+    assert main(["--version"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("quire: error: QUIRE_LOG_LEVEL must be one of")
+    assert error.count("\n") == 1
+
+
+def test_an_interrupt_is_quiet(
+    command: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raising(KeyboardInterrupt()))
+    assert main(["fake"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bug_keeps_its_traceback(command: Callable[[Callable[[], int]], None]) -> None:
+    command(raising(RuntimeError("bug")))
+    with pytest.raises(RuntimeError, match="bug"):
+        main(["fake"])
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    # `--help` fits the buffer of stdout, so the pipe breaks when it is flushed at the end.
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_help_and_flags_import_nothing_heavy() -> None:
+    """What makes `quire --help` quick, without a clock: the modules that it must not load."""
+    code = (
+        "import sys; from quire.cli.main import main; main(['--help']); main(['plan', '--help']);"
+        "heavy = {'torch', 'numpy', 'rich', 'zmq', 'fastapi', 'httpx', 'transformers', 'tokenizers', 'asyncio'};"
+        "print('LOADED', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("LOADED []\n")
