@@ -1,7 +1,8 @@
 """Incremental detokenisation: the text that each new token adds, at a cost that does not grow with the text.
 
-The increments of a sequence concatenate to `Tokenizer.decode` of all its tokens, whatever the tokens. A character
-whose bytes come in several tokens is held back until it is complete; `finish` releases what is left as U+FFFD.
+The increments of a sequence concatenate to `Tokenizer.decode` of all its tokens, whatever the tokens. (The one
+exception: invalid UTF-8 under a decoder of the rare kind that only knows whole sequences.) A character whose bytes
+come in several tokens is held back until it is complete; `finish` releases what is left as U+FFFD.
 """
 
 from __future__ import annotations
