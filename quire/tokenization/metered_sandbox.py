@@ -15,9 +15,9 @@ from jinja2.utils import Namespace
 
 MAX_CHARACTERS = 16 * 2**20
 """Longest text that a rendering may end in, or make on the way."""
-MAX_WORK = 4_000_000
+MAX_WORK = 2_000_000
 """Units of work of one rendering: a loop round, a call or an attribute costs 1 and takes less than a microsecond."""
-CHARACTERS_PER_UNIT = 16
+CHARACTERS_PER_UNIT = 32
 """Text costs one unit per so many characters wherever an expression makes or prints it."""
 MAX_WIDTH = 10_000
 WIDENING = frozenset({"batch", "slice", "center", "ljust", "rjust", "zfill", "indent", "wordwrap", "expandtabs"})
