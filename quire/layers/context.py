@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SingleRank
 from quire.quantization.interface import LinearMethod
 
 
@@ -20,6 +21,10 @@ class LayerContext:
     device: torch.device
     group: ProcessGroup
     linear: LinearMethod
+
+    def replicated(self) -> LayerContext:
+        """The same for a layer that every rank computes whole."""
+        return replace(self, group=SingleRank())
 
 
 @dataclass(frozen=True, slots=True)

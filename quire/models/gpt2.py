@@ -1,0 +1,82 @@
+"""GPT-2: learned positions, LayerNorm before each block, matrices kept as [in, out] in checkpoints."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from quire.attention.interface import AttentionStep
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.layers.activation import ACTIVATIONS
+from quire.layers.attention import Attention
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.mlp import MLP
+from quire.layers.norm import LayerNorm
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, layer_attention
+
+
+class GPT2Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields = model_fields(config)
+        epsilon, size = fields.number("layer_norm_epsilon", 1e-5), config.hidden_size
+        scale = config.head_dim**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0
+        if fields.boolean("scale_attn_by_inverse_layer_idx", False):
+            scale /= layer + 1
+        self._attention_norm = LayerNorm(size, epsilon, context)
+        self._attention = Attention(
+            size, layer_attention(config, layer, scale), qkv_bias=True, output_bias=True, context=context
+        )
+        self._mlp_norm = LayerNorm(size, epsilon, context)
+        activation = ACTIVATIONS[fields.choice("activation_function", list(ACTIVATIONS), "gelu_new")]
+        self._mlp = MLP(size, fields.integer("n_inner", 4 * size), activation, bias=True, context=context)
+
+    def __call__(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        x = x + self._attention(self._attention_norm(x), None, attention)
+        return x + self._mlp(self._mlp_norm(x))
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("ln_1", self._attention_norm.slots()),
+            **prefixed("attn", self._attention.slots(("c_attn",), "c_proj", transposed=True)),
+            **prefixed("ln_2", self._mlp_norm.slots()),
+            **prefixed("mlp", self._mlp.slots("c_fc", "c_proj", transposed=True)),
+        }
+
+
+class GPT2LMHeadModel(Decoder):
+    """Old checkpoints carry the causal mask as a tensor of each layer, which is passed over."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        fields = model_fields(config)
+        if fields.boolean("add_cross_attention", False):
+            raise fields.error("cross-attention (add_cross_attention) is not supported")
+        self._tokens = Embedding(config.vocab_size, config.hidden_size, context)
+        self._positions = Embedding(fields.integer("n_positions"), config.hidden_size, context)
+        tied = fields.boolean("tie_word_embeddings", True)
+        surplus = r"\.attn\.(masked_)?bias$" + (r"|^lm_head\.weight$" if tied else "")
+        super().__init__(
+            config,
+            context,
+            VocabularyProjection(self._tokens, tied=tied),
+            CheckpointNames("transformer.", re.compile(surplus)),
+        )
+        self._layers = [GPT2Layer(config, context, layer) for layer in range(config.num_layers)]
+        self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
+        self.slots |= prefixed("transformer.wte", self._tokens.slots())
+        self.slots |= prefixed("transformer.wpe", self._positions.slots())
+        self.slots |= prefixed("transformer.ln_f", self._norm.slots())
+        for index, layer in enumerate(self._layers):
+            self.slots |= prefixed(f"transformer.h.{index}", layer.slots())
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        x = self._tokens(token_ids) + self._positions(positions)
+        for layer in self._layers:
+            x = layer(x, attention)
+        return self._norm(x)

@@ -1,0 +1,110 @@
+"""OPT: learned positions (two rows further on than their number), LayerNorm before each block, or after it (350m)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from quire.attention.interface import AttentionStep
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.layers.activation import ACTIVATIONS
+from quire.layers.attention import Attention
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.linear import ColumnLinear
+from quire.layers.mlp import MLP
+from quire.layers.norm import LayerNorm
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, layer_attention
+
+POSITION_OFFSET = 2
+NORM_EPSILON = 1e-5
+
+
+class OPTLayer:
+    """Two blocks, attention and mlp, each x + block(norm(x)) or, in the 350m style, norm(x + block(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields = model_fields(config)
+        size, bias = config.hidden_size, fields.boolean("enable_bias", True)
+        affine = fields.boolean("layer_norm_elementwise_affine", True)
+        self._norm_first = fields.boolean("do_layer_norm_before", True)
+        self._attention_norm = LayerNorm(size, NORM_EPSILON, context, affine=affine)
+        self._attention = Attention(
+            size, layer_attention(config, layer), qkv_bias=bias, output_bias=bias, context=context
+        )
+        self._mlp_norm = LayerNorm(size, NORM_EPSILON, context, affine=affine)
+        activation = ACTIVATIONS[fields.choice("activation_function", list(ACTIVATIONS), "relu")]
+        self._mlp = MLP(size, fields.integer("ffn_dim"), activation, bias=bias, context=context)
+
+    def __call__(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        if self._norm_first:
+            x = x + self._attention(self._attention_norm(x), None, attention)
+            return x + self._mlp(self._mlp_norm(x))
+        x = self._attention_norm(x + self._attention(x, None, attention))
+        return self._mlp_norm(x + self._mlp(x))
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("self_attn_layer_norm", self._attention_norm.slots()),
+            **prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "out_proj")),
+            **prefixed("final_layer_norm", self._mlp_norm.slots()),
+            **self._mlp.slots("fc1", "fc2"),
+        }
+
+
+class OPTForCausalLM(Decoder):
+    """word_embed_proj_dim: embeddings may be narrower than the layers; hidden states leave in the embeddings' size."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        fields = model_fields(config)
+        size = config.hidden_size
+        embedding_size = fields.integer("word_embed_proj_dim", size)
+        self._tokens = Embedding(config.vocab_size, embedding_size, context)
+        num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
+        self._positions = Embedding(num_positions, size, context)
+        tied = fields.boolean("tie_word_embeddings", True)
+        surplus = r"^lm_head\.weight$" if tied else r"(?!)"
+        super().__init__(
+            config,
+            context,
+            VocabularyProjection(self._tokens, tied=tied),
+            CheckpointNames("model.", re.compile(surplus)),
+        )
+        self._layers = [OPTLayer(config, context, layer) for layer in range(config.num_layers)]
+        self._norm = self._final_norm(config, context)
+        self._project_in = self._project_out = None
+        self.slots |= prefixed("model.decoder.embed_tokens", self._tokens.slots())
+        self.slots |= prefixed("model.decoder.embed_positions", self._positions.slots())
+        if self._norm is not None:
+            self.slots |= prefixed("model.decoder.final_layer_norm", self._norm.slots())
+        if embedding_size != size:
+            whole = context.replicated()
+            self._project_in = ColumnLinear(embedding_size, (size,), bias=False, context=whole)
+            self._project_out = ColumnLinear(size, (embedding_size,), bias=False, context=whole)
+            self.slots |= self._project_in.slots(("model.decoder.project_in",))
+            self.slots |= self._project_out.slots(("model.decoder.project_out",))
+        for index, layer in enumerate(self._layers):
+            self.slots |= prefixed(f"model.decoder.layers.{index}", layer.slots())
+
+    @staticmethod
+    def _final_norm(config: ModelConfig, context: LayerContext) -> LayerNorm | None:
+        fields = model_fields(config)
+        if not fields.boolean("do_layer_norm_before", True) or fields.boolean("_remove_final_layer_norm", False):
+            return None
+        affine = fields.boolean("layer_norm_elementwise_affine", True)
+        return LayerNorm(config.hidden_size, NORM_EPSILON, context, affine=affine)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+        x = self._tokens(token_ids)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        x = x + self._positions(positions + POSITION_OFFSET)
+        for layer in self._layers:
+            x = layer(x, attention)
+        if self._norm is not None:
+            x = self._norm(x)
+        return x if self._project_out is None else self._project_out(x)

@@ -1,0 +1,106 @@
+"""Tiny random models of every family, as Transformers builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def gpt2(**options: object) -> PreTrainedModel:
+    sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **options}))
+
+
+def opt(**options: object) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "ffn_dim": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+    }
+    return OPTForCausalLM(OPTConfig(**{**sizes, **options}))
+
+
+def llama(**options: object) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **options}))
+
+
+def rope(rope_type: str, **settings: object) -> PreTrainedModel:
+    parameters = {"rope_type": rope_type, "rope_theta": 500.0, **settings}
+    return llama(rope_parameters=parameters, num_hidden_layers=2)
+
+
+def mistral(**options: object) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**{**SMALL, **options}))
+
+
+def qwen2(**options: object) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**{**SMALL, **options}))
+
+
+def qwen3(**options: object) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 16, **options}))
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": gpt2,
+    "gpt2-variant": lambda: gpt2(
+        n_inner=101, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True, activation_function="gelu"
+    ),
+    "opt": opt,
+    "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False, activation_function="gelu"),
+    "opt-bare": lambda: opt(enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),
+    "llama": lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=12),
+    "llama-one-kv-head": lambda: llama(num_key_value_heads=1, num_attention_heads=8, hidden_act="gelu_new"),
+    "llama-linear": lambda: rope("linear", factor=4.0),
+    "llama-dynamic": lambda: rope("dynamic", factor=2.0),
+    "llama-yarn": lambda: rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    "llama-yarn-mscale": lambda: rope(
+        "yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.4, truncate=False
+    ),
+    "llama-yarn-attention-factor": lambda: rope(
+        "yarn", factor=2.0, original_max_position_embeddings=128, attention_factor=0.9, beta_fast=16.0, beta_slow=2.0
+    ),
+    "llama-llama3": lambda: rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "mistral": lambda: mistral(sliding_window=24),
+    "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=20),
+    "qwen2": qwen2,
+    "qwen2-window": lambda: qwen2(use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3": qwen3,
+    "qwen3-window": lambda: qwen3(
+        use_sliding_window=True,
+        sliding_window=20,
+        attention_bias=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}

@@ -1,0 +1,76 @@
+"""The whole model gives a token the same bits whatever else a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.matmul import row_linear
+from quire.layers.activation import ACTIVATIONS
+from tests.models.conftest import SavedModel
+from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
+
+SavedModels = Callable[[str], SavedModel]
+MODELS = ["gpt2-variant", "opt-350m", "llama", "mistral", "qwen3-window"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_whatever_the_chunks_and_the_block_size(name: str, dtype: str, saved_model: SavedModels) -> None:
+    _, model = load(saved_model(name).directory, dtype=dtype)
+    prompts = random_prompts([150], 97)
+    (expected,) = chunked_logits(PagedRunner(model), prompts, chunk=150)
+    for chunk, block_size in ((1, 16), (7, 8), (64, 32)):
+        (logits,) = chunked_logits(PagedRunner(model, block_size=block_size), prompts, chunk)
+        assert torch.equal(logits, expected), (chunk, block_size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_alone_and_in_a_batch_of_32(name: str, saved_model: SavedModels) -> None:
+    _, model = load(saved_model(name).directory)
+    prompts = random_prompts([1 + 3 * index for index in range(32)], 97)
+    together = chunked_logits(PagedRunner(model, max_rows=32), prompts, chunk=11)
+    for index in (0, 1, 15, 31):
+        (alone,) = chunked_logits(PagedRunner(model), [prompts[index]], chunk=1000)
+        assert torch.equal(together[index], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("in_features", "out_features"), [(33, 97), (64, 192), (257, 1000)])
+def test_rows_of_a_product_do_not_depend_on_their_number(
+    dtype: torch.dtype, in_features: int, out_features: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    x = torch.randn(300, in_features, generator=generator).to(dtype)
+    expected = row_linear(x, weight, bias)
+    for first, last in ((0, 1), (3, 5), (7, 14), (1, 9), (100, 163), (0, 299)):
+        assert torch.equal(row_linear(x[first:last], weight, bias), expected[first:last])
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_elements_of_an_activation_do_not_depend_on_their_place(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3
+    expected = activation(x)
+    for first, last in ((0, 1), (1, 4), (5, 22), (16, 48), (3, 1003)):
+        assert torch.equal(activation(x[first:last]), expected[first:last])
+        assert torch.equal(activation(x[first:last].clone()), expected[first:last])
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("silu", F.silu),
+        ("gelu", F.gelu),
+        ("gelu_new", lambda x: F.gelu(x, approximate="tanh")),
+        ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
+    ],
+)
+def test_activations_mean_what_torch_means(name: str, reference: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.cat((torch.linspace(-12, 12, 1001), torch.tensor([-200.0, 200.0])))
+    torch.testing.assert_close(ACTIVATIONS[name](x), reference(x), rtol=2e-6, atol=1e-6)
