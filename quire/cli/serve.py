@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire import envs
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser, add_struct_flags, given
 from quire.server.settings import HELP, ServerSettings
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="quire serve", description="Serve a model over HTTP, compatible with OpenAI's API.")
+    parser = Parser(
+        prog="quire serve",
+        usage="quire serve [MODEL] [--port N] [options]",
+        description="Serve a model over HTTP, compatible with OpenAI's API.",
+    )
     add_engine_flags(parser)
     add_struct_flags(parser, ServerSettings, HELP, title="server options")
     return parser
@@ -19,7 +24,8 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    settings = ServerSettings.from_keywords(given(namespace, ServerSettings))
+    keywords = {"api_key": envs.api_key()} | given(namespace, ServerSettings)
+    settings = ServerSettings.from_keywords(keywords)
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
 
     return serve(options, settings)

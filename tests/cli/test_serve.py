@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from quire.cli.main import main
+from quire.config.options import EngineOptions
+from quire.errors import EngineDeadError
+from quire.server.settings import ServerSettings
+
+Calls = list[tuple[EngineOptions, ServerSettings]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What the server is started with; it returns the status 3."""
+    found: Calls = []
+
+    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+        found.append((options, settings))
+        return 3
+
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
+    return found
+
+
+def test_defaults(calls: Calls) -> None:
+    assert main(["serve"]) == 3
+    assert calls == [(EngineOptions(), ServerSettings())]
+
+
+def test_every_kind_of_option(calls: Calls) -> None:
+    server = ["--host", "0.0.0.0", "--port", "9000", "--served-model-name", "a", "--served-model-name", "b"]
+    server += ["--max-num-queued", "none", "--shutdown-timeout", "2.5", "--access-log"]
+    assert main(["serve", "some/model", "--max-num-seqs", "4", *server]) == 3
+    settings = ServerSettings(
+        host="0.0.0.0",
+        port=9000,
+        served_model_name=["a", "b"],
+        max_num_queued=None,
+        shutdown_timeout=2.5,
+        access_log=True,
+    )
+    assert calls == [(EngineOptions(model="some/model", max_num_seqs=4), settings)]
+
+
+def test_the_key_comes_from_the_flag_else_from_the_environment(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "from-environment")
+    main(["serve"])
+    main(["serve", "--api-key", "from-flag"])
+    assert [settings.api_key for _, settings in calls] == ["from-environment", "from-flag"]
+
+
+def test_every_server_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ServerSettings.__struct_fields__:
+        assert "--" + name.replace("_", "-") in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "port must be between 0 and 65535"),
+        (["--prot", "1"], "did you mean '--port'"),
+        (["--port", "http"], "invalid int value: 'http'"),
+        (["--ssl-keyfile", "x"], "ssl_keyfile and ssl_certfile go together"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
+    ],
+)
+def test_wrong_use_starts_nothing(
+    calls: Calls, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert calls == []
+
+
+def test_a_dead_engine_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def serve(options: EngineOptions, settings: ServerSettings) -> int:
+        raise EngineDeadError("the engine died: out of memory")
+
+    monkeypatch.setitem(sys.modules, "quire.server.run", SimpleNamespace(serve=serve))  # type: ignore[arg-type]
+    assert main(["serve"]) == 1
+    assert capsys.readouterr().err == "quire: error: the engine died: out of memory\n"
