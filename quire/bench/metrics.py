@@ -125,7 +125,7 @@ class ServingReport:
     latencies: Mapping[str, Distribution | None]
     """Metric of METRICS -> distribution in seconds over the completed requests."""
     max_send_delay: float
-    """Longest wait between a request's due time and its sending: the client's own share of the latency."""
+    """Longest wait between due time and sending: by `max_concurrency`, or because the client itself is too slow."""
 
     @property
     def num_failed(self) -> int:

@@ -87,7 +87,7 @@ def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title
     ]
     if report.num_good is not None:
         rows.append(("goodput", f"{report.rate(report.num_good):,.2f} requests/s ({report.num_good:,} good)"))
-    rows.append(("longest delay in the client", f"{report.max_send_delay * MILLISECONDS:,.2f} ms"))
+    rows.append(("longest wait before sending", f"{report.max_send_delay * MILLISECONDS:,.2f} ms"))
     rows += [(f"failed: {reason}", f"{count:,}") for reason, count in report.failures.items()]
     print_rows(title, rows)
     chosen = {f"{METRIC_NAMES[name]} ({name})": report.latencies[name] for name in metrics}
