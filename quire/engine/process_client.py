@@ -114,6 +114,7 @@ class ProcessClient:
         return message
 
     def shutdown(self, timeout: float = 5.0) -> None:
+        asked = False
         with self._sending:
             if self._closed:
                 return
@@ -122,7 +123,9 @@ class ProcessClient:
                 self._death = EngineFailed("the engine was shut down")
                 if self._ready is not None:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
-                    _wait(self._process, timeout)
+                    asked = True
+        if asked:
+            _wait(self._process, timeout)
         self._abandon()
         # The end of the process wakes whoever waits in `receive`; only then may the sockets be closed under it.
         with self._receiving:

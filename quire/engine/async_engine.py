@@ -1,0 +1,423 @@
+"""AsyncLLM: many requests at once on one asyncio loop, over an engine in a process of its own (or in this one).
+
+A receiver thread waits for the core and turns its tokens into text; the loop gets one call for everything that a step
+produced. Requests end when they finish, when their consumer leaves, or all at once when the engine dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
+from quire.engine.front_end import FrontEnd, open_front_end
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, prompt_text
+from quire.engine.loop import describe
+from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
+from quire.engine.output_stream import OutputStream
+from quire.engine.process_client import ProcessClient
+from quire.errors import EngineDeadError, QuireError, UserError
+from quire.logging import get_logger
+from quire.outputs import RequestOutput
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+from quire.tokenization.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+INLINE_CHARACTERS = 20_000
+"""Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+
+T = TypeVar("T")
+
+
+class StatsListener(Protocol):
+    """Hears of everything that comes out of the engine, on the event loop."""
+
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Outputs as their consumers get them (cumulative or delta), the last one of each request included."""
+        ...
+
+    def record_stats(self, stats: EngineStats) -> None:
+        """The snapshot after a step."""
+        ...
+
+
+class AsyncLLM:
+    """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
+
+    The constructor returns while the engine process is still starting; `ready` waits for it.
+    """
+
+    def __init__(self, *, in_process: bool = False, **engine_options: Any) -> None:
+        """in_process: run the core in a thread of this process. Raises ConfigError or ModelLoadError."""
+        self._open(EngineOptions.from_keywords(engine_options), in_process, DEFAULT_EXECUTOR)
+
+    @classmethod
+    def from_options(
+        cls, options: EngineOptions, *, in_process: bool = False, executor: str = DEFAULT_EXECUTOR
+    ) -> AsyncLLM:
+        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        engine = cls.__new__(cls)
+        engine._open(options, in_process, executor)
+        return engine
+
+    def _open(self, options: EngineOptions, in_process: bool, executor: str) -> None:
+        self._front_end: FrontEnd = open_front_end(options, lambda o: _start(o, in_process, executor))
+        self._client: EngineClient = self._front_end.client
+        self._listeners: list[StatsListener] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Guards the output processor and the three fields below, which the loop and the receiver thread share.
+        self._lock = threading.Lock()
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[CallResult]] = {}
+        self._death: str | None = None
+        self._call_ids = itertools.count(1)
+        self._num_unfinished = 0
+        self._draining = False
+        self._all_finished = asyncio.Event()
+        self._finalizer = weakref.finalize(self, self._client.shutdown)
+        receiver = threading.Thread(
+            target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
+        )
+        receiver.start()
+
+    # What the engine is.
+
+    @property
+    def ready(self) -> EngineReady:
+        """Facts found at the start; waits for its end. Raises what the start-up failed with."""
+        return self._client.ready
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._front_end.config.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._front_end.tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Checks and tokenises prompts. Waits as `ready` does."""
+        return self._front_end.input_processor
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine is dead (or was shut down)."""
+        return self._death is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """A new error with the cause of death. Only when `errored`."""
+        assert self._death is not None, "the engine is not dead"
+        return EngineDeadError(self._death)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError when the engine is dead."""
+        if self.errored:
+            raise self.dead_error
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were begun and not ended, those still being tokenised included."""
+        return self._num_unfinished
+
+    def add_listener(self, listener: StatsListener) -> None:
+        """`listener` hears of every output and snapshot from now on."""
+        self._listeners.append(listener)
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        delta: bool = False,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as they come, the last one with `finished`; `delta` as in OutputProcessor.add.
+
+        Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
+        Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
+        engine dies, and QuireError while draining.
+        """
+        self.check_health()
+        if self._draining:
+            raise QuireError("the engine is draining and takes no new requests")
+        self._bind_loop()
+        self._num_unfinished += 1
+        try:
+            request = await self._process(request_id or uuid.uuid4().hex, prompt, sampling_params, cache_salt)
+            stream = self._submit(request, prompt_text(prompt), delta)
+            try:
+                finished = False
+                while not finished:
+                    output = await stream.get()
+                    finished = output.finished
+                    yield output
+            finally:
+                self._leave(request.request_id, stream)
+        finally:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._all_finished.set()
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their iterators get a last output whose finish reason is "abort". Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            stream = self._streams.get(name)
+            if stream is not None:
+                output = self._leave(name, stream)
+                if output is not None:
+                    stream.put(output)
+
+    # Text.
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises UserError when the model has no tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError("this model has no tokenizer", param="prompt")
+        return await _off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
+        return self.input_processor.render_chat(messages, **options)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """`render_chat` that keeps the loop free when the conversation is long."""
+        size = sum(len(str(message.get("content"))) for message in messages)
+        return await _off_loop(size, lambda: self.render_chat(messages, **options))
+
+    # Control.
+
+    async def call(self, method: str) -> EngineStats | int | None:
+        """Ask the core (`stats`, `check`, `reset_prefix_cache`). Raises UserError for what it does not know."""
+        self.check_health()
+        loop = self._bind_loop()
+        call_id = next(self._call_ids)
+        future: asyncio.Future[CallResult] = loop.create_future()
+        with self._lock:
+            self.check_health()
+            self._calls[call_id] = future
+        try:
+            self._client.send(Call(call_id, method))
+            result = await future
+        finally:
+            self._calls.pop(call_id, None)
+        self.check_health()
+        if result.error is not None:
+            raise UserError(result.error, param="method")
+        return result.value
+
+    async def stats(self) -> EngineStats:
+        """A fresh snapshot."""
+        value = await self.call("stats")
+        assert isinstance(value, EngineStats)
+        return value
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many blocks held one."""
+        value = await self.call("reset_prefix_cache")
+        assert isinstance(value, int)
+        return value
+
+    def begin_drain(self) -> None:
+        """From now on `generate` refuses; running requests go on."""
+        self._draining = True
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait for the running ones; after `timeout` seconds abort what is left.
+
+        Returns whether all ended by themselves. Raises EngineDeadError when the engine dies meanwhile.
+        """
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._until_finished()
+            self.check_health()
+            return True
+        except TimeoutError:
+            await self.abort(list(self._streams))
+            return False
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
+        if self._finalizer.detach() is not None:
+            self._client.shutdown(timeout)
+            self._die("the engine was shut down")
+
+    # On the event loop.
+
+    def _bind_loop(self) -> asyncio.AbstractEventLoop:
+        """Remember the running loop. A loop that was closed under its requests has left them to be aborted."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and self._num_unfinished:
+                if not self._loop.is_closed():
+                    raise RuntimeError("AsyncLLM serves requests of another event loop")
+                for request_id in list(self._streams):
+                    self._leave(request_id, self._streams[request_id])
+                self._num_unfinished = 0
+            self._loop = loop
+            self._all_finished = asyncio.Event()
+        return loop
+
+    async def _process(self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str) -> EngineRequest:
+        def process() -> EngineRequest:
+            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt)
+
+        if not self._front_end.is_ready:
+            return await asyncio.to_thread(process)  # which waits for the core
+        return await _off_loop(len(prompt_text(prompt) or ""), process)
+
+    def _submit(self, request: EngineRequest, text: str | None, delta: bool) -> OutputStream:
+        stream = OutputStream(delta=delta)
+        with self._lock:
+            self.check_health()
+            self._front_end.output_processor.add(request, text, delta=delta)
+            self._streams[request.request_id] = stream
+        try:
+            self._client.send(AddRequest(request))
+        except EngineDeadError:
+            self._leave(request.request_id, stream)
+            raise
+        return stream
+
+    def _leave(self, request_id: str, stream: OutputStream) -> RequestOutput | None:
+        """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output."""
+        with self._lock:
+            if self._streams.get(request_id) is not stream:
+                return None
+            del self._streams[request_id]
+            output = self._front_end.output_processor.abort(request_id)
+        self._send_aborts([Abort(request_id)])
+        if output is not None:
+            for listener in self._listeners:
+                listener.record_outputs([output])
+        return output
+
+    def _send_aborts(self, aborts: list[Abort]) -> None:
+        try:
+            for abort in aborts:
+                self._client.send(abort)
+        except EngineDeadError:
+            pass  # nothing is left to abort; the receiver thread reports the death
+
+    async def _until_finished(self) -> None:
+        while self._num_unfinished:
+            self._all_finished.clear()
+            await self._all_finished.wait()
+
+    def _deliver(self, delivery: _Delivery) -> None:
+        for stream, output in delivery.outputs:
+            stream.put(output)
+        for stream, error in delivery.failures:
+            stream.fail(error)
+        for future, result in delivery.results:
+            if not future.done():
+                future.set_result(result)
+        for listener in self._listeners:
+            if delivery.outputs:
+                listener.record_outputs([output for _, output in delivery.outputs])
+            if delivery.stats is not None:
+                listener.record_stats(delivery.stats)
+
+    # On the receiver thread.
+
+    def _take(self, outputs: EngineOutputs) -> None:
+        """Turn what the core sent into what the loop delivers."""
+        delivery = _Delivery(stats=outputs.stats)
+        with self._lock:
+            processed = self._front_end.output_processor.process(outputs.updates)
+            for output in processed.outputs:
+                take = self._streams.pop if output.finished else self._streams.__getitem__
+                delivery.outputs.append((take(output.request_id), output))
+            for refusal in outputs.refusals:
+                stream = self._streams.pop(refusal.request_id, None)
+                if stream is not None:
+                    self._front_end.output_processor.abort(refusal.request_id)
+                    delivery.failures.append((stream, UserError(refusal.message, param=refusal.param)))
+            for result in outputs.results:
+                future = self._calls.pop(result.call_id, None)
+                if future is not None:
+                    delivery.results.append((future, result))
+        self._send_aborts(processed.aborts)
+        self._post(delivery)
+
+    def _die(self, cause: str) -> None:
+        """Everything that waits fails now, and everything that comes later fails too. The first cause counts."""
+        delivery = _Delivery()
+        with self._lock:
+            if self._death is None:
+                self._death = cause
+            self._front_end.output_processor.fail_all()
+            delivery.failures = [(stream, EngineDeadError(self._death)) for stream in self._streams.values()]
+            delivery.results = [
+                (future, CallResult(call_id, error=self._death)) for call_id, future in self._calls.items()
+            ]
+            self._streams.clear()
+            self._calls.clear()
+        self._post(delivery)
+
+    def _post(self, delivery: _Delivery) -> None:
+        if self._loop is None:
+            return  # nobody has asked for anything yet
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everybody who waited
+            self._loop.call_soon_threadsafe(self._deliver, delivery)
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """What one message of the core means to the event loop."""
+
+    outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
+    failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
+    results: list[tuple[asyncio.Future[CallResult], CallResult]] = field(default_factory=list)
+    stats: EngineStats | None = None
+
+
+def _start(options: EngineOptions, in_process: bool, executor: str) -> EngineClient:
+    make = InProcessClient if in_process else ProcessClient
+    return make(options, executor=executor)
+
+
+def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
+    """Body of the receiver thread. It holds the engine only while it has something for it, so that an engine that
+    nobody refers to any more is collected, which shuts the client down and ends this thread."""
+    while True:
+        try:
+            outputs = client.receive()
+            engine = reference()
+            if engine is None:
+                return
+            if outputs is not None:
+                engine._take(outputs)
+        except Exception as error:
+            engine = reference()
+            if engine is not None:
+                if not isinstance(error, QuireError):
+                    logger.exception("the engine's front end failed")
+                engine._die(str(error) if isinstance(error, QuireError) else f"the front end failed: {describe(error)}")
+            client.shutdown()
+            return
+        del engine
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here when it is short, on another thread when it is long. size: characters."""
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)

@@ -1,0 +1,69 @@
+"""What every front end of an engine shares: configuration, tokenizer, and the two processors around the core."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from quire.config.engine import EngineConfig
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.engine.client import EngineClient
+from quire.engine.input_processor import InputProcessor
+from quire.engine.output_processor import OutputProcessor
+from quire.tokenization.tokenizer import SENTENCEPIECE_FILES, Tokenizer, load_tokenizer
+
+
+class FrontEnd:
+    """One engine as seen from the outside. tokenizer: None when the model has none (dummy weights only)."""
+
+    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.output_processor = OutputProcessor(tokenizer)
+        self._input_processor: InputProcessor | None = None
+        self._making = threading.Lock()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `input_processor` answers at once."""
+        return self._input_processor is not None
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Waits for the core: how long a prompt may be is found when the KV cache is sized."""
+        with self._making:
+            if self._input_processor is None:
+                self._input_processor = InputProcessor(
+                    self.tokenizer,
+                    vocab_size=self.config.model.vocab_size,
+                    max_model_len=self.client.ready.max_model_len,
+                    eos_token_ids=self.config.model.eos_token_ids,
+                    seed=self.config.seed,
+                )
+            return self._input_processor
+
+
+def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> FrontEnd:
+    """Check the options, `start` the core, and load the tokenizer (while it starts, if it runs elsewhere).
+
+    Raises ConfigError or ModelLoadError, and what `start` raises; nothing is left running then.
+    """
+    config = resolve(options)
+    client = start(options)
+    try:
+        return FrontEnd(config, client, _tokenizer(options, config))
+    except BaseException:
+        client.shutdown()
+        raise
+
+
+def _tokenizer(options: EngineOptions, config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that was asked for, else the model's. A benchmark on dummy weights does without one."""
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    names = ("tokenizer.json", "vocab.json", *SENTENCEPIECE_FILES)
+    if config.load.load_format == "dummy" and not any((config.model.path / name).exists() for name in names):
+        return None
+    return load_tokenizer(options.model, options.revision)

@@ -1,0 +1,287 @@
+"""LLM: the offline API. The engine runs in the caller's own thread, so a plain script needs no `__main__` guard."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from quire.config.model import ModelConfig
+from quire.config.options import BUNDLED_MODEL, EngineOptions
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.front_end import open_front_end
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.input_processor import Prompt, prompt_text
+from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
+from quire.errors import EngineDeadError, UserError
+from quire.outputs import RequestOutput
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.progress import ProgressBar
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_POLL_SECONDS = 1.0
+"""How long Ctrl-C may go unnoticed while nothing comes from the core."""
+
+
+class LLM:
+    """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
+
+    model: a directory in Hugging Face layout, a hub id, or "bundled". engine_options: see `quire.config.options`.
+    Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
+    """
+
+    def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:
+        self._open(EngineOptions.from_keywords({"model": model, **engine_options}), DEFAULT_EXECUTOR)
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> LLM:
+        """As the constructor. executor: `"module:attribute"` of a callable from EngineConfig to Executor."""
+        llm = cls.__new__(cls)
+        llm._open(options, executor)
+        return llm
+
+    def _open(self, options: EngineOptions, executor: str) -> None:
+        front_end = open_front_end(options, lambda each: InProcessClient(each, executor=executor))
+        self._client = front_end.client
+        self._input_processor = front_end.input_processor
+        self._output_processor = front_end.output_processor
+        self.model_config: ModelConfig = front_end.config.model
+        self.tokenizer: Tokenizer | None = front_end.tokenizer
+        self._numbers = itertools.count()
+        self._busy = threading.Lock()
+        self._finalizer = weakref.finalize(self, self._client.shutdown)
+
+    @property
+    def ready(self) -> EngineReady:
+        """Facts found at the start: context length, number of blocks, seconds of each phase."""
+        return self._client.ready
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises UserError when the model has none."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer")
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the outputs are in the order of the prompts.
+
+        prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
+        sampling_params: one for all (default SamplingParams()) or one each. use_tqdm: show a progress bar, if
+        standard error is a terminal and it takes longer than a second.
+
+        Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails.
+        After an error or Ctrl-C nothing is left running.
+        """
+        listed = _as_list(prompts)
+        params = _params_for(listed, sampling_params)
+        with self._busy:
+            requests = self._process(listed, params)
+            return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, by the model's chat template.
+
+        The other arguments and the errors are those of `generate`; UserError also when the model has no template.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = []
+        for index, conversation in enumerate(conversations):
+            with _naming(index, "conversation", of=len(conversations)):
+                rendered = self._input_processor.render_chat(
+                    conversation,  # type: ignore[arg-type]  # told apart above
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            prompts.append({"prompt_token_ids": rendered.token_ids, "prompt": rendered.text})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stats(self) -> dict[str, int | float]:
+        """The engine's counters and gauges (see EngineStats), and shares from 0 to 1 derived from them:
+
+        kv_cache_usage: blocks in use of all blocks. kv_cache_waste: slots of used blocks that hold no token.
+        prefix_cache_hit_rate: prompt tokens found of those looked up, since the start.
+        """
+        with self._busy:
+            stats = self._call("stats")
+        assert isinstance(stats, EngineStats)
+        used_slots = stats.num_used_blocks * stats.block_size
+        return {
+            **msgspec.structs.asdict(stats),
+            "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),
+            "kv_cache_waste": _share(max(0, used_slots - stats.num_stored_tokens), used_slots),
+            "prefix_cache_hit_rate": _share(stats.prefix_cache_hits_total, stats.prefix_cache_queries_total),
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many blocks held one."""
+        with self._busy:
+            value = self._call("reset_prefix_cache")
+        assert isinstance(value, int)
+        return value
+
+    def shutdown(self) -> None:
+        """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    def _process(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[EngineRequest]:
+        requests = []
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            with _naming(index, "prompt", of=len(prompts)):
+                requests.append(self._input_processor.process(str(next(self._numbers)), prompt, each))
+        return requests
+
+    def _run(self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool) -> list[RequestOutput]:
+        """Drive the core until every request has finished."""
+        for request, text in zip(requests, texts, strict=True):
+            self._output_processor.add(request, text, final_only=True)
+        with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), enabled=use_tqdm) as bar:
+            try:
+                for request in requests:
+                    self._client.send(AddRequest(request))
+                return self._collect(requests, interrupt, bar)
+            except BaseException:
+                self._abandon(requests)
+                raise
+
+    def _collect(self, requests: list[EngineRequest], interrupt: _Interrupt, bar: ProgressBar) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        while len(finished) < len(requests):
+            outputs = self._client.receive(_POLL_SECONDS) or EngineOutputs()
+            interrupt.check()
+            self._raise_refusal(outputs, requests)
+            processed = self._output_processor.process(outputs.updates)
+            for abort in processed.aborts:
+                self._client.send(abort)
+            finished |= {output.request_id: output for output in processed.outputs}
+            num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
+            bar.update(len(finished), f"{num_tokens} tokens")
+        return [finished[request.request_id] for request in requests]
+
+    def _raise_refusal(self, outputs: EngineOutputs, requests: list[EngineRequest]) -> None:
+        for refusal in outputs.refusals:
+            index = next(i for i, request in enumerate(requests) if request.request_id == refusal.request_id)
+            with _naming(index, "prompt", of=len(requests)):
+                raise UserError(refusal.message, param=refusal.param)
+
+    def _abandon(self, requests: list[EngineRequest]) -> None:
+        """Forget what is unfinished here and in the core."""
+        for request in requests:
+            self._output_processor.abort(request.request_id)
+        with suppress(EngineDeadError):
+            for request in requests:
+                self._client.send(Abort(request.request_id))
+            self._call("stats")  # whose answer comes after the aborts were handled
+
+    def _call(self, method: str) -> EngineStats | int | None:
+        self._client.send(Call(call_id=0, method=method))
+        while True:
+            outputs = self._client.receive() or EngineOutputs()
+            for result in outputs.results:
+                return result.value
+
+
+class _Interrupt:
+    """Ctrl-C that waits for a safe moment."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, FrameType | None] | None = None
+        self.usual = signal.getsignal(signal.SIGINT)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self._pending = (number, frame)
+
+    def check(self) -> None:
+        """Do what SIGINT usually does (raise KeyboardInterrupt), if it came."""
+        if self._pending is not None and callable(self.usual):
+            pending, self._pending = self._pending, None
+            self.usual(*pending)
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[_Interrupt]:
+    """Hold SIGINT back between two `check`s: raised in the middle of a step, it would leave the scheduler's books half
+    written. Only the main thread gets signals; elsewhere there is nothing to hold back."""
+    interrupt = _Interrupt()
+    if threading.current_thread() is not threading.main_thread() or not callable(interrupt.usual):
+        yield interrupt
+        return
+    signal.signal(signal.SIGINT, interrupt.note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, interrupt.usual)
+    interrupt.check()
+
+
+@contextmanager
+def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
+    """Put the index in front of a UserError's message when there are several."""
+    try:
+        yield
+    except UserError as error:
+        if of == 1:
+            raise
+        raise type(error)(f"{noun} {index}: {error.message}", param=error.param) from None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise UserError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}", param="prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]  # one prompt as token ids
+    return list(prompts)  # type: ignore[arg-type]  # told apart above
+
+
+def _params_for(
+    prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * len(prompts)
+    if not isinstance(sampling_params, Sequence) or len(sampling_params) != len(prompts):
+        raise UserError(
+            f"sampling_params must be one SamplingParams or a list of {len(prompts)}, one for each prompt",
+            param="sampling_params",
+        )
+    return list(sampling_params)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
