@@ -1,0 +1,75 @@
+"""The HTTP application: routes, doors and handlers put together around one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from quire.errors import ModelLoadError
+from quire.metrics.prometheus import EngineMetrics
+from quire.server.auth import key_check
+from quire.server.chat import add_chat_routes
+from quire.server.completions import add_completion_routes
+from quire.server.context import ServerContext
+from quire.server.errors import install_error_handlers
+from quire.server.health import add_health_routes, add_load_routes
+from quire.server.home import add_home_route
+from quire.server.models import add_model_routes
+from quire.server.openapi import add_openapi_route
+from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
+from quire.server.settings import ServerSettings
+from quire.server.tokenize import add_tokenize_routes
+from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.engine.async_engine import AsyncLLM
+
+
+def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """Make the application; `app.state.context` is its ServerContext. Waits until the engine is ready.
+
+    Raises ModelLoadError when the model has no tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise ModelLoadError(f"the model {engine.model_config.name!r} has no tokenizer: serving needs one")
+    names = tuple(settings.served_model_name) or (engine.model_config.name,)
+    metrics = EngineMetrics(
+        names[0],
+        block_size=engine.ready.block_size,
+        num_blocks=engine.ready.num_blocks,
+        max_model_len=engine.ready.max_model_len,
+    )
+    engine.add_listener(metrics)
+    context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes)
+
+    app = FastAPI(title="Quire", version=__version__, openapi_url=None)
+    app.state.context = context
+    public = APIRouter()
+    add_health_routes(public, context)
+    add_metrics_route(public, context)
+    # Default deny: every route that is not listed above sits behind the key.
+    private = APIRouter(dependencies=[Depends(key_check(settings.api_key))])
+    add_completion_routes(private, context)
+    add_chat_routes(private, context)
+    add_model_routes(private, context)
+    add_tokenize_routes(private, context)
+    add_load_routes(private, context)
+    add_home_route(private, context)
+    add_openapi_route(private)
+    app.include_router(public)
+    app.include_router(private)
+
+    install_error_handlers(app)
+    if settings.cors_allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    counter = HttpCounter()
+    metrics.registry.register(counter)
+    app.add_middleware(CountingMiddleware, counter=counter)
+    return app

@@ -1,0 +1,167 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+
+from quire.engine.input_processor import TokensPrompt
+from quire.logging import get_logger
+from quire.outputs import CompletionOutput, RequestOutput
+from quire.server.body import parse_body, read_body
+from quire.server.context import SYSTEM_FINGERPRINT, ServerContext, new_id
+from quire.server.disconnect import run_until_disconnect
+from quire.server.generation import TokenCounter, generate, render_chat
+from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.protocol.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    Delta,
+)
+from quire.server.protocol.common import Usage
+from quire.server.responses import json_response
+from quire.server.streaming import DONE, EventStream, encode_event
+
+logger = get_logger(__name__)
+
+
+def add_chat_routes(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        body = parse_body(await read_body(request, context.max_body_bytes), ChatRequest)
+        context.admit()
+        answer = ChatAnswer(context, body)
+        headers = {"X-Request-Id": answer.response_id}
+        if body.stream:
+            return EventStream(answer.stream(), headers)
+        return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+
+
+class ChatAnswer:
+    """One conversation being answered, as a whole or as a stream."""
+
+    def __init__(self, context: ServerContext, body: ChatRequest) -> None:
+        """Raises UserError or UnknownModelError for what is wrong with the request."""
+        self._body = body
+        self._context = context
+        self._model = context.served_name(body.model)
+        self._params = body.to_sampling_params()
+        self._created = int(time.time())
+        self.response_id = new_id("chatcmpl", body.request_id)
+        self._counter = TokenCounter()
+        logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
+
+    async def complete(self) -> ChatResponse:
+        choices: dict[int, ChatChoice] = {}
+        first: RequestOutput | None = None
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                first = first or output
+                for completion in output.outputs:
+                    self._extend(choices, completion)
+        assert first is not None
+        response = ChatResponse(
+            id=self.response_id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=[choices[index] for index in sorted(choices)],
+            usage=self._counter.usage(),
+        )
+        self._add_prompt(response, first)
+        return response
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                for completion in output.outputs:
+                    if completion.index not in begun:
+                        yield self._role_event(completion.index, output, is_first=not begun)
+                        begun.add(completion.index)
+                    if completion.text or completion.token_ids or completion.finish_reason:
+                        yield encode_event(self._chunk([self._piece(completion)]))
+        if self._body.include_usage:
+            chunk = self._chunk([])
+            chunk.usage = self._counter.usage()
+            yield encode_event(chunk)
+        yield DONE
+
+    async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        body = self._body
+        rendered = await render_chat(self._context.engine, body)
+        prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
+        salt = body.cache_salt or ""
+        running = generate(self._context.engine, [prompt], self._params, self.response_id, salt)
+        async with aclosing(running) as outputs:
+            async for _, output in outputs:
+                self._counter.add(0, output)
+                yield output
+
+    def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
+        """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+        if is_first:
+            self._add_prompt(chunk, output)
+        return encode_event(chunk)
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET
+        return ChatChunk(
+            id=self.response_id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+            usage=self._counter.usage() if self._body.continuous_usage else usage,
+        )
+
+    def _add_prompt(self, body: ChatResponse | ChatChunk, output: RequestOutput) -> None:
+        if self._body.return_token_ids:
+            body.prompt_token_ids = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            body.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+
+    def _piece(self, completion: CompletionOutput) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=completion.index,
+            delta=Delta(content=completion.text) if completion.text else Delta(),
+            logprobs=self._logprobs(completion),
+            finish_reason=completion.finish_reason,
+            stop_reason=UNSET if completion.stop_reason is None else completion.stop_reason,
+            token_ids=completion.token_ids if self._body.return_token_ids else UNSET,
+        )
+
+    def _extend(self, choices: dict[int, ChatChoice], completion: CompletionOutput) -> None:
+        choice = choices.get(completion.index)
+        if choice is None:
+            choice = ChatChoice(
+                index=completion.index,
+                message=AssistantMessage("assistant", ""),
+                token_ids=[] if self._body.return_token_ids else UNSET,
+                logprobs=ChatLogprobs([]) if self._body.logprobs else None,
+            )
+            choices[completion.index] = choice
+        choice.message.content += completion.text
+        choice.finish_reason = completion.finish_reason
+        choice.stop_reason = completion.stop_reason
+        if choice.token_ids is not UNSET:
+            choice.token_ids = choice.token_ids + completion.token_ids
+        logprobs = self._logprobs(completion)
+        if choice.logprobs is not None and logprobs is not None:
+            choice.logprobs.content.extend(logprobs.content)
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        num_top = self._body.top_logprobs or 0
+        return chat_logprobs(completion.token_ids, completion.logprobs or [], num_top, self._context.tokenizer)

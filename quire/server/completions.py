@@ -1,0 +1,173 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+
+from quire.engine.input_processor import Prompt
+from quire.logging import get_logger
+from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.server.body import parse_body, read_body
+from quire.server.context import SYSTEM_FINGERPRINT, ServerContext, new_id
+from quire.server.disconnect import run_until_disconnect
+from quire.server.generation import TokenCounter, generate
+from quire.server.logprobs import CompletionColumns, prompt_logprobs
+from quire.server.protocol.common import Usage
+from quire.server.protocol.completion import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from quire.server.responses import json_response
+from quire.server.streaming import DONE, EventStream, encode_event
+
+logger = get_logger(__name__)
+
+
+def add_completion_routes(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        body = parse_body(await read_body(request, context.max_body_bytes), CompletionRequest)
+        context.admit()
+        answer = CompletionAnswer(context, body)
+        headers = {"X-Request-Id": answer.response_id}
+        if body.stream:
+            return EventStream(answer.stream(), headers)
+        return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+
+
+class CompletionAnswer:
+    """One request being answered, as a whole or as a stream."""
+
+    def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
+        """Raises UserError or UnknownModelError for what is wrong with the request."""
+        self._body = body
+        self._engine = context.engine
+        self._tokenizer = context.tokenizer
+        self._model = context.served_name(body.model)
+        self._params = body.to_sampling_params()
+        self._created = int(time.time())
+        self.response_id = new_id("cmpl", body.request_id)
+        self._counter = TokenCounter()
+        self._begun: set[int] = set()
+        """Choices of which something was said."""
+        self._columns: dict[int, CompletionColumns] = {}
+        self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None] | None] = {}
+        """By prompt: they come once, with the first output, for all of the prompt's choices."""
+        logger.debug("%s: %d prompts, user %r", self.response_id, len(body.prompts), body.user)
+
+    async def complete(self) -> CompletionResponse:
+        choices: dict[int, CompletionChoice] = {}
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                for piece in self._pieces(prompt_index, output):
+                    known = choices.get(piece.index)
+                    choices[piece.index] = piece if known is None else _extend(known, piece)
+        ordered = [choices[index] for index in sorted(choices)]
+        return self._response(ordered, self._counter.usage())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        absent = None if self._body.include_usage else UNSET
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                for piece in self._pieces(prompt_index, output):
+                    usage = self._counter.usage() if self._body.continuous_usage else absent
+                    yield encode_event(self._response([piece], usage))
+        if self._body.include_usage:
+            yield encode_event(self._response([], self._counter.usage()))
+        yield DONE
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        body = self._body
+        prompts: list[Prompt] = list(body.prompts)
+        if not body.add_special_tokens:
+            prompts = [await self._without_special_tokens(prompt) for prompt in body.prompts]
+        running = generate(self._engine, prompts, self._params, self.response_id, body.cache_salt or "")
+        async with aclosing(running) as outputs:
+            async for pair in outputs:
+                yield pair
+
+    async def _without_special_tokens(self, prompt: str | list[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            return prompt
+        token_ids = await self._engine.encode(prompt, add_special_tokens=False)
+        return {"prompt_token_ids": token_ids, "prompt": prompt}
+
+    def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.response_id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
+        """What is new, choice by choice; the first piece of a choice brings what is said of its prompt."""
+        generates = self._body.max_tokens > 0
+        self._counter.add(prompt_index, output, count_completion=generates)
+        self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)
+        pieces = []
+        for completion in output.outputs:
+            index = prompt_index * self._params.n + completion.index
+            piece = CompletionChoice(index=index, text="", finish_reason=completion.finish_reason)
+            if index not in self._begun:
+                self._begun.add(index)
+                self._add_prompt(piece, output, self._prompt_logprobs[prompt_index])
+            if generates:
+                self._add_completion(piece, completion)
+            elif completion.finish_reason is not None:
+                piece.finish_reason = "length"
+            pieces.append(piece)
+        return pieces
+
+    def _add_prompt(
+        self, piece: CompletionChoice, output: RequestOutput, entries: list[dict[int, Logprob] | None] | None
+    ) -> None:
+        body, token_ids = self._body, output.prompt_token_ids
+        if body.return_token_ids:
+            piece.prompt_token_ids = token_ids
+            piece.token_ids = []
+        if body.prompt_logprobs is not None:
+            piece.prompt_logprobs = prompt_logprobs(entries)
+        if body.echo:
+            cut = output.prompt is None or body.truncate_prompt_tokens is not None
+            piece.text = self._tokenizer.decode(token_ids, body.skips_special) if cut else output.prompt
+        if body.logprobs is not None:
+            before = [] if body.echo else token_ids
+            self._columns[piece.index] = CompletionColumns(self._tokenizer, body.skips_special, before)
+            piece.logprobs = self._columns[piece.index].add(token_ids, entries or []) if body.echo else None
+
+    def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
+        piece.text += completion.text
+        piece.stop_reason = completion.stop_reason
+        if self._body.return_token_ids:
+            piece.token_ids = completion.token_ids
+        if self._body.logprobs is not None:
+            new = self._columns[piece.index].add(completion.token_ids, completion.logprobs or [])
+            piece.logprobs = new if piece.logprobs is None else _join(piece.logprobs, new)
+
+
+def _extend(choice: CompletionChoice, piece: CompletionChoice) -> CompletionChoice:
+    """`choice` with what `piece` adds to it."""
+    choice.text += piece.text
+    choice.finish_reason = piece.finish_reason
+    choice.stop_reason = piece.stop_reason
+    if choice.token_ids is not UNSET and piece.token_ids is not UNSET:
+        choice.token_ids = choice.token_ids + piece.token_ids
+    if piece.logprobs is not None:
+        choice.logprobs = piece.logprobs if choice.logprobs is None else _join(choice.logprobs, piece.logprobs)
+    return choice
+
+
+def _join(left: CompletionLogprobs, right: CompletionLogprobs) -> CompletionLogprobs:
+    for name in left.__struct_fields__:
+        getattr(left, name).extend(getattr(right, name))
+    return left

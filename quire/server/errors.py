@@ -1,0 +1,108 @@
+"""OpenAI error bodies: every failure that a client sees is made here, `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from quire.errors import EngineDeadError, PromptTooLongError, QuireError, UnknownModelError, UserError
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A failure with its HTTP status; `detail` is what the client reads."""
+
+    def __init__(self, status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(detail.message)
+        self.status = status
+        self.detail = detail
+        self.headers = dict(headers or {})
+
+
+def invalid_request(message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> ApiError:
+    """A mistake of the client: 400, or the status given."""
+    return ApiError(status, ErrorDetail(message, INVALID_REQUEST, param, code))
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the server is leaving or its engine is gone; another server may answer."""
+    return ApiError(503, ErrorDetail(message, SERVER_ERROR, None, "service_unavailable"))
+
+
+def overloaded(message: str, retry_after: int) -> ApiError:
+    """429 with the number of seconds after which trying again makes sense."""
+    return ApiError(
+        429, ErrorDetail(message, RATE_LIMIT, None, "rate_limit_exceeded"), {"Retry-After": str(retry_after)}
+    )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The client's view of any exception. What is not meant for clients becomes a plain 500 and a log record."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return invalid_request(error.message, param=error.param or "prompt", code="context_length_exceeded")
+    if isinstance(error, UnknownModelError):
+        return invalid_request(error.message, param="model", code="model_not_found", status=404)
+    if isinstance(error, UserError):
+        return invalid_request(error.message, param=error.param)
+    if isinstance(error, EngineDeadError):
+        return unavailable(f"the engine is dead: {error}")
+    if isinstance(error, QuireError):
+        return unavailable(str(error))
+    if isinstance(error, HTTPException):
+        detail = ErrorDetail(str(error.detail), INVALID_REQUEST)
+        return ApiError(error.status_code, detail, error.headers)
+    logger.error("internal error", exc_info=error)
+    return ApiError(500, ErrorDetail("internal server error; the server's log says more", SERVER_ERROR))
+
+
+def error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode(ErrorBody(error.detail))
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of a route, unknown paths and wrong methods included, with an OpenAI body."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = _no_such_route(request, error)
+        return error_response(to_api_error(error))
+
+    for kind in (ApiError, QuireError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _no_such_route(request: Request, error: HTTPException) -> ApiError:
+    what = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"method not allowed: {what}" + (f" (allowed: {allowed})" if allowed else "")
+        code = "method_not_allowed"
+    else:
+        message, code = f"unknown request URL: {what}", "unknown_url"
+    return ApiError(error.status_code, ErrorDetail(message, INVALID_REQUEST, None, code), error.headers)

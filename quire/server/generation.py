@@ -1,0 +1,118 @@
+"""Running a request's prompts on the engine, and counting its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.server.protocol.chat import ChatMessage
+from quire.server.protocol.common import PromptTokensDetails, Usage
+
+if TYPE_CHECKING:
+    from quire.engine.async_engine import AsyncLLM
+    from quire.engine.input_processor import Prompt, RenderedChat
+
+
+class ChatBody(Protocol):
+    """What tokenising a conversation needs of a request."""
+
+    @property
+    def messages(self) -> list[ChatMessage] | None: ...
+    @property
+    def generation_prompt(self) -> bool: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def special_tokens(self) -> bool: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]: ...
+
+
+async def render_chat(engine: AsyncLLM, body: ChatBody) -> RenderedChat:
+    """Write the conversation with the model's template and tokenise it. Raises UserError where that fails."""
+    return await engine.render(
+        [message.to_dict() for message in body.messages or ()],
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_special_tokens=body.special_tokens,
+    )
+
+
+async def generate(
+    engine: AsyncLLM, prompts: list[Prompt], params: SamplingParams, request_id: str, cache_salt: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
+
+    Closing the generator, or an error of one prompt, ends all of them.
+    """
+
+    def stream(index: int) -> AsyncGenerator[RequestOutput, None]:
+        name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        return engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt)
+
+    if len(prompts) == 1:
+        async with aclosing(stream(0)) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    async with aclosing(_merge([stream(index) for index in range(len(prompts))])) as merged:
+        async for pair in merged:
+            yield pair
+
+
+async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
+
+    async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    queue.put_nowait((index, output))
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pump(index, outputs)) for index, outputs in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if item is not None:
+                yield item
+                continue
+            num_open -= 1
+            for task in tasks:
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class TokenCounter:
+    """Counts the tokens of one request for its usage."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int] = {}
+        self._num_completion_tokens = 0
+
+    def add(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        if count_completion:
+            self._num_completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def usage(self) -> Usage:
+        num_prompt = sum(self._num_prompt_tokens.values())
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=num_prompt + self._num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens.values())),
+        )

@@ -1,0 +1,88 @@
+"""From the engine's logprobs to the shapes of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.outputs import Logprob
+from quire.server.protocol.chat import ChatLogprob, ChatLogprobs, TopLogprob
+from quire.server.protocol.common import PromptLogprob, PromptLogprobs
+from quire.server.protocol.completion import CompletionLogprobs
+from quire.tokenization.tokenizer import Tokenizer
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+Entry = dict[int, Logprob]
+
+
+class CompletionColumns:
+    """Makes the four columns of one choice, piece by piece, in the order of its tokens.
+
+    skip_special_tokens: as for the choice's text, whose character offsets are reported. prompt_token_ids: what comes
+    before the first token given to `add`; empty when the prompt is echoed and so given too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, prompt_token_ids)
+        self._offset = 0
+
+    def add(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
+        """The columns of these tokens. An entry is None only for the first token of a prompt."""
+        columns = CompletionLogprobs()
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            columns.tokens.append(self._tokenizer.token_text(token_id))
+            columns.token_logprobs.append(None if entry is None else _finite(entry[token_id]))
+            columns.top_logprobs.append(None if entry is None else _by_text(entry))
+            columns.text_offset.append(self._offset)
+            self._offset += len(self._detokenizer.push(token_id))
+        return columns
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Tokenizer
+) -> ChatLogprobs:
+    """One entry a token: the chosen one, and beside it the `num_top` likeliest."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        best = sorted(entry, key=lambda alternative: -entry[alternative].logprob)[:num_top]
+        top = [TopLogprob(*_chat_fields(alternative, entry, tokenizer)) for alternative in best]
+        content.append(ChatLogprob(*_chat_fields(token_id, entry, tokenizer), top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | None:
+    """vLLM's shape: for each prompt token a table from token id to its logprob, rank and text; null for the first."""
+    if entries is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            token_id: PromptLogprob(_finite(logprob), logprob.rank, logprob.decoded_token)
+            for token_id, logprob in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def _by_text(entry: Entry) -> dict[str, float]:
+    """Two tokens may read alike (pieces of a character): the likelier one stands."""
+    table: dict[str, float] = {}
+    for logprob in sorted(entry.values(), key=lambda logprob: logprob.logprob):
+        table[_text(logprob)] = _finite(logprob)
+    return dict(reversed(table.items()))
+
+
+def _text(logprob: Logprob) -> str:
+    return logprob.decoded_token or ""
+
+
+def _chat_fields(token_id: int, entry: Entry, tokenizer: Tokenizer) -> tuple[str, float, list[int]]:
+    """Text, logprob and bytes: a token may be a part of a character, which only the bytes can tell."""
+    return _text(entry[token_id]), _finite(entry[token_id]), list(tokenizer.token_bytes(token_id))
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, LOWEST)

@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from quire.errors import UserError
+from quire.server.protocol.chat import Messages, check_continuation
+from quire.server.protocol.common import RequestStruct, TokenId
+
+
+class TokenizeRequest(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Either `prompt` or `messages`. add_special_tokens: default true for a prompt, false for messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise UserError("give either prompt or messages", param="prompt")
+        if self.messages is not None:
+            check_continuation(self.add_generation_prompt, self.continue_final_message, self.messages)
+            return
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(self, name):
+                raise UserError(f"{name} is only allowed together with messages", param=name)
+
+    @property
+    def special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    @property
+    def generation_prompt(self) -> bool:
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str

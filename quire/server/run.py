@@ -1,0 +1,228 @@
+"""`serve`: one engine and one HTTP server, from the start to the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.errors import ConfigError, EngineDeadError
+from quire.server.report import StartReport
+from quire.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from quire.server.context import ServerContext
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DEATH_POLL_SECONDS = 0.1
+OBITUARY_SECONDS = 1.0
+"""How long /health says 503 after the engine died, before the process exits."""
+FAREWELL_SECONDS = 2
+"""What answers that are complete get to reach slow clients at the end."""
+
+
+def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = DEFAULT_EXECUTOR) -> int:
+    """Serve until a signal comes or the engine dies; the return value is the exit status of the process.
+
+    SIGTERM or SIGINT drains: /health turns 503, new requests are refused with 503, running ones finish within
+    `shutdown_timeout` seconds or end with the finish reason "abort"; then 0 is returned. A second signal cuts that
+    short (128 + its number). 1 means that the engine died; why is on standard error.
+    Must run on the main thread. Raises ConfigError, ModelLoadError or InsufficientMemoryError when it cannot start.
+    """
+    report = StartReport()
+    check_certificate(settings)
+    with bind(settings) as listener, _interruptible():
+        engine = AsyncLLM.from_options(options, executor=executor)
+        report.phase("load tokenizer, launch engine process")
+        try:
+            # Only now, while the engine process is starting: importing the web framework takes as long as torch.
+            from quire.server.app import create_app
+            from quire.server.http_protocol import make_http_server
+
+            report.phase("import web server")
+            app = create_app(engine, settings)
+            report.phase("wait for engine")
+            report.engine_phases(engine.ready.seconds)
+            server = make_http_server(app, settings, farewell_seconds=FAREWELL_SECONDS)
+            service = _Service(engine, app.state.context, server)
+            url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(service.run(listener, lambda: report.show(app.state.context.model_names, url)))
+        finally:
+            engine.shutdown()
+
+
+class _Service:
+    """The running server: signals, the engine's death, the drain."""
+
+    def __init__(self, engine: AsyncLLM, context: ServerContext, server: uvicorn.Server) -> None:
+        self._engine = engine
+        self._context = context
+        self._server = server
+        self._signals: list[int] = []
+        self._signalled = asyncio.Event()
+        self._signalled_again = asyncio.Event()
+
+    async def run(self, listener: socket.socket, announce: Callable[[], None]) -> int:
+        """Serve on `listener`; call `announce` once requests are answered. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        try:
+            while not self._server.started:
+                await asyncio.wait((serving,), timeout=0.01)
+                if serving.done():
+                    serving.result()
+                    raise ConfigError("the HTTP server did not start")
+            announce()
+            status = await self._until_over()
+            self._server.should_exit = True
+            await serving
+            return status
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _until_over(self) -> int:
+        await self._first(self._signalled.wait(), self._death())
+        if not self._signalled.is_set():
+            _tell(f"the engine died: {self._engine.dead_error}")
+            self._context.draining = True
+            await asyncio.sleep(OBITUARY_SECONDS)
+            return 1
+        self._context.draining = True
+        _tell(f"shutting down: {self._engine.num_unfinished} requests are running (a second signal leaves at once)")
+        status = await self._first(self._drain(), self._leave_at_once())
+        assert status is not None
+        return status
+
+    async def _drain(self) -> int:
+        """Let the running requests end. An engine that leaves with nothing left to do (a signal to the whole process
+        group reaches it too) is no failure.
+        """
+        busy = self._engine.num_unfinished > 0
+        draining = asyncio.ensure_future(self._engine.drain(self._context.settings.shutdown_timeout))
+        try:
+            while not draining.done():
+                await asyncio.wait((draining,), timeout=DEATH_POLL_SECONDS)
+                if not self._engine.errored:
+                    busy = self._engine.num_unfinished > 0
+            draining.result()
+        except EngineDeadError as error:
+            if busy:
+                _tell(f"the engine died while requests were running: {error}")
+                return 1
+        finally:
+            draining.cancel()
+        return 0
+
+    async def _leave_at_once(self) -> int:
+        await self._signalled_again.wait()
+        self._server.force_exit = True
+        return 128 + self._signals[-1]
+
+    async def _death(self) -> None:
+        while not self._engine.errored:
+            await asyncio.sleep(DEATH_POLL_SECONDS)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals.append(number)
+        (self._signalled_again if self._signalled.is_set() else self._signalled).set()
+
+    @staticmethod
+    async def _first(*works: Coroutine[Any, Any, int | bool | None]) -> int | None:
+        """Run `works` side by side until one is done, and cancel the others. Returns its result."""
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the address before the model is loaded; nobody can connect until the server listens.
+
+    Raises ConfigError when the address is in use, not allowed or not ours.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on host {host!r}: {error.strerror}", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is already in use", param="port") from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}", param="port") from None
+    return listener
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raise ConfigError when the certificate or its key cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    import ssl
+
+    try:
+        # An empty password, so that an encrypted key is an error and not a question on the terminal.
+        ssl.create_default_context().load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"ssl_certfile {settings.ssl_certfile} with ssl_keyfile {settings.ssl_keyfile}: {reason}",
+            param="ssl_certfile",
+        ) from None
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """While the engine starts, a signal unwinds the stack, so that the engine process is taken away."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _host(host: str) -> str:
+    """A host as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(f"quire: {message}\n")
+    sys.stderr.flush()

@@ -1,0 +1,75 @@
+"""GET /metrics, and the middleware that counts HTTP requests for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import EngineDeadError
+from quire.metrics.prometheus import PREFIX
+from quire.server.context import ServerContext
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a request whose client hung up before the answer began."""
+
+
+def add_metrics_route(router: APIRouter, context: ServerContext) -> None:
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        # Of a dead engine the last snapshot is what there is to tell; /health says that it is dead.
+        with contextlib.suppress(EngineDeadError):
+            context.metrics.record_stats(await context.engine.stats())
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(context.metrics.registry), media_type=content_type)
+
+
+class HttpCounter(Collector):
+    """Requests by route, method and status."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str, int], int] = {}
+
+    def add(self, handler: str, method: str, status: int) -> None:
+        key = (handler, method, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            PREFIX + "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
+        )
+        for (handler, method, status), count in self._counts.items():
+            family.add_metric([handler, method, str(status)], count)
+        yield family
+
+
+class CountingMiddleware:
+    """Counts each HTTP request once it is over, under its route's pattern: the labels stay few whatever is asked."""
+
+    def __init__(self, app: ASGIApp, counter: HttpCounter) -> None:
+        self.app = app
+        self.counter = counter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = CLIENT_CLOSED_REQUEST
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            route = scope.get("route")
+            method = scope["method"] if route is not None else "other"
+            self.counter.add(getattr(route, "path", "unmatched"), method, status)

@@ -1,0 +1,58 @@
+"""Server-sent events as OpenAI sends them: `data: {...}`, an empty line, and `data: [DONE]` at the end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.disconnect import ClientDisconnectedError, run_until_disconnect
+from quire.server.errors import error_body, to_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_event(chunk: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % _encoder.encode(chunk)
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each item one event.
+
+    The status line waits for the first event, so that an error before it is an ordinary error response (raised to the
+    app's handlers); an error after it is an event of its own, and the last. A client that hangs up closes `events`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_until_disconnect(receive, self._send_events(send))
+        except ClientDisconnectedError:
+            return
+
+    async def _send_events(self, send: Send) -> None:
+        started = False
+        async with aclosing(self.events) as events:
+            try:
+                async for event in events:
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except Exception as error:
+                if not started:
+                    raise
+                event = b"data: %b\n\n" % error_body(to_api_error(error))
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

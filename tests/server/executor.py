@@ -1,0 +1,37 @@
+"""Fake executors whose tokens are readable text."""
+
+from __future__ import annotations
+
+from quire.config.engine import EngineConfig
+from quire.step import SequenceSampling
+from tests.fakes.executor import FakeExecutor
+from tests.server.model_directory import VOCAB_SIZE
+
+COPY = 28
+"""The token of "=": a prompt that begins with it is copied, and then the end token comes."""
+END_TOKEN = 257
+FIRST_LETTER = 64
+SLOW_STEP_SECONDS = 0.02
+
+
+def choose(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
+    """Copy the prompt after "=", then end; for any other prompt a letter that depends on everything before it."""
+    prompt = token_ids[: len(token_ids) - index]
+    if COPY in prompt[:2]:
+        text = prompt[prompt.index(COPY) + 1 :]
+        return text[index] if index < len(text) else END_TOKEN
+    seed = 0 if sampling.params.is_greedy else sampling.seed
+    return FIRST_LETTER + hash((seed, index, *token_ids)) % 26
+
+
+def readable(config: EngineConfig) -> FakeExecutor:
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose)
+
+
+def slow(config: EngineConfig) -> FakeExecutor:
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
+
+
+def failing(config: EngineConfig) -> FakeExecutor:
+    """Dies at its tenth step."""
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS, fail_at_step=10)
