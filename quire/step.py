@@ -4,6 +4,8 @@ A plan is data: integers, and sampling settings once per sequence. New sequences
 differences. Plans are executed strictly in order, on every rank alike; workers never ask back. A block freed while
 an earlier plan is still running may be handed out again, because its new owner's plan runs later.
 
+A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
+
 Order of effects of one plan: drop `released` rows; create `new_sequences`; run `block_copies`; append `new_blocks`
 and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 """

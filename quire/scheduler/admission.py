@@ -36,7 +36,8 @@ def has_room(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_c
     Admitting by the first chunk alone would start requests that are preempted halfway, work thrown away.
     """
     sequences = request.live_sequences
-    lengths = [len(sequence.token_ids) + 1 for sequence in sequences]
+    # One more token each than known, but never more than the bound of `refuse_impossible`.
+    lengths = [min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1) for sequence in sequences]
     if len(lengths) == 1:
         needed = kv.most_blocks(lengths[0], max_chunk)
     else:

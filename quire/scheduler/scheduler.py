@@ -254,7 +254,6 @@ class Scheduler:
     def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
         """Fork the siblings after this step's forward pass; those without a history sample from the parent's logits."""
         batch_index = len(builder.sequences) - 1
-        self._num_unforked -= len(parent.request.unforked)
         children = []
         for child, fork in fork_at_prompt_end(parent, self.kv):
             builder.forks.append(fork)
@@ -268,6 +267,7 @@ class Scheduler:
         for parent, children in builder.forked:
             position = self._running.index(parent) + 1
             self._running[position:position] = children
+            self._num_unforked -= len(children)
 
     def _preempt(self, request: Request) -> None:
         """Take back all blocks and rows of the request at the end of `_running`; it recomputes later."""
