@@ -26,7 +26,6 @@ class Feature(enum.IntFlag):
     BAD_WORDS = enum.auto()
     ALLOWED_TOKENS = enum.auto()
     LOGPROBS = enum.auto()
-    PROMPT_LOGPROBS = enum.auto()
 
 
 NEEDS_INDEX_OF_ROW = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.ALLOWED_TOKENS
@@ -53,6 +52,7 @@ class SamplingRows:
         self.stop_tokens = RaggedColumn()
         self.allowed_tokens = RaggedColumn()
         self.bad_words = BadWordsColumn()
+        self.rows_with_prompt_logprobs: set[int] = set()
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
         """Write every column of `row`."""
@@ -74,11 +74,15 @@ class SamplingRows:
         self.stop_tokens.set(row, sampling.stop_token_ids if params.min_tokens else ())
         self.allowed_tokens.set(row, params.allowed_token_ids or ())
         self.bad_words.set(row, sampling.bad_token_sequences)
+        self.rows_with_prompt_logprobs.discard(row)
+        if params.prompt_logprobs is not None:
+            self.rows_with_prompt_logprobs.add(row)
 
     def clear(self, row: int) -> None:
         """Drop what `row` owns beyond its fixed columns (those are overwritten by the next owner)."""
         for column in (self.logit_bias, self.stop_tokens, self.allowed_tokens, self.bad_words):
             column.clear(row)
+        self.rows_with_prompt_logprobs.discard(row)
 
     def used(self, rows: np.ndarray) -> int:
         """The union of `Feature` over `rows` ([R] int64)."""
@@ -103,7 +107,6 @@ def _features(sampling: SequenceSampling) -> Feature:
         Feature.BAD_WORDS: bool(sampling.bad_token_sequences),
         Feature.ALLOWED_TOKENS: params.allowed_token_ids is not None,
         Feature.LOGPROBS: params.logprobs is not None,
-        Feature.PROMPT_LOGPROBS: params.prompt_logprobs is not None,
     }
     for feature, condition in conditions.items():
         if condition:

@@ -23,7 +23,10 @@ class RaggedColumn:
             self.clear(row)
             return
         tokens = np.asarray(token_ids, np.int64)
-        self._lists[row] = (tokens, np.zeros(len(tokens), np.float32) if values is None else np.float32(values))
+        self._lists[row] = (
+            tokens,
+            np.zeros(len(tokens), np.float32) if values is None else np.asarray(values, np.float32),
+        )
         self._flat = None
 
     def clear(self, row: int) -> None:

@@ -8,7 +8,6 @@ import torch
 from quire.models.interface import CausalLM
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.logprobs import log_probabilities, token_logprobs
-from quire.sampling.parameters import Feature
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
 from quire.worker.request_rows import RequestRows
@@ -22,10 +21,14 @@ def compute_prompt_logprobs(
     hidden: [T, hidden size]. slice_rows: most positions whose logits exist at a time.
     Raises NonFiniteLogitsError with batch indices.
     """
-    asked = np.flatnonzero(requests.sampling.features[batch.rows] & Feature.PROMPT_LOGPROBS)
+    asked = requests.sampling.rows_with_prompt_logprobs
+    if not asked:
+        return {}
     found: dict[int, PromptLogprobs] = {}
-    for index in asked.tolist():
-        row, start = batch.rows[index], int(batch.starts[index])
+    for index, row in enumerate(batch.rows.tolist()):
+        if row not in asked:
+            continue
+        start = int(batch.starts[index])
         num_predicted = min(batch.ends[index], requests.num_prompt_tokens[row] - 1) - start
         if num_predicted <= 0:
             continue

@@ -39,7 +39,7 @@ def _computes(
     torch keeps that number per calling thread, and another engine of this process may have set another one.
     """
 
-    def call(self: Worker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         with torch.inference_mode():

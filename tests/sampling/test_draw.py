@@ -18,7 +18,7 @@ PARAMETERS = [
     {"min_p": 0.1},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
-    {"allowed_token_ids": [3, 5, 8], "logit_bias": {5: 2.0}},
+    {"allowed_token_ids": [3, 5, 6], "logit_bias": {5: 2.0}},
 ]
 
 
