@@ -138,8 +138,8 @@ class CompletionAnswer:
         if body.prompt_logprobs is not None:
             piece.prompt_logprobs = prompt_logprobs(entries)
         if body.echo:
-            cut = output.prompt is None or body.truncate_prompt_tokens is not None
-            piece.text = self._tokenizer.decode(token_ids, body.skips_special) if cut else output.prompt
+            text = output.prompt if body.truncate_prompt_tokens is None else None
+            piece.text = self._tokenizer.decode(token_ids, body.skips_special) if text is None else text
         if body.logprobs is not None:
             before = [] if body.echo else token_ids
             self._columns[piece.index] = CompletionColumns(self._tokenizer, body.skips_special, before)
