@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path("/")
 RESET_PEAK = "5"
 """Written to clear_refs, this resets the peak of the resident set to its present size."""
+RESET_TOLERANCE = 16 * 2**20
+"""Bytes that other threads may have taken between the reset and the look at it."""
 
 
 def available_memory(root: Path = ROOT) -> int:
@@ -25,30 +27,41 @@ def available_memory(root: Path = ROOT) -> int:
 
 def resident_memory(root: Path = ROOT) -> int | None:
     """Bytes of this process in physical memory, None where the system does not say."""
-    status = root / "proc/self/status"
-    return _field(status, "VmRSS:") * 1024 if status.exists() else None
+    return _status(root, "VmRSS:")
 
 
 def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
     """Run `work`; return how many bytes the resident memory grew at its peak.
 
     Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
-    side. Returns None, having run `work`, where the kernel does not let the process reset its peak.
+    side. Returns None, having run `work`, where the system does not let a process reset its peak.
     """
-    before = resident_memory(root)
     can_reset = _reset_peak(root)
+    before = resident_memory(root)
     work()
-    if before is None or not can_reset:
+    after = _status(root, "VmHWM:")
+    if not can_reset or before is None or after is None:
         return None
-    return max(0, _field(root / "proc/self/status", "VmHWM:") * 1024 - before)
+    return max(0, after - before)
 
 
 def _reset_peak(root: Path) -> bool:
+    """Whether the peak of the resident memory is now its present size."""
     try:
         (root / "proc/self/clear_refs").write_text(RESET_PEAK)
     except OSError:
         return False
-    return True
+    peak, now = _status(root, "VmHWM:"), resident_memory(root)
+    # Some systems accept the request and do nothing.
+    return peak is not None and now is not None and peak <= now + RESET_TOLERANCE
+
+
+def _status(root: Path, name: str) -> int | None:
+    """A size in bytes from this process's status."""
+    try:
+        return _field(root / "proc/self/status", name) * 1024
+    except (OSError, ValueError):
+        return None
 
 
 def _cgroup_headroom(root: Path) -> Iterator[int]:

@@ -1,0 +1,94 @@
+"""The profiling pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.models.decoder import Decoder
+from quire.worker import profile
+from quire.worker.profile import dummy_attention_batch, estimate_activations
+from quire.worker.worker import Worker
+
+
+def loaded_worker(model_path: Path, **options: object) -> Worker:
+    worker = Worker(resolve(EngineOptions.from_keywords({"model": str(model_path), "num_threads": 1, **options})))
+    worker.load()
+    return worker
+
+
+def count_forwards(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens, sampled rows) of every step from here on."""
+    model, steps = worker._model, []
+    assert isinstance(model, Decoder)
+    forward, compute_logits = model.forward, model.compute_logits
+
+    def spy_forward(token_ids: torch.Tensor, *args: object) -> torch.Tensor:
+        steps.append((len(token_ids), 0))
+        return forward(token_ids, *args)
+
+    def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
+        steps[-1] = (steps[-1][0], len(hidden))
+        return compute_logits(hidden)
+
+    monkeypatch.setattr(model, "forward", spy_forward)
+    monkeypatch.setattr(model, "compute_logits", spy_logits)
+    return steps
+
+
+def test_one_step_at_the_full_budget(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = loaded_worker(model_path)
+    steps = count_forwards(worker, monkeypatch)
+    found = worker.profile(600, 32)
+    assert steps == [(600, 32)]
+    assert found.available > 0
+    assert found.activations < 2**30
+    num_parameters = 3 * (48 * (48 * 2 + 16 * 2) + 3 * 48 * 100 + 2 * 48) + 48 + 2 * 97 * 48
+    assert found.weights == 4 * num_parameters
+
+
+@pytest.mark.parametrize("size", [{"kv_cache_memory": "1MiB"}, {"num_blocks_override": 5}])
+def test_no_step_when_the_pool_size_is_given(
+    model_path: Path, size: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = loaded_worker(model_path, **size)
+    steps = count_forwards(worker, monkeypatch)
+    assert worker.profile(600, 32).activations == 0
+    assert steps == []
+
+
+def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmeasured(work: object) -> None:
+        work()
+
+    monkeypatch.setattr(profile, "measure_peak", unmeasured)
+    worker = loaded_worker(model_path)
+    config = worker._model_config
+    assert worker.profile(100, 4).activations == estimate_activations(config, 100, 4)
+    per_token = 4 * (6 * 48 + 3 * 100 + 3 * (6 + 2 * 2) * 8)
+    assert estimate_activations(config, 101, 4) - estimate_activations(config, 100, 4) == per_token
+    assert estimate_activations(config, 100, 5) - estimate_activations(config, 100, 4) == 4 * 5 * 97
+
+
+def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
+    groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4), SlidingWindowSpec(1, 4, 4, window=8)])
+    layout = KVCacheLayout(4, 1 + 3, groups, layers_per_group)
+    batch = dummy_attention_batch(layout, num_tokens=25, longest=10)
+    assert batch.query_start.tolist() == [0, 10, 20, 25]
+    assert batch.positions.tolist() == [*range(10), *range(10), *range(5)]
+    assert batch.start_positions.tolist() == [0, 0, 0]
+    assert len(batch.block_tables) == len(batch.slot_mapping) == 2
+    assert batch.block_tables[0].tolist() == [[1, 2, 3]] * 3
+    assert max(batch.slot_mapping[0].tolist()) < layout.num_blocks * 4
+
+
+def test_a_budget_that_is_a_multiple_of_the_context() -> None:
+    groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4)])
+    batch = dummy_attention_batch(KVCacheLayout(4, 6, groups, layers_per_group), num_tokens=20, longest=10)
+    assert batch.query_start.tolist() == [0, 10, 20]

@@ -1,0 +1,115 @@
+"""Rows, block tables and the gathered batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.sampling_params import SamplingParams
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import build_input_batch
+from quire.worker.request_rows import RequestRows
+from tests.worker.driver import GREEDY, sampling_of
+
+RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], prompt_logprobs=1))
+
+
+def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
+    """20,000 sequences through 8 rows: always the lowest free row, nothing kept of those that left."""
+    rng = np.random.default_rng(0)
+    rows = RequestRows(8, max_model_len=32)
+    shapes = {name: array.shape for name, array in vars(rows.sampling).items() if isinstance(array, np.ndarray)}
+    live: dict[int, int] = {}
+    for seq_id in range(20_000):
+        if len(live) == 8 or (live and rng.random() < 0.4):
+            gone = int(rng.choice(list(live)))
+            assert rows.release(gone) == live.pop(gone)
+        row = rows.add(seq_id, [seq_id % 97] * 3, 3, RICH if seq_id % 2 else GREEDY)
+        assert row == min(set(range(8)) - set(live.values()))
+        live[seq_id] = row
+    assert rows.rows_of(list(live)).tolist() == list(live.values())
+    for seq_id in list(live):
+        rows.release(seq_id)
+        assert seq_id not in rows
+    assert len(rows) == 0
+    sampling = rows.sampling
+    assert not sampling.rows_with_prompt_logprobs
+    for column in (sampling.logit_bias, sampling.allowed_tokens):
+        assert len(column.select(np.arange(8))[0]) == 0
+    assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
+
+
+def test_the_token_table_is_not_touched_before_it_is_used() -> None:
+    """8 GiB of table: only the touched rows exist."""
+    rows = RequestRows(1024, max_model_len=2**21)
+    rows.add(5, [1, 2, 3], 2, GREEDY)
+    rows.append(np.array([0]), np.array([3]), np.array([9]))
+    assert rows.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
+    assert rows.lengths[0] == 4
+
+
+def test_misuse_of_rows_is_a_bug_that_shows() -> None:
+    rows = RequestRows(1, max_model_len=4)
+    rows.add(1, [1], 1, GREEDY)
+    with pytest.raises(AssertionError, match="sequence 1 has a row already"):
+        rows.add(1, [1], 1, GREEDY)
+    with pytest.raises(AssertionError, match="no free row for sequence 2"):
+        rows.add(2, [1], 1, GREEDY)
+    with pytest.raises(KeyError):
+        rows.release(2)
+
+
+def test_block_tables_of_two_groups() -> None:
+    tables = BlockTables(num_groups=2, num_rows=3, max_model_len=63, block_size=16)
+    tables.append(0, [[5, 6], [7]])
+    tables.append(0, [[8], [9, 10]])
+    tables.replace(0, group=1, logical_index=1, block_id=11)
+    tables.copy(0, 2)
+    tables.append(2, [[12], []])
+    tables.clear(0)
+    assert [table.tolist() for table in tables.gather(np.array([2, 0]), 64)] == [
+        [[5, 6, 8, 12], [NULL_BLOCK] * 4],
+        [[7, 11, 10, NULL_BLOCK], [NULL_BLOCK] * 4],
+    ]
+    assert tables.gather(np.array([2]), 17)[0].tolist() == [[5, 6]]
+    with pytest.raises(AssertionError, match="exists"):
+        tables.replace(2, group=1, logical_index=3, block_id=1)
+
+
+def test_the_batch_against_a_loop_over_tokens() -> None:
+    """Random rows, starts and counts, two groups, against the same thing written token by token."""
+    rng = np.random.default_rng(1)
+    block_size = 4
+    rows = RequestRows(6, max_model_len=64)
+    tables = BlockTables(2, 6, 64, block_size)
+    for seq_id in range(6):
+        row = rows.add(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
+        tables.append(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
+    for _ in range(20):
+        seq_ids = rng.permutation(6)[: int(rng.integers(1, 7))].tolist()
+        starts = rng.integers(0, 50, len(seq_ids)).tolist()
+        counts = rng.integers(1, 10, len(seq_ids)).tolist()
+        batch = build_input_batch(rows.rows_of(seq_ids), starts, counts, rows, tables)
+        tokens = [
+            (index, row, position)
+            for index, (row, start, count) in enumerate(zip(batch.rows, starts, counts, strict=True))
+            for position in range(start, start + count)
+        ]
+        attention = batch.attention
+        assert batch.token_ids.tolist() == [rows.token_ids[row, position] for _, row, position in tokens]
+        assert batch.positions.tolist() == [position for _, _, position in tokens]
+        assert attention.sequence_index.tolist() == [index for index, _, _ in tokens]
+        assert attention.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
+        assert batch.last_index.tolist() == (np.cumsum(counts) - 1).tolist()
+        assert batch.first_index.tolist() == (np.cumsum(counts) - counts).tolist()
+        assert batch.ends.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
+        for group in range(2):
+            table = tables._tables[group]
+            slots = [table[row, p // block_size] * block_size + p % block_size for _, row, p in tokens]
+            assert attention.slot_mapping[group].tolist() == slots
+            width = -(-max(batch.ends.tolist()) // block_size)
+            assert attention.block_tables[group].tolist() == table[batch.rows, :width].tolist()
+        assert batch.token_ids.dtype == attention.slot_mapping[0].dtype == attention.positions.dtype
+        assert str(batch.token_ids.dtype) == "torch.int64"
+        assert str(attention.block_tables[0].dtype) == "torch.int32"
