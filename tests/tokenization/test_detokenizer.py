@@ -113,8 +113,14 @@ def test_byte_tokens_interrupted_by_a_word() -> None:
     assert increments(tokenizer, ids) == ["", "", 2 * REPLACEMENT + " the", ""]
 
 
-@given(text=st.text(max_size=30), data=st.data())
-def test_byte_level_increments_never_end_inside_a_character(text: str, data: st.DataObject) -> None:
+def test_unknown_and_skipped_tokens_do_not_interrupt_a_character() -> None:
+    tokenizer = build("sentencepiece")
+    e6, x97, xa5 = (tokenizer.token_to_id(piece) for piece in ("<0xE6>", "<0x97>", "<0xA5>"))
+    assert increments(tokenizer, [e6, 99_999, x97, 2, xa5]) == ["", "", "", "", "日", ""]
+
+
+@given(text=st.text(max_size=30))
+def test_byte_level_increments_never_end_inside_a_character(text: str) -> None:
     """Each increment of a valid text is a prefix of what is left of it."""
     tokenizer = build("byte_level")
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -149,16 +155,29 @@ def test_a_prompt_longer_than_the_tail_counts_as_text() -> None:
     assert increments(tokenizer, [the], prompt=[the] * (PROMPT_TAIL + 5)) == [" the", ""]
 
 
-@given(ids=st.lists(st.integers(1, 256), max_size=60))
-def test_whole_sequence_decoders_hold_back_a_bounded_number_of_tokens(ids: list[int]) -> None:
-    """Where text is invalid there is no exact answer by windows, but nothing stalls and valid text comes out right."""
+def alphabet_id(tokenizer: Tokenizer, byte: int) -> int:
+    """The token of `mixed` that stands for one byte."""
+    byte_level = build("byte_level")
+    names = [name for name in byte_level.backend.get_vocab() if len(name) == 1]
+    found = [name for name in names if byte_level.token_bytes(byte_level.token_to_id(name)) == bytes([byte])]
+    token_id = tokenizer.token_to_id(found[0])
+    assert token_id is not None
+    return token_id
+
+
+def test_whole_sequence_decoders_hold_back_a_bounded_number_of_tokens() -> None:
+    """Text that never becomes valid does not stall the stream, nor make it decode ever longer windows."""
     tokenizer = build("mixed")
     detokenizer = tokenizer.detokenizer()
-    silent = 0
-    for token_id in ids:
-        silent = 0 if detokenizer.push(token_id) else silent + 1
-        assert silent <= MAX_HELD_TOKENS
-    detokenizer.finish()
+    shown = [detokenizer.push(alphabet_id(tokenizer, 0xF0)) for _ in range(3 * MAX_HELD_TOKENS)]
+    assert sum(1 for text in shown if text) >= 2
+    assert "".join(shown) + detokenizer.finish() == REPLACEMENT * len(shown)
+
+
+def test_whole_sequence_decoders_complete_a_character_that_the_prompt_began() -> None:
+    tokenizer = build("mixed")
+    ids = [alphabet_id(tokenizer, byte) for byte in "x日".encode()]
+    assert increments(tokenizer, ids[2:], prompt=ids[:2]) == ["", "日", ""]
 
 
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=20))
