@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts
 from quire.bench.metrics import Distribution, describe
@@ -18,7 +18,7 @@ from quire.sampling_params import SamplingParams
 class Generator(Protocol):
     """What is timed: prompts in, finished outputs out, in order."""
 
-    def __call__(self, prompts: list[dict[str, object]], params: list[SamplingParams]) -> list[RequestOutput]: ...
+    def __call__(self, prompts: list[dict[str, Any]], params: list[SamplingParams], /) -> list[RequestOutput]: ...
 
 
 Timer = Callable[[], float]
@@ -133,7 +133,7 @@ def _timed(
     return timer() - start, outputs
 
 
-def _input(prompt: PromptSpec) -> dict[str, object]:
+def _input(prompt: PromptSpec) -> dict[str, Any]:
     if prompt.token_ids is not None:
         return {"prompt_token_ids": list(prompt.token_ids)}
     if prompt.text is not None:

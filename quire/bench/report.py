@@ -6,39 +6,33 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from quire.bench.metrics import METRIC_NAMES, Distribution, ServingReport
 from quire.errors import UserError
+from quire.utils.progress import ProgressBar
 from quire.version import __version__
 
 MILLISECONDS = 1000.0
 PIPE_WIDTH = 160
 
 
-class Ticker(Protocol):
-    def __call__(self, amount: int = 1) -> None:
-        """Note that `amount` more units of work are done."""
-        ...
-
-
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Ticker]:
-    """A bar on stderr while the block runs, if stderr is a terminal; it disappears at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error while the block runs; the function notes one more of `total` as done."""
+    num_done = 0
+    with ProgressBar(title, total) as bar:
 
-        def tick(amount: int = 1) -> None:
-            progress.advance(task, amount)
+        def tick() -> None:
+            nonlocal num_done
+            num_done += 1
+            bar.update(num_done)
 
         yield tick
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quire import envs
 from quire.bench.arrivals import arrival_offsets
@@ -18,6 +19,12 @@ from quire.cli.parser import Parser
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import UserError, nearest_name
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.bench.offline import Generator
+    from quire.engine.input_processor import Prompt
 
 DEFAULT_TOKEN_IDS = "300:3999"
 """Ordinary tokens in most vocabularies: above the bytes and special tokens, below the smallest vocabulary's end."""
@@ -69,9 +76,11 @@ def _latency(namespace: argparse.Namespace) -> int:
         output_len=namespace.output_len,
         vocab_size=resolve(options).model.vocab_size,
     )
-    generate = _generator(options)
     repeats = namespace.num_warmups + namespace.num_repeats
-    with report.progress_bar("repeats", repeats) as tick:
+    with (
+        _generator(options, show_progress=False) as generate,
+        report.progress_bar("repeats", repeats) as tick,
+    ):
         result = offline.measure_latency(
             generate,
             shape,
@@ -125,7 +134,8 @@ def _throughput(namespace: argparse.Namespace) -> int:
     options = engine_options(namespace)
     every_id = f"0:{resolve(options).model.vocab_size - 1}"
     prompts = _prompts(namespace, random.Random(options.seed), every_id)
-    result = offline.measure_throughput(_generator(options), prompts, ignore_eos=namespace.ignore_eos)
+    with _generator(options, show_progress=True) as generate:
+        result = offline.measure_throughput(generate, prompts, ignore_eos=namespace.ignore_eos)
     report.print_rows(
         f"throughput of {options.model}",
         [
@@ -301,12 +311,17 @@ def _prompts(namespace: argparse.Namespace, rng: random.Random, default_ids: str
     ).draw(rng)
 
 
-def _generator(options: EngineOptions) -> Callable[..., Any]:
-    """`LLM.generate` of a new engine."""
+@contextmanager
+def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Generator]:
+    """`LLM.generate` of a new engine, which is taken down at the end."""
     from quire.llm import LLM
 
-    keywords = {name: getattr(options, name) for name in options.__struct_fields__}
-    return LLM(**keywords).generate
+    with LLM.from_options(options) as llm:
+
+        def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:
+            return llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
+
+        yield generate
 
 
 def _count(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             for i, (p, s) in enumerate(zip(prompts, params, strict=True))
         ]
 
-    def generator(options: EngineOptions) -> Any:
-        return generate
+    @contextmanager
+    def generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Any]:
+        yield generate
 
     monkeypatch.setattr(bench, "_generator", generator)
     return found
