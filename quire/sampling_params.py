@@ -20,7 +20,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
 
     n: completions per prompt; they share the prompt's KV blocks.
-    temperature: 0 means greedy. top_p, top_k (0 or -1: off), min_p: applied in this order, after the penalties.
+    temperature: 0 means greedy. top_k (0 or -1: off), top_p, min_p: applied in this order, after the penalties.
     presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens.
     seed: makes the tokens of this request reproducible whatever else runs; None: drawn from the engine's seed.
     stop: strings that end the text (not part of it unless include_stop_str_in_output); stop_token_ids: tokens that do.
