@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,18 +20,19 @@ from quire.sampling_params import SamplingParams
 from tests.fakes.executor import FakeExecutor
 
 
+SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
+
+
 def make_config(
     *,
     num_blocks: int = 64,
     block_size: int = 4,
     windows: tuple[int | None, ...] = (None, None),
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    max_prefill_chunk: int | None = None,
-    queue_depth: int = 1,
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
+    **scheduler: int | None,
 ) -> EngineConfig:
+    """`scheduler`: fields of SchedulerConfig that differ from SCHEDULER's."""
     return EngineConfig(
         model=ModelConfig(
             name="fake",
@@ -55,12 +57,7 @@ def make_config(
             num_blocks_override=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
         ),
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_prefill_chunk=max_prefill_chunk,
-            queue_depth=queue_depth,
-        ),
+        scheduler=replace(SCHEDULER, **scheduler),
         load=LoadConfig(load_format="dummy", seed=0),
         device=DeviceConfig(device="cpu", num_threads=1, attention_backend="torch"),
         seed=0,
