@@ -48,15 +48,13 @@ class MeteredSandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def compile_metered(self, source: str) -> jinja2.Template:
-        """Compile with loops, `~` and set blocks passing through the meter. Raises TemplateSyntaxError."""
+        """Compile with loops and `~` passing through the meter. Raises TemplateSyntaxError."""
         self._budget.left = MAX_WORK  # constant expressions are worked out now
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             printed = sum(len(text.data) for text in loop.find_all(nodes.TemplateData))
             cost = nodes.Const(1 + printed // CHARACTERS_PER_UNIT, lineno=loop.lineno)
             loop.iter = nodes.Filter(loop.iter, "_each", [cost], [], None, None, lineno=loop.lineno)
-        for block in tree.find_all(nodes.AssignBlock):
-            block.filter = nodes.Filter(block.filter, "_text", [], [], None, None, lineno=block.lineno)
         for parent in [tree, *tree.find_all(nodes.Node)]:
             for field, value in parent.iter_fields():
                 setattr(parent, field, _wrap_concat(value))
