@@ -6,7 +6,7 @@ at a multiple of KEY_TILE. An item is one of each. Key tiles that no query of th
 What makes a query's result independent of everything around it: sums over keys happen inside a key tile, whose
 borders are fixed, and partial results are merged in an order that depends on the tiles' numbers alone. Up to
 WAVE_TILES of them (a wave, again with fixed borders) are merged pairwise as the leaves of a binary tree whose missing
-leaves are left out; waves follow each other. An item that its query may not see contributes an exact zero.
+leaves are left out; waves follow each other. A key that a query may not see contributes an exact zero.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ LARGE_ROWS = 128
 SMALL_LIMIT = 64
 """Sequences with at most this many rows (new tokens x query heads per key head) take small tiles."""
 
+HIDDEN = -1e30
+"""What is added, at least, to the score of a key that a query does not see: its weight becomes an exact zero. Finite,
+so that no difference or product is ever NaN. A maximum at or below it means that nothing was seen."""
+
 Levels = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
@@ -34,12 +38,13 @@ class Chunk:
 
     tiles: torch.Tensor
     """[I] int64: the query tile of each item."""
-    slots: torch.Tensor
-    """[I, KEY_TILE] int64: the slot of each key (slots of block 0 for what lies outside the sequence)."""
-    key_positions: torch.Tensor
-    """[I, 1, 1, KEY_TILE] int32."""
-    beyond: torch.Tensor
-    """[B] int64: flat (item, key) indices of positions that the sequence has not reached."""
+    key_rows: torch.Tensor
+    """[I, 1, KEY_TILE] int64: the page row of each key; one of block 0 for positions that the sequence has not
+    reached, so that what a block's former owner left there is never read."""
+    edges: torch.Tensor
+    """[E] int64: items with keys that not all of their queries see."""
+    edge_bias: torch.Tensor
+    """[E, 1, rows, KEY_TILE] float32, added to their scores: 0 where the key is seen, at most HIDDEN elsewhere."""
     levels: Levels
     """Merges, in order: items `right` are merged into items `left`."""
     roots: torch.Tensor
@@ -63,8 +68,6 @@ class TileList:
     """[n] int64: places that hold a token ..."""
     tokens: torch.Tensor
     """[n] int64: ... and that token."""
-    row_positions: torch.Tensor
-    """[Q, 1, rows, 1] int32: position of each row's token; -1, which sees nothing, for rows without one."""
     chunks: tuple[Chunk, ...]
 
 
@@ -87,6 +90,16 @@ class Sequences:
             self.block_table[chosen],
             self.block_size,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Q query tiles while they are planned: sequence [Q], positions [Q, tile_tokens], row_positions [Q, rows]."""
+
+    sequences: Sequences
+    sequence: np.ndarray
+    positions: np.ndarray
+    row_positions: np.ndarray
 
 
 def plan_tiles(
@@ -115,9 +128,10 @@ def _plan_list(
     offsets = (tile_rank * tile_tokens)[:, None] + np.arange(tile_tokens)
     present = offsets < sequences.num_tokens[tile_sequence][:, None]
     tokens = sequences.first_token[tile_sequence][:, None] + np.where(present, offsets, 0)
-    positions = np.where(present, sequences.start[tile_sequence][:, None] + offsets, -1)
+    # A place without a token repeats the tile's first position: whatever it attends to is dropped.
+    positions = sequences.start[tile_sequence][:, None] + np.where(present, offsets, offsets[:, :1])
     rows = padded_rows(tile_tokens * heads_per_group)
-    row_positions = np.full((len(tile_sequence), rows), -1, dtype=np.int32)
+    row_positions = np.zeros((len(tile_sequence), rows), dtype=np.float32)
     row_positions[:, : tile_tokens * heads_per_group] = positions.repeat(heads_per_group, axis=1)
     places = np.flatnonzero(present)
     return TileList(
@@ -127,23 +141,15 @@ def _plan_list(
         gather=torch.from_numpy(tokens.reshape(-1)),
         places=torch.from_numpy(places),
         tokens=torch.from_numpy(tokens.reshape(-1)[places]),
-        row_positions=torch.from_numpy(row_positions)[:, None, :, None],
-        chunks=_plan_chunks(sequences, tile_sequence, positions, window, chunk_items),
+        chunks=_plan_chunks(QueryTiles(sequences, tile_sequence, positions, row_positions), window, chunk_items),
     )
 
 
-def _plan_chunks(
-    sequences: Sequences,
-    tile_sequence: np.ndarray,
-    positions: np.ndarray,
-    window: int | None,
-    chunk_items: int,
-) -> tuple[Chunk, ...]:
-    """positions: [Q, tile_tokens], -1 where there is no token (never in a tile's first place)."""
-    first_key = np.zeros_like(tile_sequence)
+def _plan_chunks(queries: QueryTiles, window: int | None, chunk_items: int) -> tuple[Chunk, ...]:
+    first_key = np.zeros_like(queries.sequence)
     if window is not None:
-        first_key = np.maximum(positions[:, 0] - window + 1, 0) // KEY_TILE
-    item_tile, item_rank = _ragged(positions.max(axis=1) // KEY_TILE - first_key + 1)
+        first_key = np.maximum(queries.positions[:, 0] - window + 1, 0) // KEY_TILE
+    item_tile, item_rank = _ragged(queries.positions.max(axis=1) // KEY_TILE - first_key + 1)
     item_key = first_key[item_tile] + item_rank
     order = np.argsort(item_key // WAVE_TILES, kind="stable")
     item_tile, item_key = item_tile[order], item_key[order]
@@ -151,10 +157,10 @@ def _plan_chunks(
     chunk = _chunk_numbers(wave, item_tile, chunk_items)
     starts = np.flatnonzero(np.diff(chunk, prepend=-1))
     chunks = []
-    seen = np.zeros(len(tile_sequence), dtype=bool)
+    seen = np.zeros(len(queries.sequence), dtype=bool)
     for start, stop in zip(starts, [*starts[1:], len(chunk)], strict=True):
         tiles = item_tile[start:stop]
-        chunks.append(_chunk(sequences, tile_sequence, tiles, item_key[start:stop], is_first=not seen[tiles].any()))
+        chunks.append(_chunk(queries, tiles, item_key[start:stop], window, is_first=not seen[tiles].any()))
         seen[tiles] = True
     return tuple(chunks)
 
@@ -170,30 +176,40 @@ def _chunk_numbers(wave: np.ndarray, item_tile: np.ndarray, chunk_items: int) ->
     return np.cumsum(new_wave | (np.diff(part, prepend=-1) != 0))
 
 
-def _chunk(
-    sequences: Sequences,
-    tile_sequence: np.ndarray,
-    tiles: np.ndarray,
-    keys: np.ndarray,
-    *,
-    is_first: bool,
-) -> Chunk:
-    sequence = tile_sequence[tiles]
+def _chunk(queries: QueryTiles, tiles: np.ndarray, keys: np.ndarray, window: int | None, *, is_first: bool) -> Chunk:
+    sequences, sequence = queries.sequences, queries.sequence[tiles]
+    block_size = sequences.block_size
     positions = keys[:, None] * KEY_TILE + np.arange(KEY_TILE)
-    logical = np.minimum(positions // sequences.block_size, sequences.block_table.shape[1] - 1)
+    logical = np.minimum(positions // block_size, sequences.block_table.shape[1] - 1)
     blocks = sequences.block_table[sequence[:, None], logical].astype(np.int64)
     lengths = sequences.start[sequence] + sequences.num_tokens[sequence]
+    rows = np.where(positions < lengths[:, None], blocks * 2 * block_size + positions % block_size, 0)
+    own = queries.positions[tiles]
+    is_edge = own.min(axis=1) < positions[:, -1]
+    if window is not None:
+        is_edge |= own.max(axis=1) - window >= positions[:, 0]
+    edges = np.flatnonzero(is_edge)
     levels, roots = _merge_tree(tiles, keys)
     return Chunk(
         tiles=torch.from_numpy(tiles),
-        slots=torch.from_numpy(blocks * sequences.block_size + positions % sequences.block_size),
-        key_positions=torch.from_numpy(positions.astype(np.int32))[:, None, None],
-        beyond=torch.from_numpy(np.flatnonzero(positions >= lengths[:, None])),
+        key_rows=torch.from_numpy(rows)[:, None],
+        edges=torch.from_numpy(edges),
+        edge_bias=_bias(queries.row_positions[tiles[edges]], positions[edges], window),
         levels=levels,
         roots=torch.from_numpy(roots),
         root_tiles=torch.from_numpy(tiles[roots]),
         is_first=is_first,
     )
+
+
+def _bias(own: np.ndarray, keys: np.ndarray, window: int | None) -> torch.Tensor:
+    """own: [E, rows], keys: [E, KEY_TILE] positions -> [E, 1, rows, KEY_TILE]. The further out of sight, the lower:
+    products and minima are several times faster than comparisons and choices."""
+    distance = torch.from_numpy(own)[:, :, None] - torch.from_numpy(keys.astype(np.float32))[:, None]
+    bias = distance.clamp(max=0.0)
+    if window is not None:
+        bias = torch.minimum(bias, (window - 1 - distance).clamp_(max=0.0))
+    return bias.mul_(-HIDDEN)[:, None]
 
 
 def _merge_tree(tiles: np.ndarray, keys: np.ndarray) -> tuple[Levels, np.ndarray]:

@@ -8,23 +8,23 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
-from quire.attention.tiles import KEY_TILE, Chunk, Sequences, TileList, plan_tiles
+from quire.attention.tiles import HIDDEN, KEY_TILE, Chunk, Sequences, TileList, plan_tiles
 from quire.kernels import reference
-from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Working memory of one chunk of items: about what the caches of a core hold."""
-LOWEST = -1e30
-"""The maximum of no scores: finite, so that differences and products with it are never NaN."""
 
 
 class TorchAttention:
-    """AttentionBackend over torch's own operators. Pages must hold finite values from the start (zeros): a page
-    may be read, with weight zero, before it is written."""
+    """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
+    zero) in place of whatever a sequence does not own."""
 
     def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
         self._block_size = layout.block_size
         self._pages = list(pages)
+        for page in self._pages:
+            page[NULL_BLOCK].zero_()
         self._page_of_layer = {
             layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
         }
@@ -101,7 +101,7 @@ def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torc
         .reshape(tiles.num_tiles, groups, used_rows, dim)
     )
     shape = (tiles.num_tiles, groups, tiles.rows)
-    total: Partial = (torch.full((*shape, 1), LOWEST), torch.zeros(*shape, 1), torch.zeros(*shape, dim))
+    total: Partial = (torch.full((*shape, 1), HIDDEN), torch.zeros(*shape, 1), torch.zeros(*shape, dim))
     for chunk in tiles.chunks:
         partial = _attend_chunk(tiles, chunk, layer, pages, queries)
         for left, right in chunk.levels:
@@ -125,30 +125,25 @@ def _attend_chunk(
     block_size, groups, dim = pages.shape[2:]
     num_items, rows = len(chunk.tiles), tiles.rows
     vectors = pages.view(-1, dim)
-    index = reference.key_rows(chunk.slots, block_size)[:, None] * groups + torch.arange(groups)[:, None]
-    index = index.view(-1)
+    index = (chunk.key_rows * groups + torch.arange(groups)[:, None]).view(-1)
     key = vectors.index_select(0, index).float().view(num_items * groups, KEY_TILE, dim)
-    # A slot's value lies block_size rows behind its key: the same index, seen from that much further on.
-    value = vectors[block_size * groups :].index_select(0, index).float().view(num_items, groups, KEY_TILE, dim)
-    # Stale bytes of a block's former owner have weight zero, but zero times infinity is not zero.
-    item, place = chunk.beyond.div(KEY_TILE, rounding_mode="floor"), chunk.beyond % KEY_TILE
-    value[item, :, place] = 0.0
+    # A value lies block_size rows behind its key: the same index, seen from that much further on.
+    value = vectors[block_size * groups :].index_select(0, index).float().view(key.shape)
     query = queries.index_select(0, chunk.tiles).view(num_items * groups, rows, dim)
     scores = torch.bmm(query, key.transpose(1, 2))
     if layer.soft_cap is not None:
         scores = scores.div_(layer.soft_cap).tanh_().mul_(layer.soft_cap)
-    own = tiles.row_positions.index_select(0, chunk.tiles)
-    hidden = chunk.key_positions > own
-    if layer.window is not None:
-        hidden |= chunk.key_positions <= own - layer.window
-    scores.view(num_items, groups, rows, KEY_TILE).masked_fill_(hidden, -torch.inf)
-    maximum = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)
-    weights = scores.sub_(maximum).exp_()
+    if len(chunk.edges):
+        by_item = scores.view(num_items, groups, rows, KEY_TILE)
+        by_item.index_copy_(0, chunk.edges, by_item.index_select(0, chunk.edges).add_(chunk.edge_bias))
+    weights = torch.softmax(scores, dim=-1)
+    # The largest weight is exp(0) / sum: its inverse is the sum of exponentials, without another pass of exp.
+    total = weights.amax(-1, keepdim=True).reciprocal_()
     shape = (num_items, groups, rows, -1)
     return (
-        maximum.view(shape),
-        weights.sum(-1, keepdim=True).view(shape),
-        torch.bmm(weights, value.view(num_items * groups, KEY_TILE, dim)).view(shape),
+        scores.amax(-1, keepdim=True).view(shape),
+        total.view(shape),
+        torch.bmm(weights, value).mul_(total).view(shape),
     )
 
 

@@ -165,7 +165,7 @@ def test_what_a_former_owner_left_behind_has_no_influence() -> None:
     expected = Pool(GROUPED, [history]).run(0, 9)
     pool = Pool(GROUPED, [history])
     pool.pages[1:] = float("nan")
-    pool.pages[:, 1, :, 0] = float("inf")
+    pool.pages[1:, 1, :, 0] = float("inf")
     assert torch.equal(pool.run(0, 9), expected)
 
 
