@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.errors import ModelLoadError
@@ -14,7 +14,7 @@ from quire.server.chat import add_chat_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
-from quire.server.health import add_health_routes, add_load_routes
+from quire.server.health import add_health_routes
 from quire.server.home import add_home_route
 from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
@@ -44,22 +44,21 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     engine.add_listener(metrics)
     context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes)
 
-    app = FastAPI(title="Quire", version=__version__, openapi_url=None)
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        openapi_url=None,
+        dependencies=[Depends(key_check(settings.api_key))],
+    )
     app.state.context = context
-    public = APIRouter()
-    add_health_routes(public, context)
-    add_metrics_route(public, context)
-    # Default deny: every route that is not listed above sits behind the key.
-    private = APIRouter(dependencies=[Depends(key_check(settings.api_key))])
-    add_completion_routes(private, context)
-    add_chat_routes(private, context)
-    add_model_routes(private, context)
-    add_tokenize_routes(private, context)
-    add_load_routes(private, context)
-    add_home_route(private, context)
-    add_openapi_route(private)
-    app.include_router(public)
-    app.include_router(private)
+    add_completion_routes(app, context)
+    add_chat_routes(app, context)
+    add_model_routes(app, context)
+    add_tokenize_routes(app, context)
+    add_health_routes(app, context)
+    add_metrics_route(app, context)
+    add_home_route(app, context)
+    add_openapi_route(app)
 
     install_error_handlers(app)
     if settings.cors_allowed_origins:

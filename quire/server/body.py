@@ -15,7 +15,7 @@ from quire.server.protocol.common import RequestStruct
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
-_AT_PATH = re.compile(r" - at `(?:key in )?\$(.*)`$| - at key in `\$(.*)`$")
+_AT_PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
 
 
@@ -98,7 +98,7 @@ def _explain(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> ApiE
     """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field."""
     where = _AT_PATH.search(str(error))
     text = str(error)[: where.start()] if where else str(error)
-    path = (where[1] or where[2] or "").lstrip(".") if where else ""
+    path = where[1].lstrip(".").removesuffix("[...]") if where else ""
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=_join(path, error.__cause__.param))
     if unknown := _UNKNOWN_FIELD.fullmatch(text):

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import TokensPrompt
@@ -34,8 +34,8 @@ from quire.server.streaming import DONE, EventStream, encode_event
 logger = get_logger(__name__)
 
 
-def add_chat_routes(router: APIRouter, context: ServerContext) -> None:
-    @router.post("/v1/chat/completions")
+def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), ChatRequest)
         context.admit()
@@ -100,8 +100,14 @@ class ChatAnswer:
         body = self._body
         rendered = await render_chat(self._context.engine, body)
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
-        salt = body.cache_salt or ""
-        running = generate(self._context.engine, [prompt], self._params, self.response_id, salt)
+        running = generate(
+            self._context.engine,
+            [prompt],
+            self._params,
+            self.response_id,
+            cache_salt=body.cache_salt,
+            prompt_field="messages",
+        )
         async with aclosing(running) as outputs:
             async for _, output in outputs:
                 self._counter.add(0, output)

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import Prompt
@@ -16,7 +16,7 @@ from quire.server.body import parse_body, read_body
 from quire.server.context import SYSTEM_FINGERPRINT, ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter, generate
-from quire.server.logprobs import CompletionColumns, prompt_logprobs
+from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
     CompletionChoice,
@@ -30,8 +30,8 @@ from quire.server.streaming import DONE, EventStream, encode_event
 logger = get_logger(__name__)
 
 
-def add_completion_routes(router: APIRouter, context: ServerContext) -> None:
-    @router.post("/v1/completions")
+def add_completion_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), CompletionRequest)
         context.admit()
@@ -88,7 +88,9 @@ class CompletionAnswer:
         prompts: list[Prompt] = list(body.prompts)
         if not body.add_special_tokens:
             prompts = [await self._without_special_tokens(prompt) for prompt in body.prompts]
-        running = generate(self._engine, prompts, self._params, self.response_id, body.cache_salt or "")
+        running = generate(
+            self._engine, prompts, self._params, self.response_id, cache_salt=body.cache_salt, prompt_field="prompt"
+        )
         async with aclosing(running) as outputs:
             async for pair in outputs:
                 yield pair
@@ -136,14 +138,15 @@ class CompletionAnswer:
             piece.prompt_token_ids = token_ids
             piece.token_ids = []
         if body.prompt_logprobs is not None:
-            piece.prompt_logprobs = prompt_logprobs(entries)
+            piece.prompt_logprobs = prompt_logprobs(limited(entries, body.prompt_logprobs))
         if body.echo:
             text = output.prompt if body.truncate_prompt_tokens is None else None
             piece.text = self._tokenizer.decode(token_ids, body.skips_special) if text is None else text
         if body.logprobs is not None:
             before = [] if body.echo else token_ids
             self._columns[piece.index] = CompletionColumns(self._tokenizer, body.skips_special, before)
-            piece.logprobs = self._columns[piece.index].add(token_ids, entries or []) if body.echo else None
+            if body.echo:
+                piece.logprobs = self._columns[piece.index].add(token_ids, limited(entries, body.logprobs))
 
     def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
         piece.text += completion.text

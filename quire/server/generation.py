@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import ChatMessage
@@ -44,28 +45,44 @@ async def render_chat(engine: AsyncLLM, body: ChatBody) -> RenderedChat:
 
 
 async def generate(
-    engine: AsyncLLM, prompts: list[Prompt], params: SamplingParams, request_id: str, cache_salt: str
+    engine: AsyncLLM,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    request_id: str,
+    *,
+    cache_salt: str | None,
+    prompt_field: str,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
 
-    Closing the generator, or an error of one prompt, ends all of them.
+    Closing the generator, or an error of one prompt, ends all of them. prompt_field: what the endpoint calls the
+    prompt, for the errors about it.
     """
 
     def stream(index: int) -> AsyncGenerator[RequestOutput, None]:
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        return engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt)
+        return engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt or "")
 
-    if len(prompts) == 1:
-        async with aclosing(stream(0)) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-    async with aclosing(_merge([stream(index) for index in range(len(prompts))])) as merged:
-        async for pair in merged:
-            yield pair
+    streams = [stream(index) for index in range(len(prompts))]
+    try:
+        async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:
+            async for pair in outputs:
+                yield pair
+    except UserError as error:
+        if error.param in ("prompt", "prompt_token_ids"):
+            error.param = prompt_field
+        raise
 
 
-async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _number(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(stream) as outputs:
+        async for output in outputs:
+            yield 0, output
+
+
+async def _merge(
+    streams: list[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
 
     async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:

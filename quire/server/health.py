@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
+from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.responses import json_response
 from quire.version import __version__
@@ -24,22 +25,23 @@ class Load(msgspec.Struct):
     server_load: int
 
 
-def add_health_routes(router: APIRouter, context: ServerContext) -> None:
-    """Routes for probes: 200 while requests can be served, 503 once the engine is dead or the server drains."""
+def add_health_routes(app: FastAPI, context: ServerContext) -> None:
+    """Routes for probes and routers; /health is 200 while requests can be served, 503 once the engine is dead or the
+    server drains."""
 
-    @router.get("/health")
-    @router.get("/ping")
-    @router.post("/ping")
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    @public
     async def health() -> Response:
         context.check_alive()
         return json_response(Health("ok"))
 
-    @router.get("/version")
+    @app.get("/version")
+    @public
     async def version() -> Response:
         return json_response(Version(__version__))
 
-
-def add_load_routes(router: APIRouter, context: ServerContext) -> None:
-    @router.get("/load")
+    @app.get("/load")
     async def load() -> Response:
         return json_response(Load(context.engine.num_unfinished))

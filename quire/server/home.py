@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
 from quire.server.context import ServerContext
 from quire.version import __version__
@@ -40,8 +40,8 @@ with a context of {max_model_len} tokens and a KV cache of {num_blocks} blocks o
 """
 
 
-def add_home_route(router: APIRouter, context: ServerContext) -> None:
-    @router.get("/")
+def add_home_route(app: FastAPI, context: ServerContext) -> None:
+    @app.get("/")
     async def home() -> Response:
         ready, settings = context.engine.ready, context.settings
         page = _PAGE.format(

@@ -52,6 +52,20 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
+def limited(entries: Sequence[Entry | None] | None, num_top: int) -> list[Entry | None]:
+    """The chosen token (each entry's first) and the `num_top` likeliest: the engine may have been asked for more."""
+    return [
+        None
+        if entry is None
+        else {
+            token_id: logprob
+            for number, (token_id, logprob) in enumerate(entry.items())
+            if number == 0 or (logprob.rank or 0) <= num_top
+        }
+        for entry in entries or ()
+    ]
+
+
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> PromptLogprobs | None:
     """vLLM's shape: for each prompt token a table from token id to its logprob, rank and text; null for the first."""
     if entries is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
 from quire.server.context import ServerContext
 from quire.server.protocol.models import ModelCard, ModelList
 from quire.server.responses import json_response
 
 
-def add_model_routes(router: APIRouter, context: ServerContext) -> None:
+def add_model_routes(app: FastAPI, context: ServerContext) -> None:
     def card(name: str) -> ModelCard:
         return ModelCard(
             id=name,
@@ -18,11 +18,11 @@ def add_model_routes(router: APIRouter, context: ServerContext) -> None:
             max_model_len=context.engine.ready.max_model_len,
         )
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response(ModelList([card(name) for name in context.model_names]))
 
     # A name may hold slashes: hub ids do.
-    @router.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         return json_response(card(context.served_name(name)))

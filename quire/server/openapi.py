@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import FastAPI, Response
 
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
@@ -27,8 +27,8 @@ _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Stru
 }
 
 
-def add_openapi_route(router: APIRouter) -> None:
-    @router.get("/openapi.json")
+def add_openapi_route(app: FastAPI) -> None:
+    @app.get("/openapi.json")
     async def openapi() -> Response:
         return Response(msgspec.json.encode(describe()), media_type="application/json")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,14 +13,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
 from quire.metrics.prometheus import PREFIX
+from quire.server.auth import public
 from quire.server.context import ServerContext
 
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client hung up before the answer began."""
 
 
-def add_metrics_route(router: APIRouter, context: ServerContext) -> None:
-    @router.get("/metrics")
+def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
+    @app.get("/metrics")
+    @public
     async def metrics(request: Request) -> Response:
         # Of a dead engine the last snapshot is what there is to tell; /health says that it is dead.
         with contextlib.suppress(EngineDeadError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from quire.errors import UserError
 from quire.server.body import parse_body, read_body
@@ -17,10 +17,10 @@ from quire.server.protocol.tokenize import (
 from quire.server.responses import json_response
 
 
-def add_tokenize_routes(router: APIRouter, context: ServerContext) -> None:
+def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
     tokenizer = context.tokenizer
 
-    @router.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), TokenizeRequest)
         context.served_name(body.model)
@@ -31,7 +31,7 @@ def add_tokenize_routes(router: APIRouter, context: ServerContext) -> None:
         strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(TokenizeResponse(len(tokens), context.engine.ready.max_model_len, tokens, strings))
 
-    @router.post("/detokenize")
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), DetokenizeRequest)
         context.served_name(body.model)

@@ -8,17 +8,19 @@ from tests.fakes.executor import FakeExecutor
 from tests.server.model_directory import VOCAB_SIZE
 
 COPY = 28
-"""The token of "=": a prompt that begins with it is copied, and then the end token comes."""
+"""The token of an equals sign."""
 END_TOKEN = 257
 FIRST_LETTER = 64
 SLOW_STEP_SECONDS = 0.02
 
 
 def choose(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
-    """Copy the prompt after "=", then end; for any other prompt a letter that depends on everything before it."""
+    """Copy what stands behind "=" in the prompt (up to an end token), then end. For any other prompt a letter that
+    depends on everything before it."""
     prompt = token_ids[: len(token_ids) - index]
-    if COPY in prompt[:2]:
+    if COPY in prompt:
         text = prompt[prompt.index(COPY) + 1 :]
+        text = text[: text.index(END_TOKEN)] if END_TOKEN in text else text
         return text[index] if index < len(text) else END_TOKEN
     seed = 0 if sampling.params.is_greedy else sampling.seed
     return FIRST_LETTER + hash((seed, index, *token_ids)) % 26

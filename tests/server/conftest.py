@@ -1,0 +1,103 @@
+"""Engines over the fake executor, and two ways to talk to their server: in-process, and over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from quire.server.app import create_app
+from quire.server.context import ServerContext
+from quire.server.http_protocol import make_http_server
+from quire.server.run import bind
+from quire.server.settings import ServerSettings
+from tests.server.model_directory import write_model
+
+NUM_BLOCKS = 64
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@dataclass
+class Served:
+    """A server and a client of it."""
+
+    engine: AsyncLLM
+    context: ServerContext
+    client: httpx.AsyncClient
+    url: str = "http://quire"
+
+    async def until(self, condition: Callable[[AsyncLLM], bool]) -> None:
+        """Wait until the engine is in a state; the test's own timeout is the limit."""
+        while not condition(self.engine):
+            await asyncio.sleep(0.005)
+
+    async def until_idle(self) -> None:
+        """Wait until nothing runs or waits and every block is free."""
+        while True:
+            stats = await self.engine.stats()
+            if self.engine.num_unfinished == stats.num_running == stats.num_waiting == stats.num_used_blocks == 0:
+                return
+            await asyncio.sleep(0.005)
+
+    async def until_running(self, count: int) -> None:
+        while (await self.engine.stats()).num_running < count:
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    model_path: Path,
+    settings: ServerSettings | None = None,
+    *,
+    executor: str = "readable",
+    live: bool = False,
+    max_num_seqs: int = 8,
+) -> AsyncIterator[Served]:
+    """Serve the tiny model; `live`: over 127.0.0.1, else the client calls the application directly."""
+    settings = settings or ServerSettings(served_model_name=["tiny"], port=0)
+    options = EngineOptions(model=str(model_path), num_blocks_override=NUM_BLOCKS, max_num_seqs=max_num_seqs)
+    engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
+    try:
+        app = create_app(engine, settings)
+        if not live:
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+                yield Served(engine, app.state.context, client)
+            return
+        server = make_http_server(app, settings, farewell_seconds=2)
+        with bind(settings) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            running = asyncio.ensure_future(server.serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.005)
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                yield Served(engine, app.state.context, client, url)
+            server.should_exit = True
+            await running
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+async def served(model_path: Path) -> AsyncIterator[Served]:
+    """The application called directly."""
+    async with serving(model_path) as served:
+        yield served
+
+
+@pytest.fixture
+async def live(model_path: Path) -> AsyncIterator[Served]:
+    """A server on a socket, whose steps take a while."""
+    async with serving(model_path, executor="slow", live=True) as served:
+        yield served

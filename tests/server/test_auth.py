@@ -1,0 +1,75 @@
+"""With an API key set, every route but the public ones asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from quire.server.settings import ServerSettings
+from tests.server.conftest import Served, serving
+
+KEY = "s3cret-schlüssel"
+PUBLIC = {"/health", "/ping", "/version", "/metrics"}
+
+
+@pytest.fixture
+async def locked(model_path: Path) -> AsyncIterator[Served]:
+    async with serving(model_path, ServerSettings(api_key=KEY, served_model_name=["tiny"])) as served:
+        yield served
+
+
+async def test_default_deny(locked: Served) -> None:
+    """Asked of the routes that exist, so that a new one is locked or listed above."""
+    paths = {
+        route.path: method
+        for route in locked.client._transport.app.routes  # type: ignore[attr-defined]
+        for method in route.methods
+    }
+    assert set(paths) > PUBLIC
+    assert "/v1/completions" in paths
+    for path, method in paths.items():
+        response = await locked.client.request(method, path.replace("{name:path}", "tiny"))
+        if path in PUBLIC:
+            assert response.status_code == 200, path
+        else:
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {KEY}", 200),
+        (f"bearer {KEY}", 200),
+        (f"Bearer  {KEY} ", 200),
+        (KEY, 401),
+        (f"Basic {KEY}", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        (f"Bearer {KEY}x", 401),
+        (f"Bearer {KEY[:-1]}", 401),
+        (f"Bearer {KEY.upper()}", 401),
+    ],
+)
+async def test_the_header(locked: Served, header: str, status: int) -> None:
+    response = await locked.client.get("/v1/models", headers=[(b"authorization", header.encode())])
+    assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/v1//models", "/v1/models/", "/%761/models", "/V1/models", "/health/../v1/models"]
+)
+async def test_no_spelling_of_a_path_gets_around_it(locked: Served, path: str) -> None:
+    assert (await locked.client.get(path)).status_code in (401, 404, 307)
+
+
+async def test_the_body_is_not_read_before_the_key(locked: Served) -> None:
+    assert (await locked.client.post("/v1/completions", content=b"{")).status_code == 401
+
+
+async def test_without_a_key_all_are_welcome(served: Served) -> None:
+    for headers in ({}, {"Authorization": "Bearer whatever"}):
+        assert (await served.client.get("/v1/models", headers=headers)).status_code == 200

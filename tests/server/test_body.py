@@ -1,0 +1,162 @@
+"""Parsing: one type that can only be valid, or an error that names the field."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import UserError
+from quire.server.body import parse_body
+from quire.server.errors import ApiError
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completion import CompletionRequest
+from quire.server.protocol.tokenize import TokenizeRequest
+
+USER = '{"role": "user", "content": "hi"}'
+
+
+def failure(body: str | bytes, kind: type = CompletionRequest) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse_body(body.encode() if isinstance(body, str) else body, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_null_counts_as_absent() -> None:
+    body = parse_body(
+        b'{"prompt": "a", "n": null, "suffix": null, "stream": null, "logit_bias": null}', CompletionRequest
+    )
+    assert body == CompletionRequest(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"[1]", "invalid_json"),
+        (b'"prompt"', "invalid_json"),
+        (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+        (b'{"prompt": "a", "temperature": 1e999}', "invalid_json"),
+        (b'{"prompt": "\xff\xfe"}', "invalid_utf8"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"a":' * 100_000, "invalid_json"),
+    ],
+)
+def test_what_is_not_a_json_object(body: bytes, code: str) -> None:
+    assert failure(body).detail.code == code
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"n": "two"', "n"),
+        ('"n": 1.5', "n"),
+        ('"n": true', "n"),
+        ('"n": 99999999999999999999', "n"),
+        ('"temperature": "hot"', "temperature"),
+        ('"stop": ["a", 3]', "stop[1]"),
+        ('"stop": "' + "x" * 1025 + '"', "stop"),
+        ('"stop_token_ids": [-1]', "stop_token_ids[0]"),
+        ('"logit_bias": {"a": 1}', "logit_bias"),
+        ('"logit_bias": {"1": "much"}', "logit_bias"),
+        ('"stream_options": {"include_usage": 1}', "stream_options.include_usage"),
+        ('"stream_options": {"usage": true}', "stream_options.usage"),
+        ('"request_id": "two words"', "request_id"),
+        ('"request_id": "line\\nbreak"', "request_id"),
+        ('"request_id": "' + "x" * 129 + '"', "request_id"),
+        ('"cache_salt": ""', "cache_salt"),
+        ('"user": "' + "x" * 1025 + '"', "user"),
+        ('"best_of": 2', "best_of"),
+        ('"max_tokens": 0', "max_tokens"),
+        ('"stream_options": {"include_usage": true}', "stream_options"),
+        ('"prompt": []', "prompt"),
+        ('"prompt": [1, "a"]', "prompt"),
+        ('"prompt": [[1], "a"]', "prompt"),
+        ('"prompt": {"text": "a"}', "prompt"),
+        ('"prompt": [-1]', "prompt[0]"),
+        ('"prompt": [' + ",".join(['"a"'] * 1025) + "]", "prompt"),
+        ('"n": 256, "prompt": [' + ",".join(['"a"'] * 17) + "]", "n"),
+    ],
+)
+def test_wrong_values_name_their_field(fields: str, param: str) -> None:
+    prompt = "" if '"prompt"' in fields else ', "prompt": "a"'
+    error = failure("{" + fields + prompt + "}")
+    assert error.detail.param == param
+    assert error.detail.type == "invalid_request_error"
+    assert "\n" not in error.detail.message
+
+
+def test_missing_prompt() -> None:
+    error = failure('{"n": 1}')
+    assert (error.detail.param, error.detail.code) == ("prompt", "missing_required_parameter")
+
+
+def test_unknown_fields_suggest_the_nearest_name() -> None:
+    error = failure('{"prompt": "a", "temprature": 1}')
+    assert error.detail.param == "temprature"
+    assert "did you mean 'temperature'?" in error.detail.message
+    nested = failure('{"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]}', ChatRequest)
+    assert nested.detail.param == "messages[0].content[0].txt"
+    assert "did you mean 'text'?" in nested.detail.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("{}", "messages[1].role"),
+        ('{"role": "tool", "content": "4"}', "messages[1].role"),
+        ('{"role": "user"}', "messages[1].content"),
+        ('{"role": "user", "content": null}', "messages[1].content"),
+        ('{"role": "assistant", "content": "a", "tool_calls": [{}]}', "messages[1].tool_calls"),
+        ('{"role": "assistant", "content": "a", "audio": {"id": "x"}}', "messages[1].audio"),
+        ('{"role": "user", "content": 3}', "messages[1].content"),
+        ('{"role": "user", "content": [{"type": "text"}]}', "messages[1].content[0].text"),
+        (
+            '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}',
+            "messages[1].content[0].type",
+        ),
+        ('{"role": "user", "content": [{"type": "text", "text": "a", "file": {}}]}', "messages[1].content[0].file"),
+        ("3", "messages[1]"),
+    ],
+)
+def test_wrong_messages_name_their_place(message: str, param: str) -> None:
+    assert failure('{"messages": [' + USER + "," + message + "]}", ChatRequest).detail.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ('"messages": []', "messages"),
+        ('"messages": "hi"', "messages"),
+        ('"messages": [' + USER + '], "top_logprobs": 1', "top_logprobs"),
+        ('"messages": [' + USER + '], "max_tokens": 1, "max_completion_tokens": 2', "max_tokens"),
+        ('"messages": [' + USER + '], "continue_final_message": true', "continue_final_message"),
+        (
+            '"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": true,'
+            ' "add_generation_prompt": true',
+            "continue_final_message",
+        ),
+    ],
+)
+def test_contradictions_of_a_conversation(fields: str, param: str) -> None:
+    assert failure("{" + fields + "}", ChatRequest).detail.param == param
+
+
+def test_sampling_errors_carry_the_clients_own_name() -> None:
+    body = parse_body(b'{"messages": [' + USER.encode() + b'], "max_completion_tokens": -1}', ChatRequest)
+    with pytest.raises(UserError) as caught:
+        body.to_sampling_params()
+    assert caught.value.param == "max_completion_tokens"
+    body = parse_body(b'{"messages": [' + USER.encode() + b'], "logprobs": true, "top_logprobs": 99}', ChatRequest)
+    with pytest.raises(UserError) as caught:
+        body.to_sampling_params()
+    assert caught.value.param == "top_logprobs"
+
+
+def test_tokenize_takes_a_prompt_or_messages() -> None:
+    assert failure("{}", TokenizeRequest).detail.param == "prompt"
+    assert failure('{"prompt": "a", "messages": [' + USER + "]}", TokenizeRequest).detail.param == "prompt"
+    assert failure('{"prompt": "a", "continue_final_message": true}', TokenizeRequest).detail.param == (
+        "continue_final_message"
+    )

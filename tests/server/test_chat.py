@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions over a real engine core and a fake model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.sse import chunks
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def chat(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/chat/completions", json={"messages": HI, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = await served.client.post("/v1/chat/completions", json={"messages": HI, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    return chunks(response.text)
+
+
+async def rendered(served: Served, **body: Any) -> str:
+    """The prompt that a request makes."""
+    answer = await chat(served, **body, max_tokens=1, return_token_ids=True)
+    return served.context.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+
+async def test_shape_of_an_answer(served: Served) -> None:
+    answer = await chat(served, model="tiny", max_tokens=5)
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    [choice] = answer["choices"]
+    content = choice["message"].pop("content")
+    assert len(content) == 5
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "refusal": None},
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+async def test_without_a_limit_it_runs_to_the_context(served: Served) -> None:
+    answer = await chat(served)
+    assert answer["usage"]["total_tokens"] == served.engine.ready.max_model_len
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_both_names_of_the_limit(served: Served, name: str) -> None:
+    assert (await chat(served, **{name: 3}))["usage"]["completion_tokens"] == 3
+
+
+class TestTemplate:
+    async def test_roles_and_generation_prompt(self, served: Served) -> None:
+        messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "name": "Ann", "content": "hi"}]
+        text = await rendered(served, messages=messages)
+        assert text == "<|start|>system: be brief<|end|><|start|>user (Ann): hi<|end|><|start|>assistant: "
+
+    async def test_parts_of_a_message(self, served: Served) -> None:
+        parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+        assert "user: one\ntwo<|end|>" in await rendered(served, messages=[{"role": "user", "content": parts}])
+
+    async def test_no_generation_prompt(self, served: Served) -> None:
+        assert await rendered(served, add_generation_prompt=False) == "<|start|>user: hi<|end|>"
+
+    async def test_continuing_the_last_message(self, served: Served) -> None:
+        messages = [*HI, {"role": "assistant", "content": "I am"}]
+        text = await rendered(served, messages=messages, continue_final_message=True)
+        assert text.endswith("<|start|>assistant: I am")
+
+    async def test_template_options(self, served: Served) -> None:
+        assert (await rendered(served, chat_template_kwargs={"shout": True})).startswith("SHOUT <|start|>")
+
+    async def test_reserved_template_options_are_refused(self, served: Served) -> None:
+        for name in ("tokenize", "chat_template", "messages"):
+            body = {"messages": HI, "chat_template_kwargs": {name: True}}
+            response = await served.client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "chat_template_kwargs"
+
+    async def test_special_tokens_are_the_templates_own(self, served: Served) -> None:
+        assert (await rendered(served)).count("<|start|>") == 2
+        assert (await rendered(served, add_special_tokens=True)).count("<|start|>") == 3
+
+
+class TestStreaming:
+    async def test_role_text_end(self, served: Served) -> None:
+        found = await stream(served, max_tokens=3)
+        assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+        deltas = [chunk["choices"][0]["delta"] for chunk in found]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert [set(delta) for delta in deltas[1:]] == [{"content"}] * 3
+        assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None, None, None, "length"]
+
+    async def test_adds_up_to_the_whole_answer(self, served: Served) -> None:
+        body = {"max_tokens": 9, "n": 2, "seed": 5, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        whole = await chat(served, **body, prompt_logprobs=1)
+        found = await stream(served, **body, prompt_logprobs=1, stream_options={"include_usage": True})
+        assert found[-1]["choices"] == []
+        assert found[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
+        assert [chunk["prompt_logprobs"] for chunk in found if "prompt_logprobs" in chunk] == [whole["prompt_logprobs"]]
+        for index, choice in enumerate(whole["choices"]):
+            pieces = [
+                chunk["choices"][0] for chunk in found if chunk["choices"] and chunk["choices"][0]["index"] == index
+            ]
+            assert [piece["delta"].get("role") for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+            assert "".join(piece["delta"].get("content", "") for piece in pieces) == choice["message"]["content"]
+            logprobs = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+            assert logprobs == choice["logprobs"]["content"]
+            assert [token for piece in pieces for token in piece.get("token_ids", [])] == choice["token_ids"]
+            assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+
+    async def test_an_error_before_the_first_token_is_an_ordinary_one(self, served: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "a" * 300}], "stream": True}
+        response = await served.client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+class TestLogprobs:
+    async def test_entries(self, served: Served) -> None:
+        answer = await chat(served, messages=[*HI, {"role": "assistant", "content": "x"}], logprobs=True, max_tokens=2)
+        [first, second] = answer["choices"][0]["logprobs"]["content"]
+        assert first["top_logprobs"] == second["top_logprobs"] == []
+        assert first["logprob"] == -1.0
+        assert bytes(first["bytes"] + second["bytes"]).decode() == answer["choices"][0]["message"]["content"]
+
+    async def test_number_of_alternatives(self, served: Served) -> None:
+        answer = await chat(served, logprobs=True, top_logprobs=3, max_tokens=4)
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            logprobs = [top["logprob"] for top in entry["top_logprobs"]]
+            assert len(logprobs) == 3
+            assert logprobs == sorted(logprobs, reverse=True)
+
+    async def test_bytes_tell_what_the_text_of_half_a_character_cannot(self, served: Served) -> None:
+        answer = await chat(served, messages=[{"role": "user", "content": "=é"}], logprobs=True)
+        assert answer["choices"][0]["message"]["content"] == "é"
+        entries = answer["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == ["\ufffd", "\ufffd", "<|end|>"]
+        assert bytes(entries[0]["bytes"] + entries[1]["bytes"]).decode() == "é"
+
+
+async def test_finish_by_end_token_and_stop_string(served: Served) -> None:
+    messages = [{"role": "user", "content": "=one two"}]
+    for stop, content in ((None, "one two"), (" t", "one")):
+        [choice] = (await chat(served, messages=messages, stop=stop))["choices"]
+        assert choice["message"]["content"] == content
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+async def test_request_id_becomes_the_id(served: Served) -> None:
+    assert (await chat(served, max_tokens=1, request_id="mine"))["id"] == "chatcmpl-mine"

@@ -1,0 +1,246 @@
+"""POST /v1/completions over a real engine core and a fake model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Served
+from tests.server.sse import chunks
+
+LETTERS = [64 + index for index in range(26)]
+
+
+async def complete(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/json"
+    return response.json()
+
+
+async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = await served.client.post("/v1/completions", json={"stream": True, **body})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    return chunks(response.text)
+
+
+def joined(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The choices that a stream's chunks add up to, in the shape of a whole answer."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in found:
+        for piece in chunk["choices"]:
+            known = choices.setdefault(piece["index"], piece)
+            if known is piece:
+                continue
+            assert known["finish_reason"] is None, "a chunk after the end of its choice"
+            known["text"] += piece["text"]
+            known["finish_reason"], known["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+            if "token_ids" in piece:
+                known["token_ids"] += piece["token_ids"]
+            for column, values in (piece["logprobs"] or {}).items():
+                known["logprobs"][column] += values
+    return choices
+
+
+async def test_shape_of_an_answer(served: Served) -> None:
+    answer = await complete(served, model="tiny", prompt="hello", max_tokens=5)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["created"] >= served.context.created
+    assert answer["system_fingerprint"].startswith("quire-")
+    [choice] = answer["choices"]
+    assert len(choice.pop("text")) == 5
+    assert choice == {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 5,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_default_is_sixteen_tokens(served: Served) -> None:
+    answer = await complete(served, prompt="hello", temperature=0)
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+async def test_end_of_sequence(served: Served) -> None:
+    answer = await complete(served, prompt="=bye", max_tokens=50)
+    assert answer["choices"][0]["text"] == "bye"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] is None
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_string(served: Served, include: bool) -> None:
+    body = {"prompt": "=one two three", "stop": ["two"], "include_stop_str_in_output": include, "max_tokens": 50}
+    answer = await complete(served, **body)
+    [choice] = answer["choices"]
+    assert choice["text"] == ("one two" if include else "one ")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "two")
+    assert joined(await stream(served, **body))[0]["text"] == choice["text"]
+    await served.until_idle()
+
+
+async def test_stop_token(served: Served) -> None:
+    answer = await complete(served, prompt="=abc", stop_token_ids=[65], max_tokens=50)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", 65)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"),
+    [("a", 1), (["a", "bb", "ccc"], 3), ([256, 64, 65], 1), ([[256, 64], [256, 65], [256, 66]], 3)],
+)
+async def test_every_form_of_a_prompt(served: Served, prompt: Any, num_prompts: int) -> None:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "n": 2, "return_token_ids": True}
+    answer = await complete(served, **body)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * num_prompts))
+    singles = [prompt] if num_prompts == 1 else prompt
+    for number, single in enumerate(singles):
+        alone = (await complete(served, **{**body, "prompt": single, "n": 1}))["choices"][0]
+        for choice in answer["choices"][2 * number : 2 * number + 2]:
+            assert choice["text"] == alone["text"]
+            assert choice["prompt_token_ids"] == alone["prompt_token_ids"]
+    assert answer["usage"]["completion_tokens"] == 4 * 2 * num_prompts
+    streamed = joined(await stream(served, **body))
+    assert streamed == {choice["index"]: choice for choice in answer["choices"]}
+
+
+async def test_usage_counts_a_prompt_once_for_its_n_completions(served: Served) -> None:
+    answer = await complete(served, prompt=["ab", "abc"], n=3, max_tokens=2)
+    assert answer["usage"]["prompt_tokens"] == 3 + 4
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+async def test_cached_tokens_are_reported(served: Served) -> None:
+    prompt = "x" * 63
+    first = await complete(served, prompt=prompt, max_tokens=1)
+    second = await complete(served, prompt=prompt, max_tokens=1)
+    salted = await complete(served, prompt=prompt, max_tokens=1, cache_salt="mine")
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second, salted)]
+    assert cached == [0, 48, 0]
+
+
+async def test_seeds(served: Served) -> None:
+    body = {"prompt": "abc", "max_tokens": 12, "temperature": 1.0, "n": 2}
+    one, again, other = [(await complete(served, **body, seed=seed))["choices"] for seed in (1, 1, 2)]
+    assert one == again
+    assert one != other
+    assert one[0]["text"] != one[1]["text"]
+
+
+async def test_special_tokens_of_the_prompt(served: Served) -> None:
+    for add, prefix in ((True, [256]), (False, [])):
+        answer = await complete(served, prompt="ab", add_special_tokens=add, return_token_ids=True, max_tokens=1)
+        assert answer["choices"][0]["prompt_token_ids"] == [*prefix, 64, 65]
+
+
+async def test_truncated_prompt(served: Served) -> None:
+    answer = await complete(served, prompt="abcdef", truncate_prompt_tokens=2, echo=True, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["choices"][0]["text"][:2] == "ef"
+
+
+class TestStreaming:
+    async def test_adds_up_to_the_whole_answer(self, served: Served) -> None:
+        body = {"prompt": "=héllo wörld ☃", "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}
+        body |= {"max_tokens": 40, "prompt_logprobs": 1}
+        whole = await complete(served, **body)
+        streamed = joined(await stream(served, **body))
+        assert streamed == {choice["index"]: choice for choice in whole["choices"]}
+        assert streamed[0]["text"] == "=héllo wörld ☃héllo wörld ☃"
+
+    async def test_chunks(self, served: Served) -> None:
+        found = await stream(served, prompt="=abc", max_tokens=10)
+        assert len({chunk["id"] for chunk in found}) == 1
+        assert {chunk["object"] for chunk in found} == {"text_completion"}
+        assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None, None, None, "stop"]
+        assert all("usage" not in chunk for chunk in found)
+
+    async def test_usage_comes_last_with_no_choices(self, served: Served) -> None:
+        found = await stream(served, prompt="=abc", stream_options={"include_usage": True})
+        assert found[-1]["choices"] == []
+        assert found[-1]["usage"]["completion_tokens"] == 4
+        assert all(chunk["usage"] is None for chunk in found[:-1])
+
+    async def test_continuous_usage(self, served: Served) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        found = await stream(served, prompt="=abc", stream_options=options)
+        assert [chunk["usage"]["completion_tokens"] for chunk in found] == [1, 2, 3, 4, 4]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in found} == {5}
+
+    async def test_an_error_before_the_first_token_is_an_ordinary_one(self, served: Served) -> None:
+        response = await served.client.post("/v1/completions", json={"prompt": "a" * 300, "stream": True})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+class TestEcho:
+    async def test_prompt_comes_first(self, served: Served) -> None:
+        answer = await complete(served, prompt="=abc", echo=True)
+        assert answer["choices"][0]["text"] == "=abcabc"
+        assert answer["choices"][0]["logprobs"] is None
+
+    async def test_prompt_of_token_ids(self, served: Served) -> None:
+        answer = await complete(served, prompt=[28, 64, 65], echo=True)
+        assert answer["choices"][0]["text"] == "=abab"
+
+    async def test_scoring_a_prompt_generates_nothing(self, served: Served) -> None:
+        answer = await complete(served, prompt="abc", echo=True, max_tokens=0, logprobs=1, return_token_ids=True)
+        [choice] = answer["choices"]
+        assert choice["text"] == "abc"
+        assert choice["token_ids"] == []
+        assert choice["finish_reason"] == "length"
+        assert choice["logprobs"]["tokens"] == ["<|start|>", "a", "b", "c"]
+        assert answer["usage"]["completion_tokens"] == 0
+        streamed = joined(
+            await stream(served, prompt="abc", echo=True, max_tokens=0, logprobs=1, return_token_ids=True)
+        )
+        assert streamed == {0: choice}
+
+
+class TestLogprobs:
+    async def test_four_columns(self, served: Served) -> None:
+        answer = await complete(served, prompt="=héy", logprobs=2, echo=True, max_tokens=50)
+        columns = answer["choices"][0]["logprobs"]
+        assert columns["tokens"][:3] == ["<|start|>", "=", "h"]
+        assert columns["tokens"][-2:] == ["y", "<|end|>"]
+        assert columns["token_logprobs"][0] is None
+        assert columns["top_logprobs"][0] is None
+        assert set(columns["token_logprobs"][1:]) == {-1.0}
+        assert all(token in top for token, top in zip(columns["tokens"][1:], columns["top_logprobs"][1:], strict=True))
+        # Offsets count characters of the text "=héyhéy": the two bytes of é begin at the same one.
+        assert columns["text_offset"] == [0, 0, 1, 2, 2, 3, 4, 5, 5, 6, 7]
+
+    async def test_offsets_without_echo_begin_with_the_completion(self, served: Served) -> None:
+        answer = await complete(served, prompt="=abc", logprobs=0)
+        assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
+        assert [len(top) for top in answer["choices"][0]["logprobs"]["top_logprobs"]] == [1, 1, 1, 1]
+
+    async def test_echo_and_prompt_logprobs_each_get_their_number(self, served: Served) -> None:
+        for logprobs, prompt_logprobs in ((3, 1), (1, 3)):
+            body = {"prompt": "abc", "echo": True, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+            [choice] = (await complete(served, **body, max_tokens=0))["choices"]
+            assert max(map(len, choice["logprobs"]["top_logprobs"][1:])) == 1 + logprobs
+            assert max(map(len, choice["prompt_logprobs"][1:])) == 1 + prompt_logprobs
+
+    async def test_prompt_logprobs_for_every_choice(self, served: Served) -> None:
+        answer = await complete(served, prompt="abc", prompt_logprobs=1, n=3, max_tokens=2, temperature=1)
+        for choice in answer["choices"]:
+            first, *rest = choice["prompt_logprobs"]
+            assert first is None
+            assert [str(token) in entry for token, entry in zip([64, 65, 66], rest, strict=True)] == [True] * 3
+            assert rest[0]["64"] == {"logprob": -1.0, "rank": 1, "decoded_token": "a"}
+
+
+async def test_request_id_becomes_the_id(served: Served) -> None:
+    response = await served.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "mine"})
+    assert response.json()["id"] == "cmpl-mine" == response.headers["x-request-id"]
+    random = await complete(served, prompt="a", max_tokens=1)
+    assert random["id"] not in ("cmpl-mine", "cmpl-")
