@@ -51,6 +51,22 @@ def test_same_tokens_as_the_reference(vocab_size: int, first_look: int, monkeypa
         assert (result[index] == np.where(expected, weights[index], 0)).all()
 
 
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+def test_rows_whose_share_needs_more_than_the_first_look(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steep rows are settled by the few largest weights, flat ones are sorted whole; the outcome is the same."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(20, 300)).astype(np.float32) * np.linspace(0.1, 9, 20, dtype=np.float32)[:, None]
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    whole = filtered(weights, top_p=top_p)
+    monkeypatch.setattr(filters, "FIRST_LOOK", 8)
+    assert filtered(weights, top_p=top_p).tobytes() == whole.tobytes()
+    kept = (whole > 0).sum(axis=1)
+    assert kept.min() < 8 < kept.max()
+    for index in range(20):
+        expected = naive_probabilities(logits[index], Case(SamplingParams(top_p=top_p))) > 0
+        assert (whole[index] > 0).tolist() == expected.tolist()
+
+
 def test_equal_weights_live_or_die_together() -> None:
     weights = np.array([[0.5, 1.0, 0.5, 0.5, 0.1]], np.float32)
     assert np.flatnonzero(filtered(weights, top_k=2)).tolist() == [0, 1, 2, 3]
