@@ -75,9 +75,9 @@ def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if name and path.exists():
         raise ModelLoadError(f"{name!r} is a file: give the model's directory")
     return _fetch(name, revision, config_only)
 

@@ -41,7 +41,7 @@ def load_model(
     model: Decoder = model_architectures().load(config.architecture)(config, context)
     report = progress or _silent
     if load.load_format == "dummy":
-        model.load_weights(_dummy_weights(model.slots, load.seed, report))
+        model.load_weights(dummy_weights(model.slots, load.seed, report))
         return model
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
@@ -58,7 +58,7 @@ def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:
         raise ModelLoadError(message) from None
 
 
-def _dummy_weights(slots: WeightSlots, seed: int, report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+def dummy_weights(slots: WeightSlots, seed: int, report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights that depend on the seed and the tensor's name, not on the order of loading."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
