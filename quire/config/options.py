@@ -14,6 +14,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model: str = BUNDLED_MODEL
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
@@ -55,6 +56,7 @@ _PATHS = ("model", "tokenizer")
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, hub id, or 'bundled'",
     "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
+    "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
     "dtype": "auto, float32, bfloat16 or float16; auto means float32 on a CPU",
     "device": "auto or cpu",
     "seed": "seed of the engine: draws the seeds of requests that bring none",

@@ -15,7 +15,7 @@ from quire.tokenization.tokenizer import SENTENCEPIECE_FILES, Tokenizer, load_to
 
 
 class FrontEnd:
-    """One engine as seen from the outside. tokenizer: None when the model has none (dummy weights only)."""
+    """One engine as seen from the outside. tokenizer: None when the model has none or was asked to do without."""
 
     def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer | None) -> None:
         self.config = config
@@ -61,6 +61,8 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
 
 def _tokenizer(options: EngineOptions, config: EngineConfig) -> Tokenizer | None:
     """The tokenizer that was asked for, else the model's. A benchmark on dummy weights does without one."""
+    if options.skip_tokenizer_init:
+        return None
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
     names = ("tokenizer.json", "vocab.json", *SENTENCEPIECE_FILES)

@@ -1,0 +1,36 @@
+"""Greedy tokens and their logprobs equal those of Transformers, for every family, through the whole engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.e2e.conftest import generate
+from tests.models.families import FAMILIES
+from tests.models.harness import random_prompts
+
+PROMPT_LENGTHS = [1, 33, 7, 60]
+NUM_GENERATED = 64
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_and_logprobs(name: str, saved_model) -> None:  # type: ignore[no-untyped-def]
+    saved = saved_model(name)
+    prompts = random_prompts(PROMPT_LENGTHS, 97, seed=11)
+    outputs, _ = generate(str(saved.directory), prompts, max_num_batched_tokens=48, max_num_seqs=8)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            expected = saved.reference.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_GENERATED, pad_token_id=0
+            )[0]
+            logprobs = torch.log_softmax(saved.reference(expected[None]).logits[0].double(), dim=-1)
+        completion = output.outputs[0]
+        assert completion.token_ids == expected[len(prompt) :].tolist()
+        assert completion.finish_reason == "length"
+        for index, (token, alternatives) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            row = logprobs[len(prompt) - 1 + index]
+            assert alternatives[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+            best = row.topk(3).values.tolist()
+            assert sorted((entry.logprob for entry in alternatives.values()), reverse=True)[:3] == pytest.approx(
+                best, abs=1e-4
+            )
