@@ -1,0 +1,229 @@
+"""The KV manager alone: growth, waste, sharing, copy-on-write, prefix hits, windows, and what `check` catches."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+
+FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=6)
+
+
+def make_manager(
+    specs: tuple[LayerSpec, ...] = (FULL,), num_blocks: int = 20, block_size: int = 4, caching: bool = True
+) -> KVCacheManager:
+    groups, layers_per_group = group_layers(specs)
+    layout = KVCacheLayout(block_size, num_blocks + 1, groups, layers_per_group)
+    return KVCacheManager(layout, enable_prefix_caching=caching)
+
+
+def start(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> SequenceBlocks:
+    """A sequence whose tokens are all computed."""
+    chain = kv.new_chain(salt)
+    blocks = kv.begin(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1))
+    assert kv.append(blocks, blocks.capacity, len(token_ids)) is not None
+    kv.commit(blocks, token_ids, len(token_ids))
+    kv.check()
+    return blocks
+
+
+def test_blocks_come_on_demand_and_waste_less_than_one() -> None:
+    kv = make_manager()
+    blocks = kv.begin(kv.new_chain(""), 0)
+    for num_tokens in range(1, 40):
+        growth = kv.append(blocks, num_tokens - 1, num_tokens)
+        assert growth is not None
+        assert len(growth.new_blocks[0]) == (1 if num_tokens % 4 == 1 else 0)
+        assert 0 <= blocks.capacity - num_tokens < kv.block_size
+        kv.check()
+    kv.free(blocks)
+    assert kv.pool.num_used == 0
+
+
+def test_a_full_pool_refuses_and_changes_nothing() -> None:
+    kv = make_manager(num_blocks=3)
+    blocks = start(kv, list(range(9)))
+    other = kv.begin(kv.new_chain(""), 0)
+    assert kv.append(other, 0, 4) is None
+    assert other.tables == [[]]
+    kv.check()
+    kv.free(blocks)
+    assert kv.append(other, 0, 12) is not None
+
+
+def test_a_fork_shares_and_the_partial_block_is_copied_once_for_all_but_the_last_owner() -> None:
+    kv = make_manager()
+    parent = start(kv, list(range(10)))
+    children = [kv.fork(parent, 10) for _ in range(3)]
+    kv.check()
+    assert kv.pool.num_used == 3
+    assert kv.pool.num_shared == 3
+    tail = parent.tables[0][2]
+    copies = []
+    for blocks in (parent, *children):
+        growth = kv.append(blocks, 10, 11)
+        assert growth is not None
+        copies += growth.copies
+        kv.check()
+    assert [source for source, _ in copies] == [tail] * 3
+    assert children[-1].tables[0][2] == tail, "the last owner keeps the block"
+    assert kv.num_copied_blocks == 3
+    assert kv.append(parent, 11, 12).copies == []  # type: ignore[union-attr]
+
+
+def test_full_blocks_are_never_copied() -> None:
+    kv = make_manager()
+    parent = start(kv, list(range(8)))
+    child = kv.fork(parent, 8)
+    growth = kv.append(child, 8, 9)
+    assert growth is not None
+    assert not growth.copies
+    assert child.tables[0][:2] == parent.tables[0]
+
+
+def test_copy_on_write_counts_as_an_allocation() -> None:
+    kv = make_manager(num_blocks=3)
+    parent = start(kv, list(range(10)))
+    child = kv.fork(parent, 10)
+    assert kv.append(child, 10, 11) is None, "no block is free for the copy"
+    kv.free(parent)
+    growth = kv.append(child, 10, 11)
+    assert growth is not None
+    assert not growth.copies
+
+
+def test_prefix_hits_are_whole_blocks_and_never_the_last_token() -> None:
+    kv = make_manager()
+    kv.free(start(kv, list(range(12))))
+    for tokens, expected in [
+        (list(range(12)), 8),
+        (list(range(13)), 12),
+        ([*range(7), 99, 8], 4),
+        ([99, *range(1, 12)], 0),
+        ([0, 1, 2], 0),
+    ]:
+        chain = kv.new_chain("")
+        assert kv.match_prefix(chain, tokens, len(tokens) - 1) == expected
+
+
+def test_the_same_tokens_behind_another_prefix_are_no_hit() -> None:
+    kv = make_manager()
+    kv.free(start(kv, [1, 2, 3, 4, 5, 6, 7, 8]))
+    chain = kv.new_chain("")
+    assert kv.match_prefix(chain, [9, 2, 3, 4, 5, 6, 7, 8, 0], 8) == 0
+
+
+def test_salts_separate_tenants() -> None:
+    kv = make_manager()
+    kv.free(start(kv, list(range(9)), salt="a"))
+    assert kv.match_prefix(kv.new_chain("a"), list(range(9)), 8) == 8
+    assert kv.match_prefix(kv.new_chain("b"), list(range(9)), 8) == 0
+    assert kv.match_prefix(kv.new_chain(""), list(range(9)), 8) == 0
+
+
+def test_a_hit_takes_blocks_back_from_the_evictable_ones() -> None:
+    kv = make_manager(num_blocks=4)
+    kv.free(start(kv, list(range(16))))
+    assert kv.pool.num_evictable == 4
+    chain = kv.new_chain("")
+    hit = kv.match_prefix(chain, list(range(16)), 15)
+    assert kv.room_after_match(chain, hit) == (1, 3)
+    blocks = kv.begin(chain, hit)
+    assert kv.pool.num_evictable == 1
+    kv.free(blocks)
+    kv.check()
+
+
+def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
+    kv = make_manager(num_blocks=4)
+    kv.free(start(kv, list(range(16))))
+    kv.free(start(kv, [50, 51, 52, 53, 54]))
+    assert kv.pool.num_evictions == 2
+    assert kv.match_prefix(kv.new_chain(""), list(range(17)), 16) == 8
+
+
+def test_equal_blocks_computed_twice_are_indexed_once() -> None:
+    kv = make_manager()
+    first = start(kv, list(range(4)))
+    chain = kv.new_chain("")
+    second = kv.begin(chain, 0)
+    assert kv.append(second, 0, 4) is not None
+    kv.commit(second, list(range(4)), 4)
+    kv.check()
+    kv.free(second)
+    assert kv.pool.num_evictable == 0, "the duplicate has no content of its own"
+    kv.free(first)
+    assert kv.pool.num_evictable == 1
+
+
+def test_without_caching_nothing_is_kept() -> None:
+    kv = make_manager(caching=False)
+    kv.free(start(kv, list(range(12))))
+    assert kv.pool.num_evictable == 0
+    assert kv.match_prefix(kv.new_chain(""), list(range(12)), 11) == 0
+
+
+def test_blocks_outside_the_window_are_given_back() -> None:
+    kv = make_manager((WINDOW,))
+    blocks = start(kv, list(range(16)))
+    assert kv.append(blocks, 16, 17) is not None
+    # The query at 16 reads 11 .. 16: blocks 2, 3 and 4.
+    assert blocks.tables[0][:2] == [NULL_BLOCK, NULL_BLOCK]
+    assert kv.pool.num_used == 3
+    kv.check()
+    kv.free(blocks)
+    assert kv.pool.num_used == 0
+
+
+def test_a_mixed_model_releases_only_what_slides() -> None:
+    kv = make_manager((FULL, WINDOW))
+    blocks = start(kv, list(range(16)))
+    assert kv.append(blocks, 16, 17) is not None
+    assert NULL_BLOCK not in blocks.tables[0]
+    assert blocks.tables[1].count(NULL_BLOCK) == 2
+
+
+def test_a_hit_in_a_mixed_model_needs_the_window_of_the_sliding_layers() -> None:
+    kv = make_manager((FULL, WINDOW), num_blocks=40)
+    tokens = list(range(32))
+    blocks = kv.begin(kv.new_chain(""), 0)
+    for begin in range(0, 32, 8):
+        assert kv.append(blocks, begin, begin + 8) is not None
+        kv.commit(blocks, tokens, begin + 8)
+    kv.free(blocks)
+    chain = kv.new_chain("")
+    assert kv.match_prefix(chain, [*tokens, 5], 32) == 32
+    hit = kv.begin(chain, 32)
+    assert hit.tables[1][:6] == [NULL_BLOCK] * 6
+    kv.check()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("max_chunk", [1, 3, 8])
+def test_the_bound_on_blocks_of_a_window_holds(num_tokens: int, max_chunk: int) -> None:
+    kv = make_manager((WINDOW,), num_blocks=30)
+    blocks = kv.begin(kv.new_chain(""), 0)
+    most = 0
+    for begin in range(0, num_tokens, max_chunk):
+        assert kv.append(blocks, begin, min(begin + max_chunk, num_tokens)) is not None
+        most = max(most, kv.pool.num_used)
+    assert most <= kv.most_blocks(num_tokens, max_chunk)
+
+
+def test_check_catches_a_lost_count_a_double_use_and_a_leak() -> None:
+    for damage in (
+        lambda kv, blocks: kv.pool.ref_counts.__setitem__(blocks.tables[0][0], 2),
+        lambda kv, blocks: blocks.tables[0].__setitem__(1, blocks.tables[0][0]),
+        lambda kv, blocks: kv.pool._free.append(blocks.tables[0][0]),
+        lambda kv, blocks: blocks.tables[0].pop(),
+        lambda kv, blocks: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1),
+    ):
+        kv = make_manager()
+        blocks = start(kv, list(range(8)))
+        kv.check()
+        damage(kv, blocks)
+        with pytest.raises(AssertionError):
+            kv.check()

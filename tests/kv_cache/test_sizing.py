@@ -1,0 +1,96 @@
+"""How many blocks the pool gets, and how layers share it."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config.cache import CacheConfig
+from quire.errors import ConfigError, InsufficientMemoryError
+from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
+from quire.kv_cache.sizing import MemoryProfile, size_pool
+from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+
+FULL = FullAttentionSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4, window=6)
+TOKEN_BYTES = 2 * 2 * 8 * 4
+
+
+def cache(memory: int | None = None, override: int | None = None, utilization: float = 0.5) -> CacheConfig:
+    return CacheConfig(
+        block_size=16,
+        memory=memory,
+        memory_utilization=utilization,
+        num_blocks_override=override,
+        enable_prefix_caching=True,
+    )
+
+
+def size(config: CacheConfig, available: int = 10**9, activations: int = 0, max_num_seqs: int = 1000) -> KVCacheLayout:
+    groups, layers_per_group = group_layers([FULL] * 4)
+    profile = MemoryProfile(available, activations, weights=0)
+    return size_pool(groups, layers_per_group, config, profile, max_model_len=1024, max_num_seqs=max_num_seqs)
+
+
+def test_kv_cache_memory_is_a_ceiling() -> None:
+    layout = size(cache(memory=10 * 4 * 16 * TOKEN_BYTES + 5))
+    assert layout.num_usable_blocks == 10
+    assert layout.num_usable_blocks * layout.block_bytes <= 10 * 4 * 16 * TOKEN_BYTES + 5
+
+
+def test_an_override_is_obeyed_to_the_block() -> None:
+    assert size(cache(override=7), available=0).num_usable_blocks == 7
+
+
+def test_free_memory_less_activations_times_utilization() -> None:
+    bytes_per_block = 4 * 16 * TOKEN_BYTES
+    layout = size(cache(utilization=0.25), available=1000 * bytes_per_block, activations=200 * bytes_per_block)
+    assert layout.num_usable_blocks == 200
+
+
+def test_no_more_blocks_than_all_sequences_at_full_length_can_use() -> None:
+    assert size(cache(), available=10**12, max_num_seqs=3).num_usable_blocks == 3 * 64
+
+
+def test_too_little_memory_says_the_arithmetic() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"one block of 16 tokens takes 8.0 KiB"):
+        size(cache(), available=10_000, activations=9_000)
+
+
+def test_equal_layers_are_one_group() -> None:
+    groups, layers_per_group = group_layers([FULL] * 5)
+    assert [group.layers for group in groups] == [(0, 1, 2, 3, 4)]
+    assert block_bytes(groups, layers_per_group, 16) == 5 * 16 * TOKEN_BYTES
+
+
+def test_kinds_are_split_into_groups_of_one_size() -> None:
+    groups, layers_per_group = group_layers([FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW])
+    assert layers_per_group == 2
+    assert [group.layers for group in groups] == [(0, 3), (1, 2), (4, 5)]
+    layout = KVCacheLayout(16, 10, groups, layers_per_group)
+    assert [layout.page_of_layer(layer) for layer in range(6)] == [(0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (2, 1)]
+
+
+def test_odd_counts_leave_pages_of_the_last_group_unused() -> None:
+    groups, layers_per_group = group_layers([FULL] * 3 + [WINDOW] * 5)
+    assert layers_per_group == 3
+    assert [len(group.layers) for group in groups] == [3, 3, 2]
+
+
+def test_pages_of_different_size_are_refused() -> None:
+    other = FullAttentionSpec(num_kv_heads=4, head_dim=8, dtype_bytes=4)
+    with pytest.raises(ConfigError, match="different sizes"):
+        group_layers([FULL, other])
+
+
+def test_hashes_chain_and_do_not_depend_on_how_they_were_extended() -> None:
+    tokens = list(range(64))
+    whole, steps = HashChain(16, "s"), HashChain(16, "s")
+    whole.extend(tokens, 4)
+    for num_blocks in range(1, 5):
+        steps.extend(tokens, num_blocks)
+    assert whole.hashes == steps.hashes
+    changed = HashChain(16, "s")
+    changed.extend([99, *tokens[1:]], 4)
+    assert not set(changed.hashes[1:]) & set(whole.hashes)
+    assert len(whole.block_hash(0)) == 32
