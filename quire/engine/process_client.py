@@ -65,6 +65,7 @@ class ProcessClient:
         self._closed = False
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
+        self._starting = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineReady | EngineFailed | EngineOutputs)
         self._context = zmq.Context()
@@ -90,11 +91,12 @@ class ProcessClient:
 
     @property
     def ready(self) -> EngineReady:
-        if self._ready is None:
-            with self._receiving:
-                self._wait_until_ready()
-        assert self._ready is not None
-        return self._ready
+        # A lock of its own: whoever waits here must not queue behind a `receive` that waits for outputs.
+        with self._starting:
+            if self._ready is None:
+                with self._receiving:
+                    self._ready = self._wait_until_ready()
+            return self._ready
 
     def send(self, message: ClientMessage) -> None:
         _ = self.ready
@@ -131,14 +133,14 @@ class ProcessClient:
         with self._receiving:
             self._close_sockets()
 
-    def _wait_until_ready(self) -> None:
-        while self._ready is None:
+    def _wait_until_ready(self) -> EngineReady:
+        while True:
             remaining = self._startup_deadline - time.monotonic()
             message = self._poll(max(0.0, remaining))
             if isinstance(message, EngineReady):
                 self._outbox.connect(self._directory.address("messages"))
-                self._ready = message
-            elif message is None and remaining <= 0:
+                return message
+            if remaining <= 0:
                 self._process.kill()
                 self._die(EngineFailed(f"the engine process was not ready after {self._startup_timeout:g} s"))
 
