@@ -1,0 +1,292 @@
+"""AsyncLLM over fake executors: many requests, and every way in which one or all of them can end early."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import msgspec
+import psutil
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from quire.engine.process_client import ProcessClient
+from quire.errors import ConfigError, EngineDeadError, PromptTooLongError, QuireError, UserError
+from quire.outputs import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.stats import EngineStats
+
+FAKES = "tests.fakes.factories:"
+SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+
+
+def start(options: EngineOptions, executor: str = "plain", *, in_process: bool = True) -> AsyncLLM:
+    dummy = msgspec.structs.replace(options, load_format="dummy")
+    return AsyncLLM.from_options(dummy, in_process=in_process, executor=FAKES + executor)
+
+
+@pytest.fixture
+async def engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
+    engine = start(options, "slow")
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+async def process_engine(options: EngineOptions) -> AsyncIterator[AsyncLLM]:
+    engine = start(options, "slow", in_process=False)
+    yield engine
+    engine.shutdown()
+
+
+async def collect(engine: AsyncLLM, prompt: list[int], params: SamplingParams = SHORT, **keywords: object) -> list[int]:
+    """All token ids of the first completion, from deltas."""
+    tokens: list[int] = []
+    async for output in engine.generate(prompt, params, delta=True, **keywords):  # type: ignore[arg-type]
+        for completion in output.outputs:
+            tokens += completion.token_ids
+    return tokens
+
+
+async def begin(engine: AsyncLLM, request_id: str) -> asyncio.Task[list[int]]:
+    """A long request, already running."""
+    task = asyncio.create_task(collect(engine, [1, 2, 3], LONG, request_id=request_id))
+    while (await engine.stats()).num_running == 0:
+        await asyncio.sleep(0.01)
+    return task
+
+
+async def until_empty(engine: AsyncLLM) -> EngineStats:
+    while (stats := await engine.stats()).num_used_blocks or engine.num_unfinished:
+        await asyncio.sleep(0.01)
+    return stats
+
+
+def pid_of(engine: AsyncLLM) -> int:
+    client = engine._client
+    assert isinstance(client, ProcessClient)
+    return client.pid
+
+
+async def test_fifty_requests_at_once_get_their_own_tokens(process_engine: AsyncLLM) -> None:
+    prompts = [[1 + index, 2, 3 + index % 7] for index in range(50)]
+    together = await asyncio.gather(*(collect(process_engine, prompt) for prompt in prompts))
+    assert all(len(tokens) == 6 for tokens in together)
+    assert len({tuple(tokens) for tokens in together}) > 40
+    alone = [await collect(process_engine, prompt) for prompt in prompts[::17]]
+    assert alone == together[::17]
+    assert (await until_empty(process_engine)).finished_requests_total == 53
+
+
+async def test_cumulative_outputs_end_with_the_whole(engine: AsyncLLM) -> None:
+    outputs = [output async for output in engine.generate([1, 2, 3], SHORT, "a")]
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == sorted(lengths)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].request_id == "a"
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert outputs[-1].outputs[0].token_ids == await collect(engine, [1, 2, 3])
+
+
+async def test_a_slow_consumer_of_cumulative_outputs_skips_to_the_newest(engine: AsyncLLM) -> None:
+    async with aclosing(engine.generate([1, 2, 3], SHORT)) as outputs:
+        await anext(outputs)
+        while (await engine.stats()).num_running:
+            await asyncio.sleep(0.01)
+        rest = [output async for output in outputs]
+    assert [len(output.outputs[0].token_ids) for output in rest] == [6]
+
+
+async def test_leaving_the_iterator_frees_the_blocks(engine: AsyncLLM) -> None:
+    async for _ in engine.generate([1, 2, 3], LONG):
+        assert (await engine.stats()).num_used_blocks > 0
+        break
+    gc.collect()
+    assert (await until_empty(engine)).num_running == 0
+
+
+async def test_cancelling_the_task_frees_the_blocks(process_engine: AsyncLLM) -> None:
+    task = await begin(process_engine, "a")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await until_empty(process_engine)).num_running == 0
+
+
+async def test_abort_ends_the_iterator_with_its_reason(engine: AsyncLLM) -> None:
+    task = asyncio.create_task(anext_finished(engine))
+    while (await engine.stats()).num_running == 0:
+        await asyncio.sleep(0.01)
+    await engine.abort(["unknown", "a"])
+    output = await task
+    assert output.finished
+    assert output.outputs[0].finish_reason == "abort"
+    assert 0 < len(output.outputs[0].token_ids) < 1500
+    await until_empty(engine)
+
+
+async def anext_finished(engine: AsyncLLM) -> RequestOutput:
+    last = None
+    async for output in engine.generate([1, 2, 3], LONG, "a"):
+        last = output
+    assert last is not None
+    return last
+
+
+async def test_an_id_in_use_is_refused_and_its_owner_goes_on(engine: AsyncLLM) -> None:
+    task = await begin(engine, "a")
+    with pytest.raises(UserError, match="'a' is already in use"):
+        await collect(engine, [4, 5], request_id="a")
+    assert not task.done()
+    assert (await engine.stats()).num_running == 1
+    await engine.abort("a")
+    await task
+    assert len(await collect(engine, [4, 5], request_id="a")) == 6
+
+
+async def test_bad_prompts_are_refused_and_count_as_nothing(engine: AsyncLLM) -> None:
+    with pytest.raises(UserError, match="not a token id"):
+        await collect(engine, [97])
+    with pytest.raises(PromptTooLongError):
+        await collect(engine, [1] * 5000)
+    with pytest.raises(UserError, match="no tokenizer"):
+        await engine.encode("text")
+    assert engine.num_unfinished == 0
+
+
+async def test_what_the_core_refuses_is_a_user_error(options: EngineOptions) -> None:
+    engine = start(msgspec.structs.replace(options, num_blocks_override=8))
+    with pytest.raises(UserError) as caught:
+        await collect(engine, [1] * 60, SamplingParams(n=16, max_tokens=60))
+    assert caught.value.param == "max_tokens"
+    assert engine.num_unfinished == 0
+    assert len(await collect(engine, [1, 2])) == 6
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("executor", ["failing_step", "slow"])
+async def test_death_fails_everything_that_waits(options: EngineOptions, executor: str) -> None:
+    engine = start(options, executor, in_process=False)
+    tasks = [asyncio.create_task(collect(engine, [1, 2, index], LONG)) for index in range(5)]
+    if executor == "slow":
+        while (await engine.stats()).num_running < 5:
+            await asyncio.sleep(0.01)
+        assert not engine.errored
+        os.kill(pid_of(engine), signal.SIGKILL)
+    cause = "SIGKILL" if executor == "slow" else "injected failure at step 3"
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, EngineDeadError) and cause in str(result) for result in results), results
+    assert engine.errored
+    for wait in (engine.stats(), collect(engine, [1])):
+        with pytest.raises(EngineDeadError, match=cause):
+            await wait
+    with pytest.raises(EngineDeadError, match=cause):
+        engine.check_health()
+    assert engine.num_unfinished == 0
+    engine.shutdown()
+    assert cause in str(engine.dead_error)
+
+
+async def test_shutdown_fails_what_waits(engine: AsyncLLM) -> None:
+    task = await begin(engine, "a")
+    engine.check_health()
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await task
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await collect(engine, [1])
+
+
+async def test_a_failing_start_is_reported_as_it_is(options: EngineOptions) -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        start(msgspec.structs.replace(options, block_size=12), in_process=False)
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        AsyncLLM(blocksize=16)
+    engine = start(options, "failing_load", in_process=False)
+    with pytest.raises(EngineDeadError, match="injected failure of the load"):
+        _ = engine.ready
+    with pytest.raises(EngineDeadError, match="injected failure of the load"):
+        await collect(engine, [1])
+    engine.shutdown()
+
+
+async def test_drain_waits_for_what_runs_and_refuses_the_rest(engine: AsyncLLM) -> None:
+    task = asyncio.create_task(collect(engine, [1, 2, 3]))
+    while engine.num_unfinished == 0:
+        await asyncio.sleep(0)
+    draining = asyncio.create_task(engine.drain(30))
+    await asyncio.sleep(0)
+    with pytest.raises(QuireError, match="draining"):
+        await collect(engine, [4])
+    assert await draining is True
+    assert len(await task) == 6
+
+
+async def test_drain_aborts_what_is_left_at_its_timeout(engine: AsyncLLM) -> None:
+    task = asyncio.create_task(anext_finished(engine))
+    while (await engine.stats()).num_running == 0:
+        await asyncio.sleep(0.01)
+    assert await engine.drain(0.01) is False
+    assert (await task).outputs[0].finish_reason == "abort"
+    await until_empty(engine)
+
+
+async def test_unknown_calls_are_user_errors(engine: AsyncLLM) -> None:
+    with pytest.raises(UserError, match="unknown method 'nonsense'"):
+        await engine.call("nonsense")
+    assert await engine.reset_prefix_cache() == 0
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.stats: list[EngineStats] = []
+        self.threads: set[int] = set()
+
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
+        self.outputs += outputs
+        self.threads.add(id(asyncio.get_running_loop()))
+
+    def record_stats(self, stats: EngineStats) -> None:
+        self.stats.append(stats)
+        self.threads.add(id(asyncio.get_running_loop()))
+
+
+async def test_listeners_hear_of_every_output_and_snapshot_on_the_loop(engine: AsyncLLM) -> None:
+    recorder = Recorder()
+    engine.add_listener(recorder)
+    tokens = await collect(engine, [1, 2, 3], request_id="a")
+    heard = [token for output in recorder.outputs for token in output.outputs[0].token_ids]
+    assert heard == tokens
+    assert recorder.outputs[-1].finished
+    assert recorder.outputs[-1].metrics.latency >= recorder.outputs[0].metrics.time_to_first_token > 0
+    assert recorder.stats[-1].generation_tokens_total == 6
+    task = await begin(engine, "b")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert recorder.outputs[-1].outputs[0].finish_reason == "abort"
+    assert recorder.threads == {id(asyncio.get_running_loop())}
+
+
+def test_one_engine_serves_one_loop_after_another(options: EngineOptions) -> None:
+    engine = start(options)
+    first = asyncio.run(collect(engine, [1, 2, 3]))
+    assert asyncio.run(collect(engine, [1, 2, 3])) == first
+    engine.shutdown()
+
+
+def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: EngineOptions) -> None:
+    engine = start(options, in_process=False)
+    assert engine.ready.num_blocks == 256
+    process = psutil.Process(pid_of(engine))
+    del engine
+    gc.collect()
+    process.wait(30)
+    assert not process.is_running()
