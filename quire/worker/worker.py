@@ -22,6 +22,7 @@ from quire.models.loader import load_model
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_tensors import allocate_pages
+from quire.worker.load_progress import LoadProgress
 from quire.worker.memory import available_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profile import measure_activations
@@ -64,8 +65,12 @@ class Worker:
 
     @_computes
     def load(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
-        self._model = load_model(self._model_config, self._load_config, self._device_config.device)
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError.
+
+        A bar on standard error shows the progress when it takes longer than a second.
+        """
+        with LoadProgress() as progress:
+            self._model = load_model(self._model_config, self._load_config, self._device_config.device, progress)
         return self._model.kv_specs()
 
     @_computes
