@@ -111,6 +111,12 @@ def test_refused_prompts(processor: InputProcessor, prompt: Any, reason: str, pa
     assert process(processor, [5]).prompt_token_ids == [5], "the processor lives on"
 
 
+def test_a_request_id_must_be_able_to_cross_the_wire(processor: InputProcessor) -> None:
+    with pytest.raises(UserError, match="lone surrogate") as caught:
+        processor.process("r\ud800", [5], SamplingParams())
+    assert caught.value.param == "request_id"
+
+
 def test_a_prompt_that_is_too_long_says_both_numbers(processor: InputProcessor) -> None:
     assert len(process(processor, [5] * (CONTEXT - 1)).prompt_token_ids) == CONTEXT - 1
     error = refused(processor, [5] * CONTEXT, "has 32 tokens, but the model's context is 32", "prompt")

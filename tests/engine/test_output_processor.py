@@ -273,9 +273,11 @@ def test_logprobs_by_token_the_chosen_one_first() -> None:
 def test_the_chosen_token_is_not_listed_twice() -> None:
     desk = Desk()
     desk.add(logprobs=2)
-    output = first(desk.one(update([8], logprobs=[TokenLogprobs([8, 9, 8], [-2.0, -1.0, -2.0], 2)])))
+    output = first(desk.one(update([8], logprobs=[TokenLogprobs([8, 9, 8], [-1.0, -1.0, -1.0], 1)])))
     assert output.logprobs is not None
-    assert [(token, entry.rank) for token, entry in output.logprobs[0].items()] == [(8, 2), (9, 1)]
+    assert [(token, entry.rank) for token, entry in output.logprobs[0].items()] == [(8, 1), (9, 1)], (
+        "equals share a rank"
+    )
 
 
 def test_delta_logprobs_stay_with_their_tokens_when_text_is_held_back() -> None:
