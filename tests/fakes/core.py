@@ -19,7 +19,6 @@ from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from tests.fakes.executor import FakeExecutor
 
-
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
 
 
