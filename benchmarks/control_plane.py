@@ -32,9 +32,7 @@ def make_scheduler(num_seqs: int, num_blocks: int) -> Scheduler:
     spec = FullAttentionSpec(num_kv_heads=8, head_dim=128, dtype_bytes=2)
     groups, layers_per_group = group_layers([spec] * 32)
     layout = KVCacheLayout(block_size=16, num_blocks=num_blocks, groups=groups, layers_per_group=layers_per_group)
-    config = SchedulerConfig(
-        max_num_batched_tokens=8192, max_num_seqs=num_seqs, max_prefill_chunk=None, queue_depth=1
-    )
+    config = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=num_seqs, max_prefill_chunk=None, queue_depth=1)
     return Scheduler(config, KVCacheManager(layout, enable_prefix_caching=True))
 
 
@@ -99,9 +97,7 @@ def measure_soak(num_requests: int, num_seqs: int = 256) -> list[dict[str, float
         if finished >= num_requests * (len(rows) + 1) / 10:
             gc.collect()
             peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            rows.append(
-                {"finished": finished, "step_ms": statistics.median(times) * 1e3, "peak_rss_mib": peak_mib}
-            )
+            rows.append({"finished": finished, "step_ms": statistics.median(times) * 1e3, "peak_rss_mib": peak_mib})
             times = []
     return rows
 
