@@ -101,7 +101,7 @@ class ChatAnswer:
         rendered = await render_chat(self._context.engine, body)
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         running = generate(
-            self._context.engine,
+            self._context,
             [prompt],
             self._params,
             self.response_id,

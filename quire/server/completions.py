@@ -48,7 +48,7 @@ class CompletionAnswer:
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         """Raises UserError or UnknownModelError for what is wrong with the request."""
         self._body = body
-        self._engine = context.engine
+        self._context = context
         self._tokenizer = context.tokenizer
         self._model = context.served_name(body.model)
         self._params = body.to_sampling_params()
@@ -89,7 +89,7 @@ class CompletionAnswer:
         if not body.add_special_tokens:
             prompts = [await self._without_special_tokens(prompt) for prompt in body.prompts]
         running = generate(
-            self._engine, prompts, self._params, self.response_id, cache_salt=body.cache_salt, prompt_field="prompt"
+            self._context, prompts, self._params, self.response_id, cache_salt=body.cache_salt, prompt_field="prompt"
         )
         async with aclosing(running) as outputs:
             async for pair in outputs:
@@ -98,7 +98,7 @@ class CompletionAnswer:
     async def _without_special_tokens(self, prompt: str | list[int]) -> Prompt:
         if not isinstance(prompt, str):
             return prompt
-        token_ids = await self._engine.encode(prompt, add_special_tokens=False)
+        token_ids = await self._context.engine.encode(prompt, add_special_tokens=False)
         return {"prompt_token_ids": token_ids, "prompt": prompt}
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:

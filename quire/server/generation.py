@@ -16,6 +16,7 @@ from quire.server.protocol.common import PromptTokensDetails, Usage
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
     from quire.engine.input_processor import Prompt, RenderedChat
+    from quire.server.context import ServerContext
 
 
 class ChatBody(Protocol):
@@ -45,7 +46,7 @@ async def render_chat(engine: AsyncLLM, body: ChatBody) -> RenderedChat:
 
 
 async def generate(
-    engine: AsyncLLM,
+    context: ServerContext,
     prompts: list[Prompt],
     params: SamplingParams,
     request_id: str,
@@ -55,14 +56,16 @@ async def generate(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
 
-    Closing the generator, or an error of one prompt, ends all of them. prompt_field: what the endpoint calls the
-    prompt, for the errors about it.
+    Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
+    the last door, since others may have come in while the prompt was prepared. prompt_field: what the endpoint calls
+    the prompt, for the errors about it.
     """
 
     def stream(index: int) -> AsyncGenerator[RequestOutput, None]:
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        return engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt or "")
+        return context.engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt or "")
 
+    context.admit()
     streams = [stream(index) for index in range(len(prompts))]
     try:
         async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:

@@ -1,0 +1,100 @@
+"""A client that hangs up frees what its request held: streaming, not streaming, and while still queued."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Served, serving
+
+LONG = {"prompt": "abc", "max_tokens": 250}
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 200}
+
+
+async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request on a connection of its own, and leave it open."""
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: quire\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    return reader, writer
+
+
+async def statuses(served: Served) -> set[str]:
+    """Statuses that /metrics has counted for generating requests."""
+    text = (await served.client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith("quire:http_requests_total") and 'POST"' in line]
+    return {line.split('status="')[1][:3] for line in lines}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", LONG), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("more", [{"stream": True}, {}, {"n": 3}])
+async def test_while_running(live: Served, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
+    reader, writer = await send(live, path, {**body, **more})
+    await live.until_running(1)
+    if "stream" in more:
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert (await live.engine.stats()).num_used_blocks > 0
+    writer.close()
+    await live.until_idle()
+    assert live.engine.num_unfinished == 0
+    assert 'finished_reason="abort"' in (await live.client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_while_queued(model_path: Path, stream: bool) -> None:
+    async with serving(model_path, executor="slow", live=True, max_num_seqs=1) as served:
+        _, running = await send(served, "/v1/completions", LONG)
+        await served.until_running(1)
+        _, queued = await send(served, "/v1/completions", {**LONG, "stream": stream})
+        while (await served.engine.stats()).num_waiting < 1:
+            await asyncio.sleep(0.005)
+        queued.close()
+        while (await served.engine.stats()).num_waiting > 0:
+            await asyncio.sleep(0.005)
+        assert served.engine.num_unfinished == 1, "the running request is not the one that left"
+        assert (await served.engine.stats()).num_running == 1
+        running.close()
+        await served.until_idle()
+        assert await statuses(served) == {"499"}
+
+
+async def test_a_list_of_prompts(live: Served) -> None:
+    _, writer = await send(live, "/v1/completions", {**LONG, "prompt": ["abc", "abd", "abe"], "n": 2})
+    await live.until_running(3)
+    writer.close()
+    await live.until_idle()
+
+
+async def test_one_bad_prompt_ends_its_siblings(live: Served) -> None:
+    response = await live.client.post("/v1/completions", json={**LONG, "prompt": ["abc", "abd", "a" * 300]})
+    assert response.status_code == 400
+    await live.until_idle()
+
+
+async def test_in_the_middle_of_the_body(live: Served) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: quire\r\ncontent-length: 100\r\n\r\n{"prompt": ')
+    await writer.drain()
+    writer.close()
+    response = await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    assert response.status_code == 200
+    assert live.engine.num_unfinished == 0
+
+
+async def test_the_end_of_a_stream_is_not_a_hang_up(live: Served) -> None:
+    for _ in range(2):
+        response = await live.client.post("/v1/completions", json={"prompt": "=abc", "stream": True})
+        assert response.text.endswith("data: [DONE]\n\n")
+    await live.until_idle()
+    assert await statuses(live) == {"200"}
+    assert (
+        'request_success_total{finished_reason="abort",model_name="tiny"} 0.0'
+        in (await live.client.get("/metrics")).text
+    )

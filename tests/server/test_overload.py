@@ -1,0 +1,86 @@
+"""Doors: 429 when too many wait, 503 while draining."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from quire.server.settings import ServerSettings
+from tests.server.conftest import serving
+
+LONG = {"prompt": "abc", "max_tokens": 250}
+
+
+async def test_too_many_waiting_requests_are_refused(model_path: Path) -> None:
+    body = {"prompt": "abc", "max_tokens": 40}
+    settings = ServerSettings(max_num_queued=2)
+    async with serving(model_path, settings, executor="slow", max_num_seqs=1) as served:
+        admitted = []
+        for num_running, num_waiting in ((1, 0), (1, 1), (1, 2)):
+            admitted.append(asyncio.ensure_future(served.client.post("/v1/completions", json=body)))
+            while (stats := await served.engine.stats()) and (stats.num_running, stats.num_waiting) != (
+                num_running,
+                num_waiting,
+            ):
+                await asyncio.sleep(0.005)
+        for path, refused in (
+            ("/v1/completions", LONG),
+            ("/v1/completions", {**LONG, "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            response = await served.client.post(path, json=refused)
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            assert "2 requests wait" in error["message"]
+        # Only generation waits in the queue: the rest is served.
+        assert (await served.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        assert (await served.client.get("/health")).status_code == 200
+        admitted.pop().cancel()
+        while (await served.engine.stats()).num_waiting > 1:
+            await asyncio.sleep(0.005)
+        admitted.append(asyncio.ensure_future(served.client.post("/v1/completions", json={**body, "max_tokens": 1})))
+        assert [response.status_code for response in await asyncio.gather(*admitted)] == [200] * 3
+
+
+async def test_a_burst_on_an_idle_engine_is_counted_before_the_engine_reports_it(model_path: Path) -> None:
+    settings = ServerSettings(max_num_queued=3)
+    async with serving(model_path, settings, executor="slow", max_num_seqs=8) as served:
+        body = {"prompt": "abc", "max_tokens": 2}
+        answers = await asyncio.gather(*[served.client.post("/v1/completions", json=body) for _ in range(20)])
+        admitted = [answer for answer in answers if answer.status_code == 200]
+        assert 3 <= len(admitted) < 20
+        assert {answer.status_code for answer in answers} == {200, 429}
+
+
+async def test_no_limit(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings(max_num_queued=None), max_num_seqs=1) as served:
+        body = {"prompt": "abc", "max_tokens": 1}
+        answers = await asyncio.gather(*[served.client.post("/v1/completions", json=body) for _ in range(20)])
+        assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_draining_refuses_and_lets_the_running_ones_end(model_path: Path) -> None:
+    async with serving(model_path, executor="slow") as served:
+        running = asyncio.ensure_future(served.client.post("/v1/completions", json={**LONG, "max_tokens": 20}))
+        await served.until_running(1)
+        served.context.draining = True
+        drained = asyncio.ensure_future(served.engine.drain(60))
+        assert (await served.client.get("/health")).status_code == 503
+        assert (await served.client.get("/ping")).status_code == 503
+        refused = await served.client.post("/v1/completions", json=LONG)
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert (await running).json()["usage"]["completion_tokens"] == 20
+        assert await drained is True
+
+
+async def test_a_drain_that_takes_too_long_aborts_with_a_finish_reason(model_path: Path) -> None:
+    async with serving(model_path, executor="slow") as served:
+        running = asyncio.ensure_future(served.client.post("/v1/completions", json=LONG))
+        await served.until_running(1)
+        assert await served.engine.drain(0.05) is False
+        [choice] = (await running).json()["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert 0 < len(choice["text"]) < 250
