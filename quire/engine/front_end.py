@@ -11,7 +11,7 @@ from quire.config.resolve import resolve
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
-from quire.tokenization.tokenizer import SENTENCEPIECE_FILES, Tokenizer, load_tokenizer
+from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 
 class FrontEnd:
@@ -53,19 +53,16 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     config = resolve(options)
     client = start(options)
     try:
-        return FrontEnd(config, client, _tokenizer(options, config))
+        return FrontEnd(config, client, _tokenizer(options))
     except BaseException:
         client.shutdown()
         raise
 
 
-def _tokenizer(options: EngineOptions, config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the model's. A benchmark on dummy weights does without one."""
+def _tokenizer(options: EngineOptions) -> Tokenizer | None:
+    """The tokenizer that was asked for, else the model's."""
     if options.skip_tokenizer_init:
         return None
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
-    names = ("tokenizer.json", "vocab.json", *SENTENCEPIECE_FILES)
-    if config.load.load_format == "dummy" and not any((config.model.path / name).exists() for name in names):
-        return None
     return load_tokenizer(options.model, options.revision)

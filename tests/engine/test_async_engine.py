@@ -27,8 +27,8 @@ LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 
 
 def start(options: EngineOptions, executor: str = "plain", *, in_process: bool = True) -> AsyncLLM:
-    dummy = msgspec.structs.replace(options, load_format="dummy")
-    return AsyncLLM.from_options(dummy, in_process=in_process, executor=FAKES + executor)
+    options = msgspec.structs.replace(options, skip_tokenizer_init=True)
+    return AsyncLLM.from_options(options, in_process=in_process, executor=FAKES + executor)
 
 
 @pytest.fixture

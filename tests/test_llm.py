@@ -1,0 +1,254 @@
+"""LLM: batches in order, errors before anything runs, Ctrl-C, two engines at once, plain scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.options import EngineOptions
+from quire.engine.messages import EngineOutputs
+from quire.errors import ConfigError, EngineDeadError, ModelLoadError, PromptTooLongError, UserError
+from tests.engine.conftest import TINY_CONFIG
+from tests.engine.scripts import start_script
+
+FAKES = "tests.fakes.factories:"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def tiny_options(tmp_path: Path) -> EngineOptions:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return EngineOptions(model=str(tmp_path), num_blocks_override=64, skip_tokenizer_init=True)
+
+
+@pytest.fixture
+def llm(tiny_options: EngineOptions) -> Iterator[LLM]:
+    with LLM.from_options(tiny_options, executor=FAKES + "plain") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[LLM]:
+    with LLM(max_model_len=256, num_blocks_override=64, num_threads=1) as llm:
+        yield llm
+
+
+def first_tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def assert_idle(llm: LLM) -> None:
+    stats = llm.stats()
+    assert (stats["num_running"], stats["num_waiting"], stats["num_used_blocks"]) == (0, 0, 0)
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [[1 + index] * (1 + index % 5) for index in range(40)]
+    lengths = [1 + (index * 7) % 11 for index in range(40)]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert_idle(llm)
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    (expected,) = first_tokens(llm, [[1, 2, 3]])
+    assert first_tokens(llm, [1, 2, 3]) == [expected]
+    assert first_tokens(llm, {"prompt_token_ids": [1, 2, 3]}) == [expected]
+    assert first_tokens(llm, [{"prompt_token_ids": [1, 2, 3]}, [4]])[0] == expected
+    assert llm.generate([]) == []
+    assert len(llm.generate([1, 2, 3])[0].outputs[0].token_ids) <= 16
+
+
+def test_parallel_completions(llm: LLM) -> None:
+    params = SamplingParams(n=4, seed=5, max_tokens=9, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+    assert llm.generate([[9], [1, 2, 3]], params)[1].outputs == output.outputs
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error_type", "message"),
+    [
+        ([97], UserError, "prompt 2: .*97 is not a token id"),
+        ([], UserError, "prompt 2: the prompt is empty"),
+        ([1] * 3000, PromptTooLongError, "prompt 2: the prompt has 3000 tokens"),
+        ("text", UserError, "prompt 2: a text prompt needs a tokenizer"),
+        (3, UserError, "prompt 2: a prompt must be"),
+    ],
+)
+def test_one_bad_prompt_is_named_before_anything_runs(
+    llm: LLM, prompt: object, error_type: type[UserError], message: str
+) -> None:
+    with pytest.raises(error_type, match=message):
+        llm.generate([[1], [2], prompt], GREEDY)  # type: ignore[list-item]
+    assert llm.stats()["steps_total"] == 0
+    assert len(first_tokens(llm, [1])[0]) == 6
+
+
+def test_what_the_core_refuses_is_named_and_ends_the_batch(tiny_options: EngineOptions) -> None:
+    small = msgspec.structs.replace(tiny_options, num_blocks_override=8)
+    with LLM.from_options(small, executor=FAKES + "plain") as llm:
+        params = [GREEDY, SamplingParams(n=16, max_tokens=60)]
+        with pytest.raises(UserError, match="prompt 1: the request needs up to"):
+            llm.generate([[1] * 20, [1] * 20], params)
+        assert_idle(llm)
+        assert len(first_tokens(llm, [1])[0]) == 6
+
+
+def test_params_must_fit_the_prompts(llm: LLM) -> None:
+    with pytest.raises(UserError, match="a list of 2"):
+        llm.generate([[1], [2]], [GREEDY])
+    with pytest.raises(UserError, match="a list of 1"):
+        llm.generate([[1]], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="prompts must be"):
+        llm.generate(5)  # type: ignore[arg-type]
+
+
+def test_two_engines_of_different_block_size_in_one_process(tiny_options: EngineOptions) -> None:
+    with (
+        LLM.from_options(msgspec.structs.replace(tiny_options, block_size=8), executor=FAKES + "plain") as small,
+        LLM.from_options(msgspec.structs.replace(tiny_options, block_size=32), executor=FAKES + "plain") as large,
+    ):
+        assert (small.ready.block_size, large.ready.block_size) == (8, 32)
+        prompts = [[1 + index % 90 for index in range(50)], [3, 4]]
+        assert first_tokens(small, prompts) == first_tokens(large, prompts)
+        small.shutdown()
+        assert first_tokens(large, prompts)[1] == first_tokens(large, [3, 4])[0]
+
+
+def test_an_engine_error_raises_and_stays(tiny_options: EngineOptions) -> None:
+    llm = LLM.from_options(tiny_options, executor=FAKES + "failing_step")
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="injected failure at step 3"):
+            llm.generate([[1], [2]], GREEDY)
+    with pytest.raises(EngineDeadError, match="injected failure"):
+        llm.stats()
+    llm.shutdown()
+
+
+def test_after_shutdown_every_call_says_so(llm: LLM) -> None:
+    llm.shutdown()
+    llm.shutdown()
+    for action in (lambda: llm.generate([1]), llm.stats, llm.reset_prefix_cache):
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            action()
+
+
+def test_ctrl_c_aborts_and_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = first_tokens(llm, [[7, 8], [9]])
+    receive, calls = llm._client.receive, 0
+
+    def receive_and_interrupt(timeout: float | None = None) -> EngineOutputs | None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return receive(timeout)
+
+    monkeypatch.setattr(llm._client, "receive", receive_and_interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=500, ignore_eos=True))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert 4 <= calls < 10
+    assert_idle(llm)
+    assert first_tokens(llm, [[7, 8], [9]]) == expected
+
+
+def test_it_works_in_a_thread(llm: LLM) -> None:
+    expected, found = first_tokens(llm, [[1, 2]]), []
+    thread = threading.Thread(target=lambda: found.append(first_tokens(llm, [[1, 2]])))
+    thread.start()
+    thread.join(30)
+    assert found == [expected]
+
+
+def test_stats_and_the_prefix_cache(llm: LLM) -> None:
+    prompt = [1 + index % 90 for index in range(40)]
+    assert llm.stats()["prefix_cache_hit_rate"] == 0.0
+    assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 32]
+    stats = llm.stats()
+    assert stats["prefix_cache_hit_rate"] == stats["prefix_cache_hits_total"] / 80 == 0.4
+    assert (stats["kv_cache_usage"], stats["kv_cache_waste"], stats["generation_tokens_total"]) == (0.0, 0.0, 12)
+    assert llm.reset_prefix_cache() > 0
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_mistakes_in_the_options() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+        LLM(max_modl_len=5)
+    with pytest.raises(ModelLoadError, match="/no/such/model"):
+        LLM("/no/such/model")
+
+
+def test_a_model_without_a_tokenizer_is_a_clear_error(tiny_options: EngineOptions) -> None:
+    with pytest.raises(ModelLoadError, match="no tokenizer"):
+        LLM.from_options(msgspec.structs.replace(tiny_options, skip_tokenizer_init=False), executor=FAKES + "plain")
+
+
+def test_no_progress_bar_where_nobody_watches(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate([[1], [2]], GREEDY, use_tqdm=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bundled_model_completes_text(bundled: LLM) -> None:
+    outputs = bundled.generate(["import os\n", "def main("], SamplingParams(temperature=0.0, max_tokens=12))
+    for output in outputs:
+        completion = output.outputs[0]
+        assert output.prompt is not None
+        assert 1 <= len(completion.token_ids) <= 12
+        assert bundled.get_tokenizer().decode(completion.token_ids) == completion.text != ""
+        assert output.metrics.latency >= output.metrics.time_to_first_token > 0
+
+
+def test_a_stop_string_ends_the_text_and_the_work(bundled: LLM) -> None:
+    (plain,) = bundled.generate("import os\n", SamplingParams(temperature=0.0, max_tokens=30))
+    text = plain.outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    (stopped,) = bundled.generate("import os\n", SamplingParams(temperature=0.0, max_tokens=30, stop=stop))
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+    assert_idle(bundled)
+
+
+def test_chat_renders_and_answers_each_conversation(bundled: LLM) -> None:
+    first = [{"role": "user", "content": "import os"}]
+    second = [*first, {"role": "assistant", "content": "import sys"}, {"role": "user", "content": "class A:"}]
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    both = bundled.chat([first, second], params)
+    assert [output.prompt is not None and "import os" in output.prompt for output in both] == [True, True]
+    assert bundled.chat(second, params)[0].outputs == both[1].outputs
+    with pytest.raises(UserError, match=r"conversation 1: .*role"):
+        bundled.chat([first, [{"content": "no role"}]], params)
+
+
+SCRIPT = """
+import json
+from quire import LLM, SamplingParams
+
+params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+llm = LLM(max_model_len=128, num_blocks_override=16, num_threads=1)
+print(json.dumps([output.outputs[0].text for output in llm.generate(["import os", "class A"], params)]))
+"""
+
+
+def test_a_plain_script_needs_no_main_guard(tmp_path: Path, bundled: LLM) -> None:
+    with start_script(tmp_path / "script.py", SCRIPT) as script:
+        output, errors = script.communicate(timeout=120)
+    assert (script.returncode, errors) == (0, "")
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    assert json.loads(output) == [o.outputs[0].text for o in bundled.generate(["import os", "class A"], params)]
