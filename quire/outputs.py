@@ -24,7 +24,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     """The stop token that ended it, when it was one of `stop_token_ids`."""
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
-    """Set with the first token and with the finish."""
+    """Set with the first token, with the finish, and with every token of a request that has stop strings."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):

@@ -16,3 +16,8 @@ class CacheConfig:
     memory_utilization: float
     num_blocks_override: int | None
     enable_prefix_caching: bool
+
+    @property
+    def is_size_given(self) -> bool:
+        """Whether the pool's size follows from the options alone, so that nothing need be measured."""
+        return self.num_blocks_override is not None or self.memory is not None

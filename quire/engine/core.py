@@ -49,7 +49,9 @@ class EngineCore:
         started = clock.now()
         groups, layers_per_group = group_layers(executor.load())
         loaded = clock.now()
-        profile = executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        profile = None
+        if not config.cache.is_size_given:
+            profile = executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         layout = size_pool(
             groups,
             layers_per_group,

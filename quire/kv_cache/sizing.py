@@ -28,14 +28,14 @@ def size_pool(
     groups: tuple[KVGroup, ...],
     layers_per_group: int,
     cache: CacheConfig,
-    profile: MemoryProfile,
+    profile: MemoryProfile | None,
     *,
     max_model_len: int,
     max_num_seqs: int,
 ) -> KVCacheLayout:
     """Choose the number of blocks and return the layout.
 
-    `num_blocks_override` and `kv_cache_memory` are obeyed. Otherwise the pool takes `memory_utilization` of what is
+    `num_blocks_override` and `kv_cache_memory` are obeyed, and need no `profile`. Otherwise the pool takes `memory_utilization` of what is
     available less the activations, but never more than `max_num_seqs` sequences of full length can use. Raises
     InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool that is smaller than one
     sequence of `max_model_len` is allowed: requests that can never fit are refused one by one.
@@ -48,6 +48,7 @@ def size_pool(
         budget, rule = cache.memory, "kv_cache_memory"
         num_blocks = budget // bytes_per_block
     else:
+        assert profile is not None, "without a given size the memory must be measured"
         budget = int((profile.available - profile.activations) * cache.memory_utilization)
         rule = (
             f"({format_bytes(profile.available)} available - {format_bytes(profile.activations)} activations) "

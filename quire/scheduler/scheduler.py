@@ -141,7 +141,8 @@ class Scheduler:
                 any_finished = True
                 update.finish_reason, update.stop_reason = finish
                 self._finish(sequence, finish[0])
-            if finish is not None or sequence.num_output_tokens == 1:
+            # A stop string may end it at any token, which only the front end sees.
+            if finish is not None or sequence.num_output_tokens == 1 or sequence.request.params.stop:
                 self._describe(update, sequence, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates)

@@ -68,6 +68,8 @@ class CoreDriver:
 
     def __init__(self, config: EngineConfig, **executor_options: object) -> None:
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
+        self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.clock = VirtualClock()
         self.core = EngineCore(config, self.executor, self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}

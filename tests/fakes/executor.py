@@ -101,7 +101,8 @@ class FakeExecutor:
         self._owners: Counter[int] = Counter()
         self._slots: dict[int, list[int | None]] = {}
         self._layout: KVCacheLayout | None = None
-        self._max_num_batched_tokens = self._max_num_seqs = 0
+        # Not enforced unless `profile` tells them: a core whose pool has a given size does not profile.
+        self._max_num_batched_tokens = self._max_num_seqs = 2**62
         self._last_step_id: int | None = None
         self.plans: list[StepPlan] = []
         self.num_steps = 0
