@@ -12,45 +12,44 @@ from quire.utils.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
     def isatty(self) -> bool:
-        return True
+        return self._is_terminal
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 0.0)
-    return terminal
+def shown(
+    monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = True, after: float = 0.0, enabled: bool = True
+) -> str:
+    """What two updates leave on standard error. It is replaced here, not in a fixture: pytest puts its own back."""
+    terminal = Terminal(is_terminal)
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "120")
+        patch.setattr(sys, "stderr", terminal)
+        patch.setattr(progress, "SHOW_AFTER_SECONDS", after)
+        with ProgressBar("prompts", 12, enabled=enabled) as bar:
+            bar.update(7, "90 tokens")
+            bar.update(12, "150 tokens")
+    return terminal.getvalue()
 
 
-def test_it_shows_the_work_on_a_terminal(terminal: Terminal) -> None:
-    with ProgressBar("prompts", 12) as bar:
-        bar.update(7, "90 tokens")
-        bar.update(12, "150 tokens")
-    shown = terminal.getvalue()
-    assert "prompts" in shown
-    assert "12/12" in shown
-    assert "150 tokens" in shown
+def test_it_shows_the_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch)
+    assert "prompts" in text
+    assert "12/12" in text
+    assert "150 tokens" in text
 
 
-def test_quick_work_shows_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 1000.0)
-    with ProgressBar("prompts", 2) as bar:
-        bar.update(2)
-    assert terminal.getvalue() == ""
+def test_quick_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, after=1000.0) == ""
 
 
-def test_it_can_be_turned_off(terminal: Terminal) -> None:
-    with ProgressBar("prompts", 2, enabled=False) as bar:
-        bar.update(2)
-    assert terminal.getvalue() == ""
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, enabled=False) == ""
 
 
-def test_nothing_is_written_where_nobody_watches(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "isatty", lambda: False)
-    with ProgressBar("prompts", 2) as bar:
-        bar.update(2)
-    assert terminal.getvalue() == ""
+def test_nothing_is_written_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, is_terminal=False) == ""
