@@ -35,10 +35,10 @@ def size_pool(
 ) -> KVCacheLayout:
     """Choose the number of blocks and return the layout.
 
-    `num_blocks_override` and `kv_cache_memory` are obeyed, and need no `profile`. Otherwise the pool takes `memory_utilization` of what is
-    available less the activations, but never more than `max_num_seqs` sequences of full length can use. Raises
-    InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool that is smaller than one
-    sequence of `max_model_len` is allowed: requests that can never fit are refused one by one.
+    `num_blocks_override` and `kv_cache_memory` are obeyed, and need no `profile`. Otherwise the pool takes
+    `memory_utilization` of what is available less the activations, but never more than `max_num_seqs` sequences of
+    full length can use. Raises InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool
+    that is smaller than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
     bytes_per_block = block_bytes(groups, layers_per_group, cache.block_size)
     if cache.num_blocks_override is not None:
