@@ -78,12 +78,14 @@ class AsyncLLM:
         self._client: EngineClient = self._front_end.client
         self._listeners: list[StatsListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Guards the output processor and the three fields below, which the loop and the receiver thread share.
+        # Guards the output processor and the fields below, which the loop and the receiver thread share.
         self._lock = threading.Lock()
         self._streams: dict[str, OutputStream] = {}
+        """By key; `_keys` finds the key of a request's id."""
+        self._keys: dict[str, str] = {}
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._death: str | None = None
-        self._call_ids = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._num_unfinished = 0
         self._draining = False
         self._all_finished = asyncio.Event()
@@ -161,8 +163,10 @@ class AsyncLLM:
         self._bind_loop()
         self._num_unfinished += 1
         try:
-            request = await self._process(request_id or uuid.uuid4().hex, prompt, sampling_params, cache_salt)
-            stream = self._submit(request, prompt_text(prompt), delta)
+            name = request_id or uuid.uuid4().hex
+            stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
+            request = await self._process(stream.key, prompt, sampling_params, cache_salt)
+            self._submit(request, prompt_text(prompt), stream, delta)
             try:
                 finished = False
                 while not finished:
@@ -170,7 +174,7 @@ class AsyncLLM:
                     finished = output.finished
                     yield output
             finally:
-                self._leave(request.request_id, stream)
+                self._leave(stream)
         finally:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
@@ -179,9 +183,9 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their iterators get a last output whose finish reason is "abort". Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            stream = self._streams.get(name)
+            stream = self._streams.get(self._keys.get(name, ""))
             if stream is not None:
-                output = self._leave(name, stream)
+                output = self._leave(stream)
                 if output is not None:
                     stream.put(output)
 
@@ -209,7 +213,7 @@ class AsyncLLM:
         """Ask the core (`stats`, `check`, `reset_prefix_cache`). Raises UserError for what it does not know."""
         self.check_health()
         loop = self._bind_loop()
-        call_id = next(self._call_ids)
+        call_id = next(self._numbers)
         future: asyncio.Future[CallResult] = loop.create_future()
         with self._lock:
             self.check_health()
@@ -252,7 +256,7 @@ class AsyncLLM:
             self.check_health()
             return True
         except TimeoutError:
-            await self.abort(list(self._streams))
+            await self.abort(list(self._keys))
             return False
 
     def shutdown(self, timeout: float = 5.0) -> None:
@@ -270,8 +274,8 @@ class AsyncLLM:
             if self._loop is not None and self._num_unfinished:
                 if not self._loop.is_closed():
                     raise RuntimeError("AsyncLLM serves requests of another event loop")
-                for request_id in list(self._streams):
-                    self._leave(request_id, self._streams[request_id])
+                for stream in list(self._streams.values()):
+                    self._leave(stream)
                 self._num_unfinished = 0
             self._loop = loop
             self._all_finished = asyncio.Event()
@@ -285,31 +289,38 @@ class AsyncLLM:
             return await asyncio.to_thread(process)  # which waits for the core
         return await _off_loop(len(prompt_text(prompt) or ""), process)
 
-    def _submit(self, request: EngineRequest, text: str | None, delta: bool) -> OutputStream:
-        stream = OutputStream(delta=delta)
+    def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
         with self._lock:
             self.check_health()
+            if stream.request_id in self._keys:
+                raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._front_end.output_processor.add(request, text, delta=delta)
-            self._streams[request.request_id] = stream
+            self._keys[stream.request_id] = stream.key
+            self._streams[stream.key] = stream
         try:
             self._client.send(AddRequest(request))
         except EngineDeadError:
-            self._leave(request.request_id, stream)
+            self._leave(stream)
             raise
-        return stream
 
-    def _leave(self, request_id: str, stream: OutputStream) -> RequestOutput | None:
+    def _leave(self, stream: OutputStream) -> RequestOutput | None:
         """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output."""
         with self._lock:
-            if self._streams.get(request_id) is not stream:
+            if not self._forget(stream.key):
                 return None
-            del self._streams[request_id]
-            output = self._front_end.output_processor.abort(request_id)
-        self._send_aborts([Abort(request_id)])
+            output = self._front_end.output_processor.abort(stream.key)
+        self._send_aborts([Abort(stream.key)])
         if output is not None:
+            output.request_id = stream.request_id
             for listener in self._listeners:
                 listener.record_outputs([output])
         return output
+
+    def _forget(self, key: str) -> OutputStream | None:
+        stream = self._streams.pop(key, None)
+        if stream is not None:
+            del self._keys[stream.request_id]
+        return stream
 
     def _send_aborts(self, aborts: list[Abort]) -> None:
         try:
@@ -345,13 +356,16 @@ class AsyncLLM:
         with self._lock:
             processed = self._front_end.output_processor.process(outputs.updates)
             for output in processed.outputs:
-                take = self._streams.pop if output.finished else self._streams.__getitem__
-                delivery.outputs.append((take(output.request_id), output))
+                stream = self._streams[output.request_id]
+                if output.finished:
+                    self._forget(stream.key)
+                output.request_id = stream.request_id
+                delivery.outputs.append((stream, output))
             for refusal in outputs.refusals:
-                stream = self._streams.pop(refusal.request_id, None)
-                if stream is not None:
-                    self._front_end.output_processor.abort(refusal.request_id)
-                    delivery.failures.append((stream, UserError(refusal.message, param=refusal.param)))
+                refused = self._forget(refusal.request_id)
+                if refused is not None:
+                    self._front_end.output_processor.abort(refused.key)
+                    delivery.failures.append((refused, UserError(refusal.message, param=refusal.param)))
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:
@@ -371,6 +385,7 @@ class AsyncLLM:
                 (future, CallResult(call_id, error=self._death)) for call_id, future in self._calls.items()
             ]
             self._streams.clear()
+            self._keys.clear()
             self._calls.clear()
         self._post(delivery)
 

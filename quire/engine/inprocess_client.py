@@ -70,8 +70,11 @@ class InProcessClient:
                 return advance(self._core, messages)
             except Exception as error:
                 self._cause_of_death = f"the engine core failed: {describe(error)}"
-                self._core.shutdown()
                 raise EngineDeadError(self._cause_of_death) from error
+            finally:
+                # After a failure, or when a shutdown gave up waiting for this step.
+                if self._cause_of_death is not None:
+                    self._core.shutdown()
 
     def _raise_if_dead(self) -> None:
         if self._cause_of_death is not None:

@@ -12,11 +12,15 @@ from quire.outputs import RequestOutput
 class OutputStream:
     """Used on one event loop only.
 
+    request_id: as the caller knows it. key: what front end and core call the request; never used twice, so that what
+    the core still sends of an aborted request cannot reach a later one of the same id.
     delta: every output is kept; otherwise a newer output replaces one that was not taken yet, so that a slow consumer
     of cumulative outputs costs no memory.
     """
 
-    def __init__(self, *, delta: bool) -> None:
+    def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
+        self.request_id = request_id
+        self.key = key
         self._delta = delta
         self._outputs: deque[RequestOutput] = deque()
         self._error: QuireError | None = None

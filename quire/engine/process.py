@@ -102,7 +102,6 @@ def main() -> None:
     crash_file = (directory.path / CRASH_FILE).open("w")
     faulthandler.enable(crash_file, all_threads=False)
     _watch_parent(directory)
-    configure_logging()
     channel = Channel(directory)
     failed = run(spec, channel, stop)
     if failed is not None:
@@ -117,6 +116,7 @@ def main() -> None:
 def run(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | None:
     """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
     try:
+        configure_logging()
         core = build_core(spec.options, spec.executor)
     except QuireError as error:
         param = error.param if isinstance(error, UserError) else None

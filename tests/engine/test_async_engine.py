@@ -282,6 +282,30 @@ def test_one_engine_serves_one_loop_after_another(options: EngineOptions) -> Non
     engine.shutdown()
 
 
+def test_two_loops_at_once_are_refused(options: EngineOptions) -> None:
+    engine = start(options, "slow")
+
+    async def first() -> None:
+        async for _ in engine.generate([1, 2, 3], LONG):
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await asyncio.to_thread(asyncio.run, collect(engine, [4]))
+            return
+
+    asyncio.run(first())
+    engine.shutdown()
+
+
+def test_requests_of_a_loop_that_was_closed_are_aborted(options: EngineOptions) -> None:
+    engine = start(options, "slow")
+    loop = asyncio.new_event_loop()
+    left = engine.generate([1, 2, 3], LONG, "a")
+    assert loop.run_until_complete(anext(left)).request_id == "a"
+    loop.close()
+    assert asyncio.run(until_empty(engine)).num_running == 0
+    assert len(asyncio.run(collect(engine, [4], request_id="a"))) == 6
+    engine.shutdown()
+
+
 def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: EngineOptions) -> None:
     engine = start(options, in_process=False)
     assert engine.ready.num_blocks == 256

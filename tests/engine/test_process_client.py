@@ -183,6 +183,16 @@ def test_a_mistake_in_the_options_comes_back_as_itself(
     client.shutdown()
 
 
+def test_a_mistake_in_the_environment_is_one_clear_line(
+    options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "LOUD")
+    client = ProcessClient(options, executor=FAKES + "plain")
+    with pytest.raises(ConfigError, match="QUIRE_LOG_LEVEL must be one of"):
+        _ = client.ready
+    client.shutdown()
+
+
 def test_a_failing_start_is_named_with_its_cause(options: EngineOptions) -> None:
     client = ProcessClient(options, executor=FAKES + "failing_load")
     with pytest.raises(EngineDeadError, match="could not start: RuntimeError: injected failure of the load"):
