@@ -49,3 +49,7 @@ def test_any_split_gives_the_same_events(payloads: list[str], cuts: list[int], e
     borders = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     chunks = [stream[low:high] for low, high in itertools.pairwise(borders)]
     assert [data.decode() for data in parse(*chunks)] == payloads
+
+
+def test_a_line_ending_split_in_two_is_one_line_ending() -> None:
+    assert parse(b"data: a\r", b"\ndata: b\r\n\r\n") == [b"a\nb"]
