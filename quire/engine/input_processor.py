@@ -156,7 +156,8 @@ class InputProcessor:
         else:
             token_ids = list(content)
             self._check_token_ids(token_ids, "prompt_token_ids")
-        if not token_ids:
+        # Also when the tokenizer would put a token in front of nothing: an empty text is a caller's mistake.
+        if not content or not token_ids:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
         if keep is not None:
             token_ids = token_ids[-keep:]
