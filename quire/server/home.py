@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from quire.server.context import ServerContext
 from quire.version import __version__
@@ -42,15 +42,15 @@ with a context of {max_model_len} tokens and a KV cache of {num_blocks} blocks o
 
 def add_home_route(app: FastAPI, context: ServerContext) -> None:
     @app.get("/")
-    async def home() -> Response:
-        ready, settings = context.engine.ready, context.settings
+    async def home(request: Request) -> Response:
+        ready = context.engine.ready
         page = _PAGE.format(
             version=escape(__version__),
             model=escape(context.model_names[0]),
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
             block_size=ready.block_size,
-            base=escape(f"{settings.scheme}://{settings.host}:{settings.port}"),
+            base=escape(str(request.base_url).rstrip("/")),
             links="".join(f'<li><a href="{path}">{escape(path)}</a>: {text}</li>' for path, text in _LINKS),
         )
         return Response(page, media_type="text/html")

@@ -1,0 +1,112 @@
+"""The routes for probes, people and machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.server.settings import ServerSettings
+from quire.version import __version__
+from tests.server.conftest import Served, serving
+
+
+async def test_health_and_version(served: Served) -> None:
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        response = await served.client.request(method, path)
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert (await served.client.get("/version")).json() == {"version": __version__}
+
+
+async def test_models(served: Served, model_path: Path) -> None:
+    [card] = (await served.client.get("/v1/models")).json()["data"]
+    assert card == {
+        "id": "tiny",
+        "object": "model",
+        "created": served.context.created,
+        "owned_by": "quire",
+        "root": str(model_path),
+        "parent": None,
+        "max_model_len": 256,
+    }
+    assert (await served.client.get("/v1/models/tiny")).json() == card
+    assert (await served.client.get("/v1/models/not/there")).status_code == 404
+
+
+async def test_the_models_own_name_is_the_default(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings()) as served:
+        body = {"model": str(model_path), "prompt": "a", "max_tokens": 1}
+        assert (await served.client.post("/v1/completions", json=body)).json()["model"] == str(model_path)
+
+
+async def test_home_page_names_the_model_and_escapes_it(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings(served_model_name=["<b>&"])) as served:
+        response = await served.client.get("/")
+        assert response.headers["content-type"].startswith("text/html")
+        assert "&lt;b&gt;&amp;" in response.text
+        assert "<b>" not in response.text
+        assert "http://quire/v1/completions" in response.text
+
+
+async def test_load_counts_unfinished_requests(live: Served) -> None:
+    assert (await live.client.get("/load")).json() == {"server_load": 0}
+    body = {"prompt": ["a", "b"], "max_tokens": 200, "stream": True}
+    async with live.client.stream("POST", "/v1/completions", json=body):
+        assert (await live.client.get("/load")).json() == {"server_load": 2}
+
+
+async def test_openapi_describes_every_field(served: Served) -> None:
+    document = (await served.client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    assert {"temperature", "top_k", "echo", "prompt"} <= set(schemas["CompletionRequest"]["properties"])
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    for reference in json.dumps(document).split('"#/components/schemas/')[1:]:
+        assert reference.split('"')[0] in schemas
+    posts = {route.path for route in served.client._transport.app.routes if "POST" in route.methods}  # type: ignore[attr-defined]
+    assert posts - {"/ping"} == {path for path, operations in document["paths"].items() if "post" in operations}
+
+
+async def test_metrics(served: Served) -> None:
+    await served.client.post("/v1/completions", json={"prompt": "=abc", "n": 2})
+    await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3, "stream": True})
+    await served.client.get("/no/such/path")
+    text = (await served.client.get("/metrics")).text
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    def value(name: str, **labels: str) -> float:
+        return samples[f"quire:{name}", tuple(sorted(labels.items()))]
+
+    tiny = {"model_name": "tiny"}
+    assert value("generation_tokens_total", **tiny) == 2 * 4 + 3
+    assert value("request_success_total", finished_reason="stop", **tiny) == 2
+    assert value("request_success_total", finished_reason="length", **tiny) == 1
+    assert value("e2e_request_latency_seconds_count", **tiny) == 2
+    assert value("request_prompt_tokens_sum", **tiny) == 5 + 4
+    assert value("num_requests_running", **tiny) == value("kv_cache_usage_perc", **tiny) == 0
+    assert value("cache_config_info", block_size="16", num_gpu_blocks="64", **tiny) == 1
+    assert value("http_requests_total", handler="/v1/completions", method="POST", status="200") == 2
+    assert value("http_requests_total", handler="unmatched", method="other", status="404") == 1
+
+
+async def test_open_metrics_on_request(served: Served) -> None:
+    response = await served.client.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_cors(model_path: Path) -> None:
+    headers = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    settings = ServerSettings(cors_allowed_origins=["https://app.example"], api_key="key")
+    async with serving(model_path, settings) as served:
+        response = await served.client.options("/v1/completions", headers=headers)
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        other = await served.client.options("/v1/completions", headers={**headers, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+    async with serving(model_path) as served:
+        response = await served.client.options("/v1/completions", headers=headers)
+        assert "access-control-allow-origin" not in response.headers

@@ -1,0 +1,51 @@
+"""ServerSettings: wrong values are one clear line with the name of the setting."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.settings import HELP, ServerSettings
+
+
+def test_every_setting_has_a_line_of_help() -> None:
+    assert set(HELP) == set(ServerSettings.__struct_fields__)
+
+
+def test_sizes() -> None:
+    assert ServerSettings().max_body_bytes == 8 * 2**20
+    assert ServerSettings(max_body_size="10MB").max_body_bytes == 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("keywords", "param"),
+    [
+        ({"host": ""}, "host"),
+        ({"port": -1}, "port"),
+        ({"port": 65536}, "port"),
+        ({"api_key": " "}, "api_key"),
+        ({"max_num_queued": 0}, "max_num_queued"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout"),
+        ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
+        ({"shutdown_timeout": float("inf")}, "shutdown_timeout"),
+        ({"served_model_name": [""]}, "served_model_name"),
+        ({"cors_allowed_origins": [""]}, "cors_allowed_origins"),
+        ({"ssl_keyfile": "key.pem"}, "ssl_certfile"),
+        ({"ssl_certfile": "cert.pem"}, "ssl_keyfile"),
+        ({"max_body_size": 0}, "max_body_size"),
+        ({"max_body_size": "much"}, "max_body_size"),
+        ({"prot": 1}, "prot"),
+    ],
+)
+def test_wrong_values(keywords: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings.from_keywords(keywords)
+    assert caught.value.param == param
+    assert "\n" not in caught.value.message
+
+
+def test_wrong_types_and_near_names() -> None:
+    with pytest.raises(ConfigError, match="port"):
+        ServerSettings.from_keywords({"port": "eighty"})
+    with pytest.raises(ConfigError, match="did you mean 'port'"):
+        ServerSettings.from_keywords({"prot": 1})
