@@ -16,6 +16,7 @@ from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_mess
 from quire.bench.metrics import METRICS, parse_goodput, summarize
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
+from quire.cli.session import import_executor
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import UserError, nearest_name
@@ -316,6 +317,7 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
     """`LLM.generate` of a new engine, which is taken down at the end."""
     from quire.llm import LLM
 
+    import_executor()
     with LLM.from_options(options) as llm:
 
         def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -30,10 +32,33 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
+def import_executor() -> None:
+    """Import what runs the model. Takes seconds, in which Ctrl-C waits: an interrupt inside the C++ part of torch's
+    import would abort the process with a message of its own."""
+    from quire.engine.client import DEFAULT_EXECUTOR
+
+    with interrupts_deferred():
+        importlib.import_module(DEFAULT_EXECUTOR.partition(":")[0])
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C inside the block at its end. For the main thread."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        raise KeyboardInterrupt
+
+
 def open_engine(options: EngineOptions) -> Engine:
     """Load the model into this process. Raises what a start-up can fail with."""
     from quire.engine.async_engine import AsyncLLM
 
+    import_executor()
     return AsyncLLM.from_options(options, in_process=True)
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 
 import pytest
@@ -142,3 +144,21 @@ def test_every_sampling_field_has_help() -> None:
     from quire.cli.sampling_flags import HELP
 
     assert list(HELP) == list(SamplingParams.__struct_fields__)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    steps = []
+
+    def interrupted_work() -> None:
+        with session.interrupts_deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append("after the signal")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_work()
+    assert steps == ["after the signal"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with session.interrupts_deferred():
+        steps.append("undisturbed")
+    assert steps == ["after the signal", "undisturbed"]
