@@ -99,6 +99,15 @@ def test_forks_share_blocks_until_they_write(make_driver: MakeDriver) -> None:
     assert driver.sequences[0].blocks[:9] == driver.sequences[1].blocks[:9] == driver.sequences[2].blocks[:9]
 
 
+def test_a_child_knows_every_token_of_its_prompt(make_driver: MakeDriver) -> None:
+    """The last token of the prompt would win by its bias, were it not penalised as seen."""
+    params = SamplingParams(temperature=0, logit_bias={PROMPTS[1][-1]: 50.0}, repetition_penalty=100.0)
+    driver = make_driver()
+    driver.add(0, PROMPTS[1], GREEDY)
+    driver.step({0: 37}, [SequenceFork(0, 1, sampling_of(params))])
+    assert driver.sequences[1].output[0] != PROMPTS[1][-1]
+
+
 def test_a_copied_block_leaves_its_source_alone(make_driver: MakeDriver, expected: list[list[int]]) -> None:
     """The parent writes into the shared block first, the child into its copy: neither sees the other."""
     driver = make_driver(block_size=16)
