@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from quire.config.engine import EngineConfig
 from quire.step import SequenceSampling
 from tests.fakes.executor import FakeExecutor
@@ -37,3 +39,9 @@ def slow(config: EngineConfig) -> FakeExecutor:
 def failing(config: EngineConfig) -> FakeExecutor:
     """Dies at its tenth step."""
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS, fail_at_step=10)
+
+
+def never_ready(config: EngineConfig) -> FakeExecutor:
+    """Takes an hour to make."""
+    time.sleep(3600)
+    return readable(config)

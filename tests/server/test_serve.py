@@ -1,0 +1,258 @@
+"""`serve` as a process: ready, drained, killed, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.errors import ConfigError
+from quire.server.run import bind, check_certificate, serve
+from quire.server.settings import ServerSettings
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys
+from quire.config.options import EngineOptions
+from quire.server.run import serve
+from quire.server.settings import ServerSettings
+options, settings, executor = json.loads(sys.argv[1])
+sys.exit(serve(EngineOptions(**options), ServerSettings(**settings), executor=executor))
+"""
+LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, model_path: Path, executor: str = "slow", **settings: Any) -> None:
+        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": 4}
+        arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.output = ""
+        self.url = ""
+
+    def wait_ready(self) -> Process:
+        """Read the line that names the address."""
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        assert " serves " in line, self.popen.communicate()
+        self.output = line
+        self.url = line.split(" on ")[1].split()[0]
+        return self
+
+    @property
+    def engine(self) -> psutil.Process:
+        [engine] = psutil.Process(self.popen.pid).children()
+        return engine
+
+    def signal(self, number: int) -> None:
+        os.kill(self.popen.pid, number)
+
+    def finish(self) -> tuple[int, str]:
+        """Exit status and standard error, once it has ended; the engine must be gone as well."""
+        assert self.popen.stdout is not None
+        assert self.popen.stderr is not None
+        self.output += self.popen.stdout.read()
+        error = self.popen.stderr.read()
+        self.popen.wait()
+        assert "Traceback" not in error, error
+        return self.popen.returncode, error
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    """Started servers, ended whatever happens."""
+    started: list[Process] = []
+    yield started
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.communicate()
+
+
+def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, "readable", served_model_name=["tiny"])
+    processes.append(process)
+    process.wait_ready()
+    engine = process.engine
+    with httpx.Client(base_url=process.url) as client:
+        assert client.get("/health").status_code == 200
+        answer = client.post("/v1/completions", json={"prompt": "=abc"}).json()
+        assert answer["choices"][0]["text"] == "abc"
+    process.signal(signal.SIGTERM)
+    status, error = process.finish()
+    assert status == 0, error
+    assert not engine.is_running()
+    first, *phases = process.output.splitlines()
+    assert first.startswith("Quire ")
+    assert "tiny" in first
+    assert "ready in" in first
+    assert {"import web server", "engine: load model"} <= {row.split(" s  ")[1] for row in phases}
+
+
+async def test_sigterm_drains(model_path: Path, processes: list[Process]) -> None:
+    """/health turns 503, new requests are refused, the running one ends by itself, then the process exits with 0."""
+    process = Process(model_path).wait_ready()
+    processes.append(process)
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 60}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.signal(signal.SIGTERM)
+            while (await client.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/health")).status_code == 503
+            refused = await client.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-4]
+    assert process.finish()[0] == 0
+
+
+async def test_after_the_timeout_running_requests_end_with_abort(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, shutdown_timeout=0.1).wait_ready()
+    processes.append(process)
+    async with (
+        httpx.AsyncClient(base_url=process.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        process.signal(signal.SIGINT)
+        rest = [line async for line in lines]
+    assert rest[-2] == "data: [DONE]"
+    assert '"finish_reason":"abort"' in rest[-4]
+    assert process.finish()[0] == 0
+
+
+async def test_a_second_signal_leaves_at_once(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, shutdown_timeout=1000).wait_ready()
+    processes.append(process)
+    engine = process.engine
+    async with (
+        httpx.AsyncClient(base_url=process.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "prompt": ["abc"] * 50}) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        process.signal(signal.SIGTERM)
+        while (await client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+        process.signal(signal.SIGTERM)
+        status, _ = await asyncio.to_thread(process.finish)
+    assert status == 128 + signal.SIGTERM
+    assert not engine.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting(model_path: Path, processes: list[Process], number: int) -> None:
+    process = Process(model_path, "never_ready")
+    processes.append(process)
+    while not psutil.Process(process.popen.pid).children():
+        assert process.popen.poll() is None
+    engine = process.engine
+    process.signal(number)
+    assert process.finish()[0] == 128 + number
+    assert not engine.is_running()
+
+
+async def test_a_killed_engine(model_path: Path, processes: list[Process]) -> None:
+    """Waiting calls fail at once and say why, /health turns 503, the exit status is not zero."""
+    process = Process(model_path).wait_ready()
+    processes.append(process)
+    async with httpx.AsyncClient(base_url=process.url, timeout=60) as client:
+        whole = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "stream": False}))
+        async with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.engine.kill()
+            rest = [line async for line in lines]
+        assert "SIGKILL" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        failed = await whole
+        assert failed.status_code == 503
+        assert "SIGKILL" in failed.json()["error"]["message"]
+        assert (await client.get("/health")).status_code == 503
+    status, error = process.finish()
+    assert status == 1
+    assert "the engine died" in error
+    assert "SIGKILL" in error
+
+
+def test_an_engine_that_cannot_start_is_an_error_of_serve(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        serve(EngineOptions(block_size=3), ServerSettings(port=0))
+
+
+class TestBind:
+    def test_port_in_use(self) -> None:
+        with bind(ServerSettings(port=0)) as taken:
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use") as caught:
+                bind(ServerSettings(port=port))
+        assert caught.value.param == "port"
+
+    def test_unknown_host(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            bind(ServerSettings(host="no.such.host.invalid"))
+        assert caught.value.param == "host"
+
+    def test_an_address_of_another_machine(self) -> None:
+        with pytest.raises(ConfigError, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
+            bind(ServerSettings(host="192.0.2.1", port=0))
+
+    def test_nobody_can_connect_before_the_server_listens(self) -> None:
+        with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
+            socket.create_connection(listener.getsockname())
+
+
+class TestTls:
+    @pytest.fixture
+    def certificate(self, tmp_path: Path) -> tuple[str, str]:
+        """A self-signed certificate for 127.0.0.1 and its key."""
+        key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+        return certificate, key
+
+    def test_https(self, model_path: Path, processes: list[Process], certificate: tuple[str, str]) -> None:
+        process = Process(model_path, "readable", ssl_certfile=certificate[0], ssl_keyfile=certificate[1]).wait_ready()
+        processes.append(process)
+        assert process.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=certificate[0])
+        with httpx.Client(base_url=process.url, verify=context) as client:
+            assert client.get("/health").status_code == 200
+        process.signal(signal.SIGTERM)
+        assert process.finish()[0] == 0
+
+    def test_files_that_are_no_certificate(self, tmp_path: Path, certificate: tuple[str, str]) -> None:
+        (tmp_path / "junk").write_text("junk")
+        for cert, key in (("absent", certificate[1]), (str(tmp_path / "junk"), certificate[1]), certificate[::-1]):
+            with pytest.raises(ConfigError) as caught:
+                check_certificate(ServerSettings(ssl_certfile=cert, ssl_keyfile=key))
+            assert caught.value.param == "ssl_certfile"
+            assert "\n" not in caught.value.message
+        check_certificate(ServerSettings(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]))
