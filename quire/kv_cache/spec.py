@@ -39,9 +39,12 @@ class SlidingWindowSpec(LayerSpec):
     window: int
 
 
-def layer_specs(config: ModelConfig) -> list[LayerSpec]:
-    """What each layer of an attention-only model keeps, by layer index; models and `quire plan` share it."""
-    shape = (config.num_kv_heads, config.head_dim, config.dtype_bytes)
+def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
+    """What each layer of an attention-only model keeps on one of `num_ranks` ranks, by layer index.
+
+    Models and `quire plan` share it.
+    """
+    shape = (config.num_kv_heads // num_ranks, config.head_dim, config.dtype_bytes)
     return [
         FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
         for window in config.sliding_windows

@@ -15,6 +15,8 @@ from quire.cli.memory_plan import estimate_activations, make_plan
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
+from quire.executors.inprocess import InProcessExecutor
+from quire.kv_cache.spec import layer_specs
 
 GIB = 1024**3
 CONFIG = {
@@ -178,6 +180,18 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 32}])
+def test_the_plan_and_the_loaded_model_agree_on_the_cache(tmp_path: Path, dtype: str, changes: dict[str, Any]) -> None:
+    model = write(tmp_path, changes)
+    config = resolve(EngineOptions(model=model, load_format="dummy", dtype=dtype))
+    executor = InProcessExecutor(config)
+    try:
+        assert executor.load() == layer_specs(config.model)
+    finally:
+        executor.shutdown()
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
