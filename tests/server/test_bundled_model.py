@@ -1,0 +1,87 @@
+"""The whole of it: `serve` with the bundled model, asked by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from quire.config.options import EngineOptions
+from quire.server.run import serve
+from quire.server.settings import ServerSettings
+sys.exit(serve(EngineOptions(num_threads=1, kv_cache_memory="32MiB"), ServerSettings(port=0)))
+"""
+PROMPT = "def fibonacci(n):\n    "
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    yield process.stdout.readline().split(" on ")[1].split()[0]
+    process.terminate()
+    process.stdout.read()
+    assert process.wait() == 0
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
+    asked = {"model": "bundled", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "logprobs": 3}
+    whole = client.completions.create(**asked).choices[0]
+    pieces = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.logprobs.tokens] == whole.logprobs.tokens
+    assert [value for piece in pieces for value in piece.logprobs.token_logprobs] == whole.logprobs.token_logprobs
+    assert all(value <= 0 for value in whole.logprobs.token_logprobs)
+
+
+def test_a_repeated_prompt_hits_the_prefix_cache(client: openai.OpenAI) -> None:
+    prompt = "import os\n" * 40
+    first, second = [client.completions.create(model="bundled", prompt=prompt, max_tokens=1) for _ in range(2)]
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="bundled", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    [choice] = answer.choices
+    assert choice.text == PROMPT
+    scored = choice.logprobs.token_logprobs
+    assert len(scored) == answer.usage.prompt_tokens
+    assert all(value < 0 for value in scored[1:])
+
+
+def test_the_conversation_is_answered(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="bundled", messages=[{"role": "user", "content": "Sort a list."}], max_tokens=16, seed=1
+    )
+    assert answer.usage.completion_tokens == 16
+    assert answer.choices[0].message.content
+
+
+def test_seeded_answers_do_not_depend_on_the_company(url: str) -> None:
+    async def ask(client: openai.AsyncOpenAI, seed: int) -> str:
+        answer = await client.completions.create(model="bundled", prompt=PROMPT, max_tokens=24, seed=seed)
+        return answer.choices[0].text
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            alone = [await ask(client, seed) for seed in range(4)]
+            together = await asyncio.gather(*[ask(client, seed) for seed in range(4)])
+        assert alone == list(together)
+        assert len(set(alone)) > 1
+
+    asyncio.run(run())
