@@ -1,6 +1,6 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor.
 
-Life: load, profile (optional), allocate, execute ... All calls come one after the other, from one thread.
+Life: load, profile (unless the pool's size is given), allocate, execute ... All calls come one after the other, from one thread.
 """
 
 from __future__ import annotations
@@ -75,23 +75,17 @@ class Worker:
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure what is available and what one step takes.
-
-        When the pool's size is given in the configuration nothing depends on the activations: the pass, which costs
-        as long as one full step, is left out and they are reported as 0.
-        """
+        """Measure what is available and what one step at the full budget takes, by running one."""
         assert self._model is not None, "load comes before profile"
         available = available_memory()
-        activations = 0
-        if self._cache_config.memory is None and self._cache_config.num_blocks_override is None:
-            activations = measure_activations(
-                self._model,
-                self._make_backend,
-                self._model_config,
-                self._cache_config.block_size,
-                max_num_batched_tokens,
-                max_num_seqs,
-            )
+        activations = measure_activations(
+            self._model,
+            self._make_backend,
+            self._model_config,
+            self._cache_config.block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+        )
         return MemoryProfile(available=available, activations=activations, weights=self._model.weight_bytes())
 
     @_computes

@@ -53,16 +53,6 @@ def test_one_step_at_the_full_budget(model_path: Path, monkeypatch: pytest.Monke
     assert found.weights == 4 * num_parameters
 
 
-@pytest.mark.parametrize("size", [{"kv_cache_memory": "1MiB"}, {"num_blocks_override": 5}])
-def test_no_step_when_the_pool_size_is_given(
-    model_path: Path, size: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = loaded_worker(model_path, **size)
-    steps = count_forwards(worker, monkeypatch)
-    assert worker.profile(600, 32).activations == 0
-    assert steps == []
-
-
 def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unmeasured(work: object) -> None:
         work()
