@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from quire.attention.interface import AttentionStep, LayerAttention
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import LayerSpec, layer_specs
 from quire.layers.activation import ACTIVATIONS
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots, prefixed
@@ -23,13 +24,13 @@ from quire.layers.rotary import RotaryEmbedding, Rotation
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 
 
-class Decoder:
+class Decoder(ABC):
     """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, head: VocabularyProjection, names: CheckpointNames
     ) -> None:
-        self._specs = kv_specs(config, context)
+        self._specs = layer_specs(config, context.group.size)
         self._head = head
         self._names = names
         self._dtype_bytes = context.dtype.itemsize
@@ -39,8 +40,9 @@ class Decoder:
     def kv_specs(self) -> list[LayerSpec]:
         return list(self._specs)
 
+    @abstractmethod
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        raise NotImplementedError
+        """As CausalLM.forward."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)
@@ -50,15 +52,6 @@ class Decoder:
 
     def weight_bytes(self) -> int:
         return self._dtype_bytes * sum(torch.Size(slot.shape).numel() for slot in self.slots.values())
-
-
-def kv_specs(config: ModelConfig, context: LayerContext) -> list[LayerSpec]:
-    """What each layer keeps on this rank."""
-    shape = (config.num_kv_heads // context.group.size, config.head_dim, context.dtype.itemsize)
-    return [
-        FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
-        for window in config.sliding_windows
-    ]
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:

@@ -1,6 +1,7 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor.
 
-Life: load, profile (unless the pool's size is given), allocate, execute ... All calls come one after the other, from one thread.
+Life: load, profile (unless the size of the pool is given), allocate, execute ... All calls come one after the other,
+from one thread.
 """
 
 from __future__ import annotations
