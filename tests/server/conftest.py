@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +36,6 @@ class Served:
     context: ServerContext
     client: httpx.AsyncClient
     url: str = "http://quire"
-
-    async def until(self, condition: Callable[[AsyncLLM], bool]) -> None:
-        """Wait until the engine is in a state; the test's own timeout is the limit."""
-        while not condition(self.engine):
-            await asyncio.sleep(0.005)
 
     async def until_idle(self) -> None:
         """Wait until nothing runs or waits and every block is free."""

@@ -91,7 +91,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Process]) -> None:
-    process = Process(model_path, "readable", served_model_name=["tiny"])
+    process = Process(model_path, "readable", served_model_name=["tiny"], access_log=True)
     processes.append(process)
     process.wait_ready()
     engine = process.engine
@@ -103,6 +103,8 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     status, error = process.finish()
     assert status == 0, error
     assert not engine.is_running()
+    assert '"GET /health HTTP/1.1" 200' in error
+    assert '"POST /v1/completions HTTP/1.1" 200' in error
     first, *phases = process.output.splitlines()
     assert first.startswith("Quire ")
     assert "tiny" in first
@@ -195,6 +197,7 @@ async def test_a_killed_engine(model_path: Path, processes: list[Process]) -> No
         assert "SIGKILL" in failed.json()["error"]["message"]
         assert (await client.get("/health")).status_code == 503
     status, error = process.finish()
+    assert "HTTP/1.1" not in error, "accesses are logged only when asked"
     assert status == 1
     assert "the engine died" in error
     assert "SIGKILL" in error
