@@ -3,4 +3,4 @@
 from quire import envs
 
 # Here because this runs before any module of the package loads torch, and with it the OpenMP runtime.
-envs.let_openmp_sleep()
+envs.limit_openmp_spinning()
