@@ -96,7 +96,10 @@ class StopFlag:
 def main() -> None:
     stop = StopFlag()
     stop.install()
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return  # the parent ended before it had said what to do
+    spec = msgspec.json.decode(line, type=LaunchSpec)
     os.set_inheritable(spec.alive_fd, False)
     directory = RuntimeDirectory.join(Path(spec.directory))
     crash_file = (directory.path / CRASH_FILE).open("w")
