@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -278,3 +280,10 @@ def test_parent_killed_during_the_start(tmp_path: Path, weightless_model: Path) 
         parent.kill()
         parent.communicate(timeout=30)
     wait_until_gone(pid)
+
+
+def test_a_parent_that_ends_before_it_spoke_is_no_error() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "quire.engine.process"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (0, b"")
