@@ -15,8 +15,11 @@ from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
+from quire.executors.interface import Executor
+from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
+from quire.step import TokenLogprobs
 from tests.fakes.executor import FakeExecutor
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
@@ -63,16 +66,15 @@ def make_config(
     )
 
 
-class CoreDriver:
-    """Feeds an EngineCore and keeps every sequence's tokens and end."""
+class CoreClient:
+    """Feeds an EngineCore and keeps every sequence's tokens, log-probabilities and end."""
 
-    def __init__(self, config: EngineConfig, **executor_options: object) -> None:
-        self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
-        # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
-        self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.clock = VirtualClock()
-        self.core = EngineCore(config, self.executor, self.clock)
+        self.core = EngineCore(config, executor, self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.prompt_logprob_positions: dict[str, list[int]] = {}
         self.refused: dict[str, str] = {}
@@ -82,7 +84,15 @@ class CoreDriver:
         return self.core.scheduler
 
     def add(
-        self, request_id: str, prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), salt: str = "", **params
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        seed: int = 1,
+        eos: tuple[int, ...] = (),
+        bad: list[list[int]] | None = None,
+        salt: str = "",
+        **params,
     ) -> None:  # type: ignore[no-untyped-def]
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
         self.core.handle(
@@ -94,6 +104,7 @@ class CoreDriver:
                     max_tokens=sampling.max_tokens or 8,
                     seed=seed,
                     eos_token_ids=list(eos),
+                    bad_token_sequences=bad or [],
                     cache_salt=salt,
                 )
             )
@@ -108,15 +119,20 @@ class CoreDriver:
         for refusal in outputs.refusals:
             self.refused[refusal.request_id] = refusal.message
         for update in outputs.updates:
-            key = (update.request_id, update.index)
-            assert key not in self.finished, f"{key} got a token after its end"
-            self.tokens.setdefault(key, []).extend(update.new_token_ids)
-            if update.prompt_logprobs is not None:
-                positions = self.prompt_logprob_positions.setdefault(update.request_id, [])
-                start = update.prompt_logprobs.start
-                positions.extend(range(start, start + len(update.prompt_logprobs.entries)))
-            if update.finish_reason is not None:
-                self.finished[key] = update.finish_reason
+            self._take(update)
+
+    def _take(self, update: SequenceUpdate) -> None:
+        key = (update.request_id, update.index)
+        assert key not in self.finished, f"{key} got a token after its end"
+        self.tokens.setdefault(key, []).extend(update.new_token_ids)
+        self.logprobs.setdefault(key, []).extend(update.logprobs or [])
+        if update.prompt_logprobs is not None:
+            start, entries = update.prompt_logprobs.start, update.prompt_logprobs.entries
+            positions = self.prompt_logprob_positions.setdefault(update.request_id, [])
+            positions.extend(range(start, start + len(entries)))
+            self.prompt_logprobs.setdefault(update.request_id, []).extend(entries)
+        if update.finish_reason is not None:
+            self.finished[key] = update.finish_reason
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is left; checks the invariants after each step and that every block is free at the end."""
@@ -132,6 +148,16 @@ class CoreDriver:
         stats = self.core.stats()
         assert stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks leaked"
         assert stats.num_running == stats.num_waiting == 0
+
+
+class CoreDriver(CoreClient):
+    """A CoreClient over the fake executor, which verifies every plan."""
+
+    def __init__(self, config: EngineConfig, **executor_options: object) -> None:
+        self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
+        self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        super().__init__(config, self.executor)
 
 
 def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]

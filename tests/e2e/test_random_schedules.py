@@ -1,0 +1,211 @@
+"""Random arrivals, aborts, forks, preemptions, prefix hits and windows over the real worker: every completion has,
+bit by bit, the tokens and log-probabilities of a lone run.
+
+The fake executor of the scheduler's state machine proves that plans are consistent; this proves that rows, block
+tables, copies, attention and the sampler do what the plans say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.executors.inprocess import InProcessExecutor
+from quire.request import FinishReason
+from tests.fakes.core import CoreClient
+from tests.models.families import llama, mistral, qwen3
+from tests.models.harness import randomize, save
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+MODELS = {
+    "full": lambda: llama(num_hidden_layers=2, **SIZES),
+    "window": lambda: mistral(num_hidden_layers=2, sliding_window=5, **SIZES),
+    # Seven layers in groups of three: the last one of the four sliding layers has a group to itself.
+    "mixed": lambda: qwen3(
+        num_hidden_layers=7,
+        use_sliding_window=True,
+        sliding_window=11,
+        layer_types=["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+        **SIZES,
+    ),
+}
+POOL_TOKENS = {"full": (90,), "window": (45,), "mixed": (90, 45, 45)}
+"""Tokens that the smallest pool has room for in each KV group: enough for one request of any length."""
+PREFIXES = [[(13 * family + 5 * i) % 96 + 1 for i in range(40)] for family in range(2)]
+MAX_MODEL_LEN = 90
+
+EXERCISED = (
+    "preemptions_total",
+    "recomputed_tokens_total",
+    "prefix_cache_hits_total",
+    "copied_blocks_total",
+    "evictions_total",
+)
+
+Client = CoreClient
+MakeClient = Callable[..., Client]
+
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"prompt_logprobs": 1},
+    {"repetition_penalty": 1.7, "frequency_penalty": 0.8},
+    {"stop_token_ids": list(range(0, 97, 6)), "min_tokens": 8},
+    {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"bad": [[token] for token in range(40)] + [[50, 51], [60, 61, 62]], "presence_penalty": 2.0},
+    {"logit_bias": dict.fromkeys(range(97), -100.0)},
+    {"allowed_token_ids": [3, 4, 5, 90, 91], "top_k": 200},
+]
+
+requests = st.fixed_dictionaries(
+    {
+        "family": st.integers(0, 1),
+        "shared": st.sampled_from([0, 3, 16, 31, 32, 40, 40]),
+        "own": st.lists(st.integers(0, 96), min_size=1, max_size=18),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "max_tokens": st.sampled_from([1, 9, 30, 30, 30]),
+        "seed": st.integers(0, 2),
+        "temperature": st.sampled_from([0.0, 0.7, 4.0]),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "extra": st.sampled_from(EXTRAS),
+    }
+)
+events = st.one_of(
+    requests,
+    requests,
+    st.integers(1, 7),  # steps
+    st.tuples(st.integers(0, 20), st.sampled_from([None, None, 0, 1])),  # abort of (request, completion)
+)
+engines = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(sorted(MODELS)),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "block_size": st.sampled_from([1, 4, 16]),
+        "spare": st.integers(0, 20),
+        "max_num_seqs": st.integers(3, 8),
+        "max_num_batched_tokens": st.sampled_from([8, 33, 200]),
+        "queue_depth": st.sampled_from([1, 2]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save(randomize(make()), tmp_path_factory.mktemp(name)) for name, make in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def make_client(directories: dict[str, Path]) -> MakeClient:
+    def make(model: str, **options: Any) -> Client:
+        config = resolve(
+            EngineOptions.from_keywords(
+                {"model": str(directories[model]), "num_threads": 1, "max_model_len": MAX_MODEL_LEN, **options}
+            )
+        )
+        return Client(config, InProcessExecutor(config))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(make_client: MakeClient) -> Iterator[Callable[..., Client]]:
+    """What a request gives in a large engine that serves nothing else meanwhile."""
+    engines: dict[tuple[str, str], Client] = {}
+    known: dict[str, str] = {}
+
+    def generate(model: str, dtype: str, request: dict[str, Any]) -> tuple[Client, str]:
+        key = (model, dtype)
+        if key not in engines:
+            engines[key] = make_client(model, dtype=dtype, enable_prefix_caching=False, num_blocks_override=400)
+        client, description = engines[key], f"{key} {request}"
+        if description not in known:
+            known[description] = f"alone{len(known)}"
+            client.add(known[description], **request)
+            client.run()
+        return client, known[description]
+
+    yield generate
+    for client in engines.values():
+        client.core.shutdown()
+
+
+def engine_request(family: int, shared: int, own: list[int], extra: dict[str, Any], **params: Any) -> dict[str, Any]:
+    extra = {**extra}
+    if "min_tokens" in extra:
+        extra["min_tokens"] = min(extra["min_tokens"], params["max_tokens"])
+    return {"prompt": PREFIXES[family][:shared] + own, **params, **extra}
+
+
+def run_script(client: Client, script: list[Any]) -> tuple[dict[str, dict[str, Any]], set[tuple[str, int | None]]]:
+    """Requests, numbers of steps and aborts, in order; then on to the end. Returns what was requested and aborted."""
+    made: dict[str, dict[str, Any]] = {}
+    aborted: set[tuple[str, int | None]] = set()
+    for event in script:
+        match event:
+            case dict():
+                name = f"r{len(made)}"
+                made[name] = engine_request(**event)
+                client.add(name, **made[name])
+            case int():
+                for _ in range(event):
+                    if client.core.has_work:
+                        client.step()
+                        client.scheduler.check()
+            case (number, index):
+                client.abort(f"r{number}", index)
+                aborted.add((f"r{number}", index))
+    client.run()
+    return made, aborted
+
+
+def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: Callable[..., Any]) -> None:
+    totals: Counter[str] = Counter()
+
+    @settings(
+        max_examples=60,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        phases=[Phase.explicit, Phase.generate],
+        report_multiple_bugs=False,
+    )
+    @given(engine=engines, script=st.lists(events, min_size=16, max_size=32))
+    def check(engine: dict[str, Any], script: list[Any]) -> None:
+        options = dict(engine)
+        model, spare = options["model"], options.pop("spare")
+        num_blocks = sum(-(-(tokens + spare) // options["block_size"]) for tokens in POOL_TOKENS[model])
+        client = make_client(num_blocks_override=num_blocks, **options)
+        try:
+            made, aborted = run_script(client, script)
+            totals.update({name: getattr(client.core.stats(), name) for name in EXERCISED})
+        finally:
+            client.core.shutdown()
+        for name, request in made.items():
+            if name not in client.refused:
+                assert_as_alone(client, name, aborted, *alone(model, options["dtype"], request))
+
+    check()
+    assert all(totals[name] > 10 for name in EXERCISED), f"the random engines were too roomy: {totals}"
+
+
+def assert_as_alone(
+    client: Client, name: str, aborted: set[tuple[str, int | None]], lone: Client, lone_name: str
+) -> None:
+    """What was aborted is the beginning of the lone run's completion, all else the whole of it."""
+    for (found, index), expected in lone.tokens.items():
+        if found != lone_name:
+            continue
+        tokens, logprobs = client.tokens.get((name, index), []), client.logprobs.get((name, index), [])
+        assert tokens == expected[: len(tokens)]
+        assert logprobs == lone.logprobs[found, index][: len(logprobs)]
+        if not {(name, None), (name, index)} & aborted:
+            assert len(tokens) == len(expected)
+            assert client.finished[name, index] is lone.finished[found, index] is not FinishReason.ABORT
+    if all(aborted_name != name for aborted_name, _ in aborted):
+        assert client.prompt_logprobs.get(name) == lone.prompt_logprobs.get(lone_name)
