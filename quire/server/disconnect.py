@@ -10,6 +10,9 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a request whose client hung up before the answer began: for the metrics, since nobody reads it."""
+
 
 class ClientDisconnectedError(Exception):
     """The client hung up; there is nobody left to answer."""

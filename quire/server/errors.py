@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from quire.errors import EngineDeadError, PromptTooLongError, QuireError, UnknownModelError, UserError
 from quire.logging import get_logger
+from quire.server.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnectedError
 
 logger = get_logger(__name__)
 
@@ -73,6 +75,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         detail = ErrorDetail(str(error.detail), INVALID_REQUEST)
         return ApiError(error.status_code, detail, error.headers)
+    if isinstance(error, ClientDisconnectedError | ClientDisconnect):
+        return invalid_request("the client closed the connection", status=CLIENT_CLOSED_REQUEST)
     logger.error("internal error", exc_info=error)
     return ApiError(500, ErrorDetail("internal server error; the server's log says more", SERVER_ERROR))
 
@@ -93,12 +97,12 @@ def install_error_handlers(app: FastAPI) -> None:
             error = _no_such_route(request, error)
         return error_response(to_api_error(error))
 
-    for kind in (ApiError, QuireError, HTTPException, Exception):
+    for kind in (ApiError, QuireError, HTTPException, ClientDisconnectedError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle)
 
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
-    what = f"{request.method} {request.url.path}"
+    what = f"{request.method} {request.scope['path']}"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"method not allowed: {what}" + (f" (allowed: {allowed})" if allowed else "")

@@ -15,9 +15,7 @@ from quire.errors import EngineDeadError
 from quire.metrics.prometheus import PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
-
-CLIENT_CLOSED_REQUEST = 499
-"""Status of a request whose client hung up before the answer began."""
+from quire.server.disconnect import CLIENT_CLOSED_REQUEST
 
 
 def add_metrics_route(app: FastAPI, context: ServerContext) -> None:

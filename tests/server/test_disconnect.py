@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,25 @@ async def test_in_the_middle_of_the_body(live: Served) -> None:
     response = await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     assert response.status_code == 200
     assert live.engine.num_unfinished == 0
+
+
+async def test_is_no_internal_error(
+    live: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    _, waiting = await send(live, "/v1/completions", LONG)
+    await live.until_running(1)
+    waiting.close()
+    await live.until_idle()
+    host, port = live.url.removeprefix("http://").split(":")
+    _, sending = await asyncio.open_connection(host, int(port))
+    sending.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: quire\r\ncontent-length: 100\r\n\r\n{")
+    await sending.drain()
+    sending.close()
+    while 'chat/completions",method="POST",status="499"' not in (await live.client.get("/metrics")).text:
+        await asyncio.sleep(0.005)
+    assert await statuses(live) == {"499"}
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_the_end_of_a_stream_is_not_a_hang_up(live: Served) -> None:
