@@ -14,6 +14,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_SEED = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
+"""What has no limit of its own still has to fit the wire and the sampler's columns."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +23,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     n: completions per prompt; they share the prompt's KV blocks.
     temperature: 0 means greedy. top_k (0 or -1: off), top_p, min_p: applied in this order, after the penalties.
-    presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens.
+    presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens
+    (from 0.01 on: dividing by less could leave the range of the scores).
     seed: makes the tokens of this request reproducible whatever else runs; None: drawn from the engine's seed.
     stop: strings that end the text (not part of it unless include_stop_str_in_output); stop_token_ids: tokens that do.
     bad_words: strings whose token sequences are never produced. logit_bias: token id -> added logit.
@@ -65,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _optional_integer("seed", self.seed, -MAX_SEED, MAX_SEED)
         _optional_integer("max_tokens", self.max_tokens, 1, None)
         _integer("min_tokens", self.min_tokens, 0, None)
@@ -126,7 +129,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # An integer is finite, and may be too large for `isfinite`.
+    if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise UserError(f"{name} must be a finite number, not {value!r}", param=name)
     if value > high or value < low or (low_open and value == low):
         bracket = "(" if low_open else "["
@@ -136,8 +140,8 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"{name} must be an integer, not {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+    if not low <= value <= (MAX_INTEGER if high is None else high):
+        limit = f"at least {low}" if high is None and value < low else f"between {low} and {high or MAX_INTEGER}"
         raise UserError(f"{name} must be {limit}, not {value}", param=name)
 
 

@@ -18,7 +18,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_shared_blocks: int = 0
     """Blocks with more than one owner."""
     num_stored_tokens: int = 0
-    """Token states held by used blocks (each physical slot counted once per owner table)."""
+    """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
     num_running: int = 0
     num_waiting: int = 0
     """Requests in the queue, preempted ones included."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.errors import UserError
 from quire.sampling_params import (
+    MAX_INTEGER,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -23,22 +24,22 @@ NAN, INFINITY = float("nan"), float("inf")
 
 NUMBERS = {
     # name: (accepted values, refused values)
-    "temperature": ((0, 0.0, 1e-3, 100.0), (-0.1, 100.1)),
+    "temperature": ((0, 0.0, 1e-3, 100.0), (-0.1, 100.1, 10**400)),
     "top_p": ((1e-6, 0.5, 1), (0.0, -0.1, 1.0001)),
     "min_p": ((0.0, 1.0), (-0.1, 1.1)),
     "presence_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
     "frequency_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
-    "repetition_penalty": ((0.01, 1.0, 100.0), (0.0, -1.0, 100.5)),
+    "repetition_penalty": ((0.01, 1.0, 100.0), (0.0, 1e-45, 0.0099, -1.0, 100.5)),
 }
 INTEGERS = {
     "n": ((1, MAX_N), (0, -1, MAX_N + 1)),
-    "top_k": ((-1, 0, 1, 10**6), (-2,)),
+    "top_k": ((-1, 0, 1, 10**6, MAX_INTEGER), (-2, MAX_INTEGER + 1)),
     "seed": ((-MAX_SEED, 0, MAX_SEED), (MAX_SEED + 1, -MAX_SEED - 1)),
-    "max_tokens": ((1, 10**9), (0, -5)),
-    "min_tokens": ((0, 16), (-1,)),
+    "max_tokens": ((1, 10**9, MAX_INTEGER), (0, -5, 2**64)),
+    "min_tokens": ((0, 16), (-1, 2**70)),
     "logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
     "prompt_logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
-    "truncate_prompt_tokens": ((1, 100), (0, -1)),
+    "truncate_prompt_tokens": ((1, 100), (0, -1, MAX_INTEGER + 1)),
 }
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")

@@ -99,5 +99,6 @@ class BlockPool:
         for index in self._indexes:
             for _, block in index.items():
                 assert block not in free, f"free block {block} is still indexed"
+                assert block != NULL_BLOCK, "the null block is indexed"
         for block, index in self._evictable.items():
             assert block in index, f"evictable block {block} has no content"

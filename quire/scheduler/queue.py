@@ -1,7 +1,8 @@
-"""Requests that wait: first come, first served; a preempted request goes back to the front."""
+"""Requests that wait: first come, first served; a preempted request goes back to its place."""
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -20,10 +21,13 @@ class RequestQueue:
     def append(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
-    def append_front(self, request: Request) -> None:
-        """Put a preempted request first. The latest arrival is preempted first, so arrival order is kept."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+    def put_back(self, request: Request) -> None:
+        """Return a request that ran, preempted or with its leader aborted: before all that arrived later."""
+        arrival = request.sequences[0].seq_id
+        earlier = list(itertools.takewhile(lambda other: other.sequences[0].seq_id < arrival, self))
+        for other in (request, *reversed(earlier)):
+            self._requests[other.request_id] = other
+            self._requests.move_to_end(other.request_id, last=False)
 
     def peek(self) -> Request | None:
         return next(iter(self._requests.values()), None)

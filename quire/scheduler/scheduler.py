@@ -90,7 +90,7 @@ class Scheduler:
             self._num_unforked -= len(request.unforked)
             request.unforked = []
             request.status = RequestStatus.PREEMPTED
-            self._waiting.append_front(request)
+            self._waiting.put_back(request)
         self._running = [s for s in self._running if s.finish_reason is None]
 
     def longest_sequence(self, limit: int) -> int:
@@ -221,7 +221,8 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.unforked = [s for s in request.live_sequences if s is not leader]
         self._num_unforked += len(request.unforked)
-        self._running.append(leader)
+        # Nearly always the last place; a request whose leader was aborted comes back before later arrivals.
+        bisect.insort(self._running, leader, key=lambda sequence: sequence.seq_id)
         leader.blocks = self.kv.begin(leader.chain, num_cached)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
@@ -272,9 +273,11 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take back all blocks and rows of the request at the end of `_running`; it recomputes later."""
+        num_shared = 0
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
-                request.num_lost_tokens += sequence.num_computed_tokens
+                request.num_lost_tokens += sequence.num_computed_tokens - num_shared
+                num_shared = request.num_prompt_tokens  # which siblings do not compute again
                 self.kv.free(sequence.blocks)
                 sequence.blocks = None
                 self._released.append(sequence.seq_id)
@@ -286,7 +289,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._stats.preemptions_total += 1
-        self._waiting.append_front(request)
+        self._waiting.put_back(request)
 
     def _commit(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
@@ -318,12 +321,12 @@ class Scheduler:
     def _attach_prompt_logprobs(
         self, result: StepResult, sequences: list[Sequence], updates: list[SequenceUpdate]
     ) -> None:
-        """Report prompt logprobs once: recomputation after a preemption yields them again."""
+        """Report prompt logprobs once: recomputation yields them again, after a preemption or by the next leader."""
         by_id = {sequence.seq_id: sequence for sequence in sequences}
         for seq_id, logprobs in result.prompt_logprobs.items():
             sequence = by_id[seq_id]
             request = sequence.request
-            if request.status is RequestStatus.FINISHED and sequence.finish_reason is FinishReason.ABORT:
+            if sequence.finish_reason is FinishReason.ABORT:
                 continue
             known = max(request.num_prompt_logprobs, logprobs.start)
             fresh = logprobs.entries[known - logprobs.start :]
@@ -348,11 +351,23 @@ class Scheduler:
         stats.num_shared_blocks = pool.num_shared
         stats.evictions_total = pool.num_evictions
         stats.copied_blocks_total = self.kv.num_copied_blocks
-        stats.num_stored_tokens = sum([sequence.num_computed_tokens for sequence in self._running])
+        stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
-        stats.num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
+        # They stand at the front: looking at the whole queue would make every step as long as the queue.
+        preempted = itertools.takewhile(lambda request: request.status is RequestStatus.PREEMPTED, self._waiting)
+        stats.num_preempted = sum(1 for _ in preempted)
         return copy.copy(stats)
+
+    def _num_empty_slots(self) -> int:
+        """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they
+        write."""
+        last_blocks = {
+            sequence.blocks.tables[0][-1]: sequence.blocks.capacity - sequence.num_computed_tokens
+            for sequence in self._running
+            if sequence.blocks is not None
+        }
+        return self.kv.num_groups * sum(last_blocks.values())
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""

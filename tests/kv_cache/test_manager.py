@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from quire.kv_cache.groups import hit_blocks, rules_for
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
 from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 
 FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
@@ -213,6 +217,103 @@ def test_the_bound_on_blocks_of_a_window_holds(num_tokens: int, max_chunk: int) 
     assert most <= kv.most_blocks(num_tokens, max_chunk)
 
 
+def test_a_bound_is_no_larger_than_it_must_be() -> None:
+    """A step of c tokens reads and writes 5 + c positions, which may start in the last slot of a block of four."""
+    kv = make_manager((WINDOW,))
+    assert kv.most_blocks(100, 1) == 3
+    assert kv.most_blocks(100, 4) == 3
+    assert kv.most_blocks(100, 5) == 4
+    assert kv.most_blocks(8, 100) == 2, "never more than the sequence has"
+    assert make_manager((FULL, WINDOW)).most_blocks(100, 1) == 25 + 3
+
+
+def test_a_block_leaves_the_window_with_its_last_token() -> None:
+    """The query at position p reads p - 5 .. p: block 0 (0 .. 3) up to p = 8, not at 9."""
+    rules = rules_for(WINDOW, 4)
+    assert [rules.first_needed_block(position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+    assert [rules_for(FULL, 4).first_needed_block(position) for position in (0, 9, 100)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        ({0, 1, 2, 3, 4, 5}, 6),
+        ({4, 5}, 6),  # the next query, at 24, reads from 19 on
+        ({3, 4}, 5),
+        ({1, 2, 4}, 3),  # block 3 is missing: the longest hit ends before it
+        ({0, 1, 3, 5}, 2),
+        ({0}, 1),
+        ({1, 3, 5}, 0),
+        (set(), 0),
+    ],
+)
+def test_the_longest_hit_of_a_window(cached: set[int], expected: int) -> None:
+    index, hashes = PrefixIndex(), [bytes([block]) for block in range(6)]
+    for block in cached:
+        index.add(hashes[block], 10 + block)
+    rules = rules_for(WINDOW, 4)
+    assert rules.longest_hit(index, hashes, 6) == expected
+    table = hit_blocks(rules, index, hashes, expected, 4)
+    assert table == [10 + block if block >= expected - 2 else NULL_BLOCK for block in range(expected)]
+
+
+def test_groups_shorten_each_others_hits_until_they_agree() -> None:
+    """Six blocks suit the first group and five the second, but five do not suit the first: it has no block 3."""
+    kv = make_manager((WINDOW, dataclasses.replace(WINDOW, window=10)), num_blocks=40)
+    chain = kv.new_chain("")
+    tokens = list(range(24))
+    chain.extend(tokens, 6)
+    for index, cached in zip(kv._indexes, ((0, 1, 4, 5), (0, 1, 2, 3, 4)), strict=True):
+        for block in cached:
+            index.add(chain.block_hash(block), 1 + block)
+    assert kv.match_prefix(chain, tokens, 24) == 8
+
+
+def test_a_block_that_left_the_window_before_it_was_committed_is_not_offered() -> None:
+    """Planning ahead, the next step may give it back before the result of the step that filled it has come."""
+    kv = make_manager((WINDOW,))
+    tokens = list(range(24))
+    blocks = kv.begin(kv.new_chain(""), 0)
+    assert kv.append(blocks, 0, 16) is not None
+    assert kv.append(blocks, 16, 17) is not None
+    kv.commit(blocks, tokens, 16)
+    kv.check()
+    assert [block for _, block in kv._indexes[0].items()] == blocks.tables[0][2:4]
+
+
+def test_a_child_offers_what_its_parent_could_not() -> None:
+    """The parent may end between the fork and the result of the step that computed the prompt."""
+    kv = make_manager()
+    tokens = list(range(9))
+    parent = kv.begin(kv.new_chain(""), 0)
+    assert kv.append(parent, 0, 9) is not None
+    child = kv.fork(parent, 9)
+    kv.free(parent)
+    kv.commit(child, tokens, 9)
+    kv.free(child)
+    assert kv.match_prefix(kv.new_chain(""), tokens, 8) == 8
+
+
+def test_the_blocks_of_a_hit_are_not_offered_again() -> None:
+    kv = make_manager()
+    kv.free(start(kv, list(range(12))))
+    assert start(kv, list(range(13))).num_committed == 3
+    chain = kv.new_chain("")
+    assert kv.begin(chain, kv.match_prefix(chain, list(range(13)), 12)).num_committed == 3
+
+
+def test_an_index_keeps_the_first_block_of_a_content_and_the_first_content_of_a_block() -> None:
+    index = PrefixIndex()
+    index.add(b"a", 1)
+    index.add(b"a", 2)
+    index.add(b"b", 1)
+    assert index.items() == [(b"a", 1)]
+    assert index.find(b"b") is None
+    index.remove(1)
+    assert len(index) == 0
+    assert 1 not in index
+
+
 def test_check_catches_a_lost_count_a_double_use_and_a_leak() -> None:
     for damage in (
         lambda kv, blocks: kv.pool.ref_counts.__setitem__(blocks.tables[0][0], 2),
@@ -220,6 +321,8 @@ def test_check_catches_a_lost_count_a_double_use_and_a_leak() -> None:
         lambda kv, blocks: kv.pool._free.append(blocks.tables[0][0]),
         lambda kv, blocks: blocks.tables[0].pop(),
         lambda kv, blocks: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1),
+        lambda kv, blocks: kv._indexes[0].add(b"nothing", NULL_BLOCK),
+        lambda kv, blocks: kv._indexes[0].add(b"nothing", kv.pool._free[0]),
     ):
         kv = make_manager()
         blocks = start(kv, list(range(8)))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from quire.request import FinishReason
+from quire.request import EngineRequest, FinishReason, Request, Sequence
+from quire.sampling_params import SamplingParams
+from quire.scheduler.plan_builder import Mark, PlanBuilder
+from quire.scheduler.queue import RequestQueue
+from quire.step import SequenceSampling
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 
@@ -79,6 +85,24 @@ def test_preemption_takes_the_latest_arrival_and_changes_no_token(queue_depth: i
         assert driver.tokens[name, 0] == generate_alone(ids, max_tokens=24)[0]
 
 
+def test_a_preempted_request_waits_for_the_value_of_its_last_sample() -> None:
+    """However many plans are made ahead: its row can only be made anew from tokens that are known."""
+    driver = CoreDriver(make_config(num_blocks=4, enable_prefix_caching=False))
+    scheduler = driver.scheduler
+    for seq_id, name in enumerate("abc"):
+        driver.add(name, prompt(4, start=seq_id), max_tokens=4)
+    plans = [scheduler.schedule(0.0) for _ in range(2)]
+    assert [plan.seq_ids for plan in plans] == [[0, 1, 2], [0, 1]]
+    scheduler.abort("b")
+    plans.append(scheduler.schedule(0.0))
+    assert plans[-1].seq_ids == [0], "two blocks are free, but the third sequence's first token is not known"
+    for plan in plans:
+        scheduler.update(driver.executor.execute(plan).result(), 0.0)
+        scheduler.check()
+    plan = scheduler.schedule(0.0)
+    assert [len(new.token_ids) for new in plan.new_sequences] == [5]
+
+
 def test_no_new_request_starts_while_a_preempted_one_waits() -> None:
     driver = CoreDriver(make_config(num_blocks=12, max_num_seqs=4, enable_prefix_caching=False), record=True)
     for i, name in enumerate("abc"):
@@ -128,6 +152,38 @@ def test_siblings_are_preempted_and_resumed_together(queue_depth: int) -> None:
     alone = generate_alone(prompt(9, start=4), n=3, temperature=1.0, max_tokens=24)
     assert [driver.tokens["pair", i] for i in range(3)] == alone
     assert driver.tokens["first", 0] == generate_alone(prompt(12), max_tokens=40)[0]
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_siblings_scheduled_before_their_request_is_preempted_are_taken_back(
+    queue_depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same step one sibling got a block (or a copy of one) and the next found none: for every size of pool."""
+    taken_back: Counter[str] = Counter()
+    rollback = PlanBuilder.rollback
+
+    def count(self: PlanBuilder, mark: Mark) -> None:
+        taken_back["samples"] += len(self.samples) - mark.samples
+        taken_back["copies"] += len(self.block_copies) - mark.copies
+        taken_back["new blocks"] += bool(self.new_blocks)
+        rollback(self, mark)
+
+    monkeypatch.setattr(PlanBuilder, "rollback", count)
+    requests = {"first": (prompt(4), {"max_tokens": 40}), "trio": (prompt(17, start=4), {"n": 3, "max_tokens": 14})}
+    alone = {name: generate_alone(ids, temperature=1.0, **params) for name, (ids, params) in requests.items()}
+    options = {"queue_depth": queue_depth, "max_prefill_chunk": 1, "enable_prefix_caching": False}
+    for num_blocks in range(16, 28):
+        driver = CoreDriver(make_config(num_blocks=num_blocks, **options), record=True)
+        for name, (ids, params) in requests.items():
+            driver.add(name, ids, temperature=1.0, **params)
+            for _ in range(20):
+                driver.step()
+        driver.run()
+        assert {name: [driver.tokens[name, i] for i in range(len(alone[name]))] for name in alone} == alone
+        stats = driver.core.stats()
+        computed = sum(plan.total_tokens for plan in driver.executor.plans)
+        assert stats.scheduled_tokens_total == computed == 4 + 39 + 17 + 3 * 13 + stats.recomputed_tokens_total
+    assert min(taken_back[name] for name in ("samples", "copies", "new blocks")) > 0, taken_back
 
 
 def test_prefix_hits_skip_computation_and_change_no_token() -> None:
@@ -231,6 +287,33 @@ def test_the_largest_request_that_is_accepted_finishes() -> None:
     assert len(driver.finished) == 4
 
 
+@pytest.mark.parametrize("queue_depth", [1, 2])
+@pytest.mark.parametrize(("length", "params"), [(36, {"max_tokens": 1}), (35, {"max_tokens": 2}), (8, {"n": 2})])
+def test_a_request_that_fills_the_pool_to_the_last_slot_runs(
+    length: int, params: dict[str, int], queue_depth: int
+) -> None:
+    """Its last token needs no slot, so it may not be asked for when the request starts (or it never would)."""
+    num_blocks = 6 if "n" in params else 9
+    driver = CoreDriver(make_config(num_blocks=num_blocks, max_num_batched_tokens=8, queue_depth=queue_depth))
+    driver.add("full", prompt(length), temperature=1.0, **{"max_tokens": 9, **params})
+    driver.run(max_steps=100)
+    assert not driver.refused
+    assert driver.core.stats().preemptions_total == 0, "no step computes a token beyond the last"
+    alone = generate_alone(prompt(length), temperature=1.0, **{"max_tokens": 9, **params})
+    assert [driver.tokens[key] for key in sorted(driver.tokens)] == alone
+
+
+@pytest.mark.parametrize(("length", "starts"), [(387, True), (388, False)])
+def test_a_request_beside_others_starts_only_if_one_percent_stays_free(length: int, starts: bool) -> None:
+    driver = CoreDriver(make_config(num_blocks=200, max_num_batched_tokens=1000, enable_prefix_caching=False))
+    driver.add("first", prompt(400), max_tokens=3)
+    driver.step()
+    driver.add("second", prompt(length, start=5), max_tokens=2)
+    driver.step()  # the first takes its 101st block: 99 are left, of which 2 are kept
+    assert driver.core.stats().num_running == 1 + starts
+    driver.run()
+
+
 def test_stop_tokens_and_end_of_sequence() -> None:
     tokens = generate_alone(prompt(5), max_tokens=12)[0]
     third = tokens[2]
@@ -267,6 +350,95 @@ def test_aborting_the_leader_before_the_prompt_is_computed_passes_the_prompt_on(
     alone = generate_alone(prompt(30), n=3, temperature=1.0, max_tokens=4)
     assert [driver.tokens["r", i] for i in (1, 2)] == alone[1:]
     assert ("r", 0) not in driver.tokens
+
+
+def test_a_request_whose_leader_was_aborted_keeps_its_place() -> None:
+    """It starts again, but it arrived first: whoever came later is preempted for it, and waits behind it."""
+    config = make_config(num_blocks=18, max_num_batched_tokens=16, max_prefill_chunk=10, enable_prefix_caching=False)
+    driver = CoreDriver(config, record=True)
+    driver.add("first", prompt(24), n=3, temperature=1.0, max_tokens=16)
+    driver.add("second", prompt(6, start=9), max_tokens=40)
+    driver.step()
+    driver.abort("first", 0)
+    driver.step()
+    assert [sequence.request.request_id for sequence in driver.scheduler._running] == ["first", "second"]
+    driver.run()
+    assert driver.core.stats().preemptions_total == 1
+    assert [name for name, _ in driver.finished] == ["first", "first", "second"]
+    alone = generate_alone(prompt(24), n=3, temperature=1.0, max_tokens=16)
+    assert [driver.tokens["first", i] for i in (1, 2)] == alone[1:]
+
+
+def test_the_queue_keeps_the_order_of_arrival() -> None:
+    requests = []
+    for seq_id in range(4):
+        source = EngineRequest(
+            request_id=f"r{seq_id}", prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0
+        )
+        request = Request(source, 0.0)
+        request.sequences = [Sequence(seq_id, 0, request, SequenceSampling(request.params, 0, [], []))]
+        requests.append(request)
+    queue = RequestQueue()
+    queue.append(requests[3])
+    for number in (2, 0, 1):
+        queue.put_back(requests[number])
+    assert list(queue) == requests
+    queue.remove(requests[1])
+    queue.remove(requests[1])
+    assert queue.peek() is requests[0]
+    assert len(queue) == 3
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_prompt_logprobs_come_from_the_next_leader_when_the_first_is_aborted(queue_depth: int) -> None:
+    driver = CoreDriver(make_config(max_num_batched_tokens=8, queue_depth=queue_depth))
+    driver.add("r", prompt(30), n=2, prompt_logprobs=0, max_tokens=2)
+    driver.step()
+    reported = driver.prompt_logprob_positions["r"]
+    driver.abort("r", 0)
+    updates = []
+    original = driver.core.scheduler.update
+    driver.core.scheduler.update = lambda *args: updates.extend(found := original(*args)) or found  # type: ignore[method-assign]
+    driver.run()
+    assert {update.index for update in updates} == {1}, "nothing more is said of the completion that was aborted"
+    assert reported == list(range(1, 30))
+
+
+def test_computing_a_shared_prompt_again_counts_once() -> None:
+    driver = CoreDriver(make_config(num_blocks=24, max_num_seqs=6, enable_prefix_caching=False), record=True)
+    driver.add("first", prompt(12), max_tokens=40)
+    driver.add("pair", prompt(9, start=4), n=3, temperature=1.0, max_tokens=24)
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.preemptions_total > 0
+    useful = 12 + 39 + 9 + 3 * 23
+    assert stats.scheduled_tokens_total == useful + stats.recomputed_tokens_total
+
+
+@pytest.mark.parametrize(("windows", "num_groups"), [((None, None), 1), ((None, 6, 6), 3)])
+def test_stored_tokens_leave_out_only_the_ends_of_last_blocks(windows: tuple[int | None, ...], num_groups: int) -> None:
+    driver = CoreDriver(make_config(windows=windows))
+    driver.add("r", prompt(10), n=3, temperature=1.0, max_tokens=5)
+    driver.step()
+    stats = driver.core.stats()
+    assert (stats.num_used_blocks, stats.num_stored_tokens) == (3 * num_groups, 10 * num_groups)
+    driver.step()
+    stats = driver.core.stats()
+    assert stats.num_stored_tokens == stats.num_used_blocks * 4 - 3 * num_groups, "each has eleven tokens of twelve"
+    driver.run()
+    assert driver.core.stats().num_stored_tokens == 0
+
+
+def test_a_long_queue_is_not_walked_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+    original = RequestQueue.__iter__
+    monkeypatch.setattr(RequestQueue, "__iter__", lambda self: (looked_at.append(r) or r for r in original(self)))
+    driver = CoreDriver(make_config(max_num_seqs=1))
+    for number in range(50):
+        driver.add(f"r{number}", prompt(3), max_tokens=2)
+    driver.step()
+    assert driver.core.stats().num_waiting == 49
+    assert len(looked_at) <= 2
 
 
 def test_a_duplicate_id_is_refused() -> None:
