@@ -18,7 +18,7 @@ from quire.engine.messages import (
     Refusal,
     Shutdown,
 )
-from quire.errors import UserError
+from quire.errors import InsufficientMemoryError, UserError
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import group_layers
 from quire.kv_cache.manager import KVCacheManager
@@ -65,6 +65,11 @@ class EngineCore:
         kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
+        if max_model_len < 2:
+            raise InsufficientMemoryError(
+                f"the KV cache has {layout.num_usable_blocks} blocks of {layout.block_size} tokens, too few for a "
+                "prompt of one token and one new token: give it more memory"
+            )
         if max_model_len < config.model.max_model_len:
             logger.warning(
                 "max_model_len is lowered from %d to %d: the KV cache has %d blocks of %d tokens",

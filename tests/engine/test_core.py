@@ -9,6 +9,7 @@ import pytest
 from quire.clock import VirtualClock
 from quire.engine.core import IDLE_CHECK_SECONDS, EngineCore
 from quire.engine.messages import Call
+from quire.errors import InsufficientMemoryError
 from quire.stats import EngineStats
 from tests.fakes.core import CoreDriver, make_config
 from tests.fakes.executor import FakeExecutor
@@ -36,6 +37,13 @@ def test_a_small_pool_lowers_the_context() -> None:
     core = CoreDriver(make_config(num_blocks=5, block_size=4, max_model_len=128)).core
     assert core.ready.max_model_len == 20
     assert CoreDriver(make_config(num_blocks=64, max_model_len=128)).core.ready.max_model_len == 128
+
+
+@pytest.mark.parametrize("options", [{"block_size": 1}, {"windows": (None, 5)}])
+def test_a_pool_that_holds_no_request_at_all_is_an_error(options: dict[str, object]) -> None:
+    """Otherwise the engine would start and refuse every prompt."""
+    with pytest.raises(InsufficientMemoryError, match="the KV cache has 1 blocks"):
+        CoreDriver(make_config(num_blocks=1, **options))  # type: ignore[arg-type]
 
 
 def test_a_window_lets_a_small_pool_keep_a_long_context() -> None:

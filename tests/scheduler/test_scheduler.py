@@ -85,6 +85,15 @@ def test_preemption_takes_the_latest_arrival_and_changes_no_token(queue_depth: i
         assert driver.tokens[name, 0] == generate_alone(ids, max_tokens=24)[0]
 
 
+def test_a_preempted_request_goes_before_those_that_never_ran() -> None:
+    driver = CoreDriver(make_config(num_blocks=12, max_num_seqs=3, enable_prefix_caching=False), record=True)
+    for i, name in enumerate("abcd"):
+        driver.add(name, prompt(8, start=i), max_tokens=24)
+    driver.run()
+    assert driver.core.stats().preemptions_total > 0
+    assert [name for name, _ in driver.finished] == ["a", "b", "c", "d"]
+
+
 def test_a_preempted_request_waits_for_the_value_of_its_last_sample() -> None:
     """However many plans are made ahead: its row can only be made anew from tokens that are known."""
     driver = CoreDriver(make_config(num_blocks=4, enable_prefix_caching=False))
@@ -402,6 +411,25 @@ def test_prompt_logprobs_come_from_the_next_leader_when_the_first_is_aborted(que
     driver.run()
     assert {update.index for update in updates} == {1}, "nothing more is said of the completion that was aborted"
     assert reported == list(range(1, 30))
+
+
+def test_gauges_count_requests_and_totals_count_what_was_handed_out() -> None:
+    driver = CoreDriver(make_config(max_num_seqs=4, queue_depth=2))
+    driver.add("trio", prompt(5), n=3, temperature=1.0, max_tokens=4)
+    driver.add("one", prompt(5, start=3), max_tokens=4)
+    driver.add("waits", prompt(5, start=6), max_tokens=4)
+    driver.step()
+    stats = driver.core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (2, 1, 0)
+    assert stats.generation_tokens_total == 4
+    driver.abort("trio", 1)
+    driver.step()
+    assert driver.core.stats().generation_tokens_total == 7, "the token that came too late is not counted"
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.generation_tokens_total == sum(map(len, driver.tokens.values())) == 1 + 4 * 4
+    assert stats.prompt_tokens_total == 15
+    assert stats.finished_requests_total == 3
 
 
 def test_computing_a_shared_prompt_again_counts_once() -> None:
