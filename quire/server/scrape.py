@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
@@ -17,14 +18,18 @@ from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.disconnect import CLIENT_CLOSED_REQUEST
 
+SNAPSHOT_SECONDS = 1.0
+"""How long a scrape waits for fresh numbers: shorter than any scraper waits for the answer."""
+
 
 def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
     @app.get("/metrics")
     @public
     async def metrics(request: Request) -> Response:
-        # Of a dead engine the last snapshot is what there is to tell; /health says that it is dead.
-        with contextlib.suppress(EngineDeadError):
-            context.metrics.record_stats(await context.engine.stats())
+        # Of an engine that is dead, or deep in a long step, the last snapshot is what there is to tell.
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            async with asyncio.timeout(SNAPSHOT_SECONDS):
+                context.metrics.record_stats(await context.engine.stats())
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(context.metrics.registry), media_type=content_type)
 

@@ -148,10 +148,12 @@ def test_sampling_errors_carry_the_clients_own_name() -> None:
     with pytest.raises(UserError) as caught:
         body.to_sampling_params()
     assert caught.value.param == "max_completion_tokens"
+    assert str(caught.value).startswith("max_completion_tokens must be")
     body = parse_body(b'{"messages": [' + USER.encode() + b'], "logprobs": true, "top_logprobs": 99}', ChatRequest)
     with pytest.raises(UserError) as caught:
         body.to_sampling_params()
     assert caught.value.param == "top_logprobs"
+    assert str(caught.value).startswith("top_logprobs must be")
 
 
 def test_tokenize_takes_a_prompt_or_messages() -> None:

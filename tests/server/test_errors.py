@@ -100,6 +100,7 @@ async def test_unknown_model(served: Served) -> None:
 
 async def test_unknown_paths_and_methods(served: Served) -> None:
     assert error(await served.client.get("/v1/nothing"), 404)["code"] == "unknown_url"
+    assert "GET //v1/models" in error(await served.client.get("http://quire//v1/models"), 404)["message"]
     response = await served.client.get("/v1/completions")
     assert error(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"

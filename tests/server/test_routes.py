@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.server import scrape
 from quire.server.settings import ServerSettings
 from quire.version import __version__
 from tests.server.conftest import Served, serving
@@ -91,6 +94,14 @@ async def test_metrics(served: Served) -> None:
     assert value("cache_config_info", block_size="16", num_gpu_blocks="64", **tiny) == 1
     assert value("http_requests_total", handler="/v1/completions", method="POST", status="200") == 2
     assert value("http_requests_total", handler="unmatched", method="other", status="404") == 1
+
+
+async def test_metrics_of_an_engine_that_does_not_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    monkeypatch.setattr(scrape, "SNAPSHOT_SECONDS", 0.01)
+    monkeypatch.setattr(served.engine, "stats", asyncio.Event().wait)
+    text = (await served.client.get("/metrics")).text
+    assert 'quire:generation_tokens_total{model_name="tiny"} 2.0' in text
 
 
 async def test_open_metrics_on_request(served: Served) -> None:

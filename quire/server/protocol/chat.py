@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -131,15 +132,15 @@ class ChatRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fiel
         try:
             return self.sampling_params(max_tokens=limit, logprobs=logprobs)
         except UserError as error:
-            raise UserError(error.message, param=self._wire_name(error.param)) from None
+            raise self._in_wire_words(error) from None
 
-    def _wire_name(self, param: str | None) -> str | None:
-        """The client's name for a field that SamplingParams words differently."""
-        if param == "logprobs":
-            return "top_logprobs"
-        if param == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return param
+    def _in_wire_words(self, error: UserError) -> UserError:
+        """`error` with the client's name for a field that SamplingParams words differently."""
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        message = re.sub("|".join(rf"\b{name}\b" for name in names), lambda found: names[found[0]], error.message)
+        return UserError(message, param=names.get(error.param or "", error.param))
 
 
 def check_continuation(
