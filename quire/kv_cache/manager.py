@@ -54,7 +54,6 @@ class KVCacheManager:
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         self._live: dict[int, SequenceBlocks] = {}
-        self.num_copied_blocks = 0
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -135,7 +134,6 @@ class KVCacheManager:
             pool.release(source)
             growth.replaced.append((group, tail, table[tail]))
             growth.copies.append((source, table[tail]))
-        self.num_copied_blocks += len(growth.copies)
         return growth
 
     def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:

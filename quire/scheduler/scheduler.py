@@ -120,6 +120,7 @@ class Scheduler:
         self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples)
         self._stats.steps_total += 1
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
+        self._stats.copied_blocks_total += len(plan.block_copies)
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -350,7 +351,6 @@ class Scheduler:
         stats.num_cached_blocks = pool.num_evictable
         stats.num_shared_blocks = pool.num_shared
         stats.evictions_total = pool.num_evictions
-        stats.copied_blocks_total = self.kv.num_copied_blocks
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
