@@ -1,4 +1,4 @@
-"""The profiling pass: one step with dummy data at the full budget, before the KV cache exists."""
+"""The profiling pass: one step with dummy data, before the KV cache exists."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from quire.worker.input_batch import build_attention_batch
 from quire.worker.kv_tensors import allocate_pages
 from quire.worker.memory import measure_peak
 
+PROFILED_TOKENS = 512
+"""Enough for the growth to stand out from the allocator's noise."""
+
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
 
 
@@ -35,8 +38,11 @@ def measure_activations(
     context allows, then logits and random sampling for the most sequences.
 
     Measured as the growth of the resident memory; estimated where the system does not let a process measure that.
+    What a forward pass takes grows with its tokens (at most: the attention's working memory is bounded), so it is
+    measured on PROFILED_TOKENS and scaled: a pass over the whole budget would be most of a start's time.
     """
-    longest = min(max_num_batched_tokens, config.max_model_len)
+    num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
+    longest = min(num_tokens, config.max_model_len)
     groups, layers_per_group = group_layers(model.kv_specs())
     num_blocks = 1 + -(-longest // block_size)
     layout = KVCacheLayout(block_size, num_blocks, groups, layers_per_group)
@@ -44,16 +50,21 @@ def measure_activations(
     for page in pages:
         page.zero_()  # touched now, so that the scratch pool is not counted as activations
     backend = make_backend(layout, pages)
-    batch = dummy_attention_batch(layout, max_num_batched_tokens, longest)
+    batch = dummy_attention_batch(layout, num_tokens, longest)
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    hidden = torch.zeros(0)
 
-    def step() -> None:
-        token_ids = torch.zeros(max_num_batched_tokens, dtype=torch.int64)
+    def forward() -> None:
+        nonlocal hidden
         hidden = model.forward(token_ids, batch.positions, backend.plan(batch))
-        logits = model.compute_logits(hidden[:max_num_seqs])
-        _sample_dummy(logits)
 
-    peak = measure_peak(step)
-    return estimate_activations(config, max_num_batched_tokens, max_num_seqs) if peak is None else peak
+    def sample() -> None:
+        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)))
+
+    forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
+    if forward_peak is None or sample_peak is None:
+        return estimate_activations(config, max_num_batched_tokens, max_num_seqs)
+    return forward_peak * -(-max_num_batched_tokens // num_tokens) + sample_peak
 
 
 def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) -> AttentionBatch:

@@ -76,7 +76,7 @@ class Worker:
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure what is available and what one step at the full budget takes, by running one."""
+        """Measure what is available and what one step at the full budget takes, by running a shorter one."""
         assert self._model is not None, "load comes before profile"
         available = available_memory()
         activations = measure_activations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from quire.models.decoder import Decoder
 from quire.worker import profile
-from quire.worker.profile import dummy_attention_batch, estimate_activations
+from quire.worker.profile import PROFILED_TOKENS, dummy_attention_batch, estimate_activations
 from quire.worker.worker import Worker
 
 
@@ -42,11 +43,39 @@ def count_forwards(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return steps
 
 
-def test_one_step_at_the_full_budget(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("budget", "profiled"), [(100, 100), (PROFILED_TOKENS, PROFILED_TOKENS), (5000, PROFILED_TOKENS)]
+)
+def test_one_step_of_bounded_length(
+    budget: int, profiled: int, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = loaded_worker(model_path)
+    steps = count_forwards(worker, monkeypatch)
+    worker.profile(budget, 32)
+    assert steps == [(profiled, 32)]
+
+
+def test_the_forward_pass_is_scaled_to_the_budget_and_sampling_is_not(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = loaded_worker(model_path)
+    peaks = iter([1000, 7] * 3)
+
+    def measure(work: Callable[[], object]) -> int:
+        work()
+        return next(peaks)
+
+    monkeypatch.setattr("quire.worker.profile.measure_peak", measure)
+    assert worker.profile(PROFILED_TOKENS, 4).activations == 1000 + 7
+    assert worker.profile(4 * PROFILED_TOKENS, 4).activations == 4 * 1000 + 7
+    assert worker.profile(4 * PROFILED_TOKENS + 1, 4).activations == 5 * 1000 + 7
+
+
+def test_what_is_measured(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = loaded_worker(model_path)
     steps = count_forwards(worker, monkeypatch)
     found = worker.profile(600, 32)
-    assert steps == [(600, 32)]
+    assert steps == [(512, 32)]
     assert found.available > 0
     assert found.activations < 2**30
     num_parameters = 3 * (48 * (48 * 2 + 16 * 2) + 3 * 48 * 100 + 2 * 48) + 48 + 2 * 97 * 48
