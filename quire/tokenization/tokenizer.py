@@ -138,7 +138,8 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
         backend = _convert_with_transformers(path)
     else:
         raise ModelLoadError(
-            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model)"
+            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model); "
+            "name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
         )
     _apply_bos_eos(backend, config, special_tokens)
     return Tokenizer(
