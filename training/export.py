@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
 import torch
 from checkpoint import load_model
 from model import LanguageModel
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 from train_tokenizer import END_OF_TEXT, write_json
 
@@ -65,7 +66,9 @@ def export(checkpoint: Path, tokenizer_directory: Path, output: Path, dtype: str
     weights = {
         f"model.{name}": tensor.to(DTYPES[dtype]).contiguous() for name, tensor in model.state_dict().items()
     }
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    partial = output / "model.safetensors.partial"
+    partial.write_bytes(save(weights, metadata={"format": "pt"}))
+    os.replace(partial, output / "model.safetensors")  # a reader sees the old file or the new one
     print(f"{model.parameter_count()} parameters written to {output}")
 
 

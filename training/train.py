@@ -44,18 +44,18 @@ def parse_arguments() -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--minutes", type=float, help="budget of wall-clock time")
     run.add_argument("--tokens", type=float, help="budget of tokens (either budget ends the run)")
-    run.add_argument("--batch", type=int, default=16384, help="tokens a step")
-    run.add_argument("--micro-batch", type=int, default=4096, help="tokens a forward pass")
+    run.add_argument("--batch", type=int, default=8192, help="tokens a step")
+    run.add_argument("--micro-batch", type=int, default=1024, help="tokens a forward pass")
     run.add_argument(
         "--context-schedule",
-        default="0:512,0.3:1024,0.75:2048",
-        help="context length from each fraction of the budget on; each divides --context",
+        default="0:512,0.8:2048",
+        help="context length from each fraction of the budget on; each divides the longest",
     )
-    run.add_argument("--lr", type=float, default=3e-3, help="AdamW's rate, for embeddings and norms")
-    run.add_argument("--muon-lr", type=float, default=5e-3, help="Muon's rate, for the layers' matrices")
+    run.add_argument("--lr", type=float, default=1.5e-3, help="AdamW's rate, for embeddings and norms")
+    run.add_argument("--muon-lr", type=float, default=3e-3, help="Muon's rate, for the layers' matrices")
     run.add_argument("--weight-decay", type=float, default=0.1)
     run.add_argument("--warmup", type=float, default=0.02, help="fraction of the budget")
-    run.add_argument("--decay", type=float, default=0.6, help="fraction of the budget")
+    run.add_argument("--decay", type=float, default=0.7, help="fraction of the budget")
     run.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--device", default="cpu")
@@ -188,7 +188,8 @@ class Trainer:
     def train_step(self) -> float:
         """Take one optimiser step and return its loss in nats a token."""
         arguments = self.arguments
-        context = scheduled_context(arguments.context_schedule, self.progress)
+        scheduled = scheduled_context(arguments.context_schedule, self.progress)
+        context = min(scheduled, arguments.context)
         factor = schedule_factor(self.progress, arguments.warmup, arguments.decay)
         batch = self.stream.take(max(1, arguments.batch // context), context)
         pieces = batch.split(max(1, arguments.micro_batch // context))
