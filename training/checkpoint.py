@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 from torch.optim import Optimizer
 
 
-def save_checkpoint(
-    path: Path, model: LanguageModel, optimizers: list[Optimizer], progress: dict[str, Any]
-) -> None:
+def save_checkpoint(path: Path, model: LanguageModel, optimizers: list[Optimizer], progress: dict[str, Any]) -> None:
     """Write weights, optimiser state and progress; an interrupted write leaves the old file in place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

@@ -63,9 +63,7 @@ def export(checkpoint: Path, tokenizer_directory: Path, output: Path, dtype: str
         output / "generation_config.json",
         {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": separator},
     )
-    weights = {
-        f"model.{name}": tensor.to(DTYPES[dtype]).contiguous() for name, tensor in model.state_dict().items()
-    }
+    weights = {f"model.{name}": tensor.to(DTYPES[dtype]).contiguous() for name, tensor in model.state_dict().items()}
     partial = output / "model.safetensors.partial"
     partial.write_bytes(save(weights, metadata={"format": "pt"}))
     os.replace(partial, output / "model.safetensors")  # a reader sees the old file or the new one
