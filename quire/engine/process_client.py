@@ -62,6 +62,7 @@ class ProcessClient:
         self._startup_timeout = startup_timeout
         self._ready: EngineReady | None = None
         self._death: EngineFailed | None = None
+        self._died = threading.Event()
         self._closed = False
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -104,9 +105,8 @@ class ProcessClient:
             self._raise_if_dead()
             try:
                 self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                # The process has just gone; the receiving thread is about to find out why.
-                raise EngineDeadError(f"the engine process does not listen any more: {error.strerror}") from None
+            except zmq.ZMQError:
+                self._raise_cause()
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:
         _ = self.ready
@@ -161,6 +161,7 @@ class ProcessClient:
         """Remember the first cause, take the process and its directory away, and raise."""
         if self._death is None:
             self._death = failed
+        self._died.set()
         _wait(self._process, _EXIT_SECONDS)
         self._abandon()
         raise _error_from(self._death)
@@ -168,6 +169,19 @@ class ProcessClient:
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             raise _error_from(self._death)
+
+    def _raise_cause(self) -> NoReturn:
+        """The process does not listen any more: find out why, here or in the thread that waits in `receive`."""
+        if self._receiving.acquire(blocking=False):
+            try:
+                while self._poll(_EXIT_SECONDS) is not None:
+                    pass  # outputs that nobody will ask for any more
+            finally:
+                self._receiving.release()
+        else:
+            self._died.wait(_EXIT_SECONDS)
+            self._raise_if_dead()
+        raise EngineDeadError("the engine process does not listen any more")
 
     def _explain_exit(self) -> str:
         _wait(self._process, _EXIT_SECONDS)

@@ -20,6 +20,7 @@ from quire.errors import ConfigError, EngineDeadError, PromptTooLongError, Quire
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
+from tests.processes import has_ended
 
 FAKES = "tests.fakes.factories:"
 SHORT = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -313,4 +314,4 @@ def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: Engine
     del engine
     gc.collect()
     process.wait(30)
-    assert not process.is_running()
+    assert has_ended(process)

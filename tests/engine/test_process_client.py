@@ -59,7 +59,10 @@ def test_tokens_are_those_of_the_inline_core(options: EngineOptions, client: Pro
         each.send(add("b"))
     assert tokens_until_finished(client, "a", "b") == tokens_until_finished(inline, "a", "b")
     assert msgspec.structs.replace(client.ready, seconds={}) == msgspec.structs.replace(inline.ready, seconds={})
-    assert stats(client) == stats(inline)
+    # How many steps it took depends on whether the second message arrived before the first step.
+    assert msgspec.structs.replace(stats(client), steps_total=0) == msgspec.structs.replace(
+        stats(inline), steps_total=0
+    )
     assert call(client, "nonsense").error == call(inline, "nonsense").error != None  # noqa: E711
 
 

@@ -22,6 +22,7 @@ from quire.config.options import EngineOptions
 from quire.errors import ConfigError
 from quire.server.run import bind, check_certificate, serve
 from quire.server.settings import ServerSettings
+from tests.processes import has_ended
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -102,7 +103,7 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     process.signal(signal.SIGTERM)
     status, error = process.finish()
     assert status == 0, error
-    assert not engine.is_running()
+    assert has_ended(engine)
     assert '"GET /health HTTP/1.1" 200' in error
     assert '"POST /v1/completions HTTP/1.1" 200' in error
     first, *phases = process.output.splitlines()
@@ -165,7 +166,7 @@ async def test_a_second_signal_leaves_at_once(model_path: Path, processes: list[
         process.signal(signal.SIGTERM)
         status, _ = await asyncio.to_thread(process.finish)
     assert status == 128 + signal.SIGTERM
-    assert not engine.is_running()
+    assert has_ended(engine)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -177,7 +178,7 @@ def test_a_signal_while_starting(model_path: Path, processes: list[Process], num
     engine = process.engine
     process.signal(number)
     assert process.finish()[0] == 128 + number
-    assert not engine.is_running()
+    assert has_ended(engine)
 
 
 async def test_a_killed_engine(model_path: Path, processes: list[Process]) -> None:
