@@ -7,9 +7,19 @@ equals that of a lone run in an engine without a cache.
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import ClassVar
+
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -17,11 +27,14 @@ from tests.fakes.core import CoreDriver, generate_alone, make_config
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 130
+MAX_EXAMPLES = 330
 STEPS_PER_EXAMPLE = 100
 
 
 class EngineMachine(RuleBasedStateMachine):
+    totals: ClassVar[Counter[str]] = Counter()
+    """Statistics of all machines that were driven to their end."""
+
     @initialize(
         num_blocks=st.integers(6, 60),
         block_size=st.sampled_from([1, 2, 4, 8]),
@@ -89,6 +102,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.driver.run()
         assert not self.driver.executor.live_seq_ids or self.driver.core.stats().num_used_blocks == 0
+        self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
+        self.totals["aborts"] += len(self.aborted)
         for name, request in self.requests.items():
             if name in self.driver.refused:
                 continue
@@ -102,12 +117,24 @@ class EngineMachine(RuleBasedStateMachine):
                     assert self.driver.finished[name, index] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-# 130 x 100 rules, most of them steps: more than 10,000 checked states. No shrinking: a failing machine has so many
-# decisions that it would take minutes, and the printed run can be replayed as it is.
-EngineMachine.TestCase.settings = settings(
-    max_examples=MAX_EXAMPLES,
-    stateful_step_count=STEPS_PER_EXAMPLE,
-    phases=[Phase.explicit, Phase.generate],
-    report_multiple_bugs=False,
-)
-TestEngineMachine = EngineMachine.TestCase
+def test_random_schedules() -> None:
+    """More than 10,000 engine steps, each followed by `check`. No shrinking: a failing machine has so many decisions
+    that it would take minutes, and the printed run can be replayed as it is."""
+    EngineMachine.totals.clear()
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=MAX_EXAMPLES,
+            stateful_step_count=STEPS_PER_EXAMPLE,
+            phases=[Phase.explicit, Phase.generate],
+            report_multiple_bugs=False,
+        ),
+    )
+    totals = EngineMachine.totals
+    assert totals["steps_total"] > 10_000
+    # What is to be crossed does happen, not just now and then.
+    assert totals["preemptions_total"] > 100
+    assert totals["copied_blocks_total"] > 100
+    assert totals["prefix_cache_hits_total"] > 1000
+    assert totals["evictions_total"] > 1000
+    assert totals["aborts"] > 100
