@@ -177,8 +177,9 @@ class Scheduler:
                 if request.unforked:
                     num_tokens = min(num_tokens, request.num_prompt_tokens - start)
             blocks = sequence.blocks
-            if start + num_tokens > blocks.capacity or blocks.tail_shared:  # type: ignore[union-attr]
-                growth = kv.append(blocks, start, start + num_tokens)  # type: ignore[arg-type]
+            assert blocks is not None, "a running sequence has blocks"
+            if start + num_tokens > blocks.capacity or blocks.tail_shared:
+                growth = kv.append(blocks, start, start + num_tokens)
                 while growth is None:
                     victim = running[-1].request
                     preempted = True
@@ -187,7 +188,7 @@ class Scheduler:
                     self._preempt(victim)
                     if victim is request:
                         return True
-                    growth = kv.append(blocks, start, start + num_tokens)  # type: ignore[arg-type]
+                    growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
             builder.schedule(sequence, num_tokens)
             if request.unforked and sequence.num_computed_tokens == request.num_prompt_tokens:
@@ -382,6 +383,7 @@ class Scheduler:
         for sequence in self._running:
             known = len(sequence.token_ids) + sequence.num_pending_tokens
             assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
-            assert sequence.num_computed_tokens <= sequence.blocks.capacity  # type: ignore[union-attr]
-            waste = sequence.blocks.capacity - sequence.num_computed_tokens  # type: ignore[union-attr]
+            assert sequence.blocks is not None
+            assert sequence.num_computed_tokens <= sequence.blocks.capacity
+            waste = sequence.blocks.capacity - sequence.num_computed_tokens
             assert waste < self.kv.block_size, f"{waste} slots reserved and unused"
