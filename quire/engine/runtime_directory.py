@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from quire.errors import ConfigError
@@ -17,6 +18,10 @@ from quire.errors import ConfigError
 PREFIX = "quire-engine-"
 _MAX_SOCKET_PATH = 100
 """The kernel allows 107 bytes in the path of a Unix socket; the rest is for the socket's own name."""
+
+_REMOVE_TRIES = 100
+_REMOVE_PAUSE = 0.01
+"""Seconds."""
 
 
 class RuntimeDirectory:
@@ -63,8 +68,15 @@ class RuntimeDirectory:
             self._lock = None
 
     def remove(self) -> None:
-        """Delete the directory with its sockets and give up the lock. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete the directory with its sockets and give up the lock. Idempotent.
+
+        Another thread may be making a socket in it meanwhile, which then stands in the way: try again.
+        """
+        for _ in range(_REMOVE_TRIES):
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                break
+            time.sleep(_REMOVE_PAUSE)
         self.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -55,3 +56,21 @@ def test_unusable_parents_are_configuration_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too long for sockets"):
         RuntimeDirectory.create(long)
     assert list(long.iterdir()) == []
+
+
+def test_a_socket_made_during_the_removal_does_not_keep_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RuntimeDirectory.create(tmp_path)
+    rmdir = os.rmdir
+    latecomers = [directory.path / "outputs"]
+
+    def rmdir_too_late(path: object, *args: object, **kwargs: object) -> None:
+        if latecomers:
+            latecomers.pop().touch()
+        rmdir(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rmdir", rmdir_too_late)
+    directory.remove()
+    assert not latecomers
+    assert not directory.path.exists()
