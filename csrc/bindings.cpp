@@ -1,0 +1,180 @@
+// The Python module. Programs take addresses as integers: shapes and dtypes are checked in Python, once, when a program
+// is recorded (quire/kernels/cpu). Every call that computes releases the interpreter lock.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "attention.h"
+#include "bindings.h"
+#include "program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+template <class T>
+const T* at(uintptr_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+void bind_weight(nb::module_& module) {
+  nb::enum_<WeightType>(module, "WeightType")
+      .value("F32", WeightType::kF32)
+      .value("BF16", WeightType::kBF16)
+      .value("F16", WeightType::kF16)
+      .value("I8", WeightType::kI8)
+      .value("I4", WeightType::kI4);
+  nb::enum_<Activation>(module, "Activation")
+      .value("NONE", Activation::kNone)
+      .value("RELU", Activation::kRelu)
+      .value("SILU", Activation::kSilu)
+      .value("GELU", Activation::kGelu)
+      .value("GELU_TANH", Activation::kGeluTanh)
+      .value("QUICK_GELU", Activation::kQuickGelu);
+  nb::enum_<CacheType>(module, "CacheType")
+      .value("F32", CacheType::kF32)
+      .value("BF16", CacheType::kBF16)
+      .value("I8", CacheType::kI8);
+  nb::class_<PackedWeight>(module, "PackedWeight")
+      .def(
+          "__init__",
+          [](PackedWeight* self, WeightType type, int64_t in_features, int64_t out_features, int64_t group_size,
+             bool gated, bool integer_activations, uintptr_t data, uintptr_t scales, uintptr_t offsets,
+             uintptr_t column_sums, uintptr_t column_order) {
+            new (self) PackedWeight{at<void>(data),           at<float>(scales),         at<float>(offsets),
+                                    at<int32_t>(column_sums), at<int32_t>(column_order), in_features,
+                                    out_features,             group_size,                type,
+                                    gated,                    integer_activations};
+          },
+          "type"_a, "in_features"_a, "out_features"_a, "group_size"_a, "gated"_a, "integer_activations"_a, "data"_a,
+          "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0);
+  nb::class_<Ref>(module, "Ref").def(
+      "__init__",
+      [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },
+      "area"_a = -1, "offset"_a = 0, "stride"_a = 0);
+}
+
+void bind_program(nb::module_& module) {
+  nb::class_<Pool>(module, "Pool").def(nb::init<int, bool>(), "threads"_a, "pin"_a).def_prop_ro("threads", &Pool::threads);
+  nb::class_<AttentionPlan>(module, "AttentionPlan")
+      .def(nb::init<>())
+      .def(
+          "set",
+          [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,
+             uintptr_t block_table, int64_t table_width, uintptr_t slots) {
+            plan.num_sequences = num_sequences;
+            plan.query_start = at<int64_t>(query_start);
+            plan.start_positions = at<int64_t>(start_positions);
+            plan.block_table = at<int32_t>(block_table);
+            plan.table_width = table_width;
+            plan.slots = at<int64_t>(slots);
+          },
+          "num_sequences"_a, "query_start"_a, "start_positions"_a, "block_table"_a, "table_width"_a, "slots"_a);
+  nb::class_<Program>(module, "Program")
+      .def(
+          "__init__",
+          [](Program* self, const std::string& isa, std::shared_ptr<Pool> pool, int64_t max_rows) {
+            new (self) Program(kernels_for(isa), std::move(pool), max_rows);
+          },
+          "isa"_a, "pool"_a, "max_rows"_a)
+      .def_prop_ro("scratch_bytes", &Program::scratch_bytes)
+      .def("__len__", &Program::size)
+      .def(
+          "linear",
+          [](Program& program, const PackedWeight& weight, uintptr_t bias, const Ref& x, const Ref& residual,
+             const Ref& out, Activation activation) {
+            program.add(LinearArgs{weight, at<float>(bias), x, residual, out, activation});
+          },
+          "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a)
+      .def(
+          "embed",
+          [](Program& program, const PackedWeight& table, uintptr_t plain, int64_t width, int64_t shift,
+             bool by_position, bool accumulate, const Ref& out) {
+            program.add(EmbedArgs{table, at<void>(plain), width, shift, by_position, accumulate, out});
+          },
+          "table"_a, "plain"_a, "width"_a, "shift"_a, "by_position"_a, "accumulate"_a, "out"_a)
+      .def(
+          "norm",
+          [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
+             const Ref& x, const Ref& out) {
+            program.add(NormArgs{at<float>(weight), at<float>(bias), epsilon, subtract_mean, width, x, out});
+          },
+          "weight"_a, "bias"_a, "epsilon"_a, "subtract_mean"_a, "width"_a, "x"_a, "out"_a)
+      .def(
+          "rotation",
+          [](Program& program, uintptr_t inverse_frequencies, int64_t rotary_dim, float magnitude, const Ref& out) {
+            program.add(RotationArgs{at<float>(inverse_frequencies), rotary_dim, magnitude, out});
+          },
+          "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "out"_a)
+      .def(
+          "attention",
+          [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
+             int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+             float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
+             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out) {
+            AttentionArgs args;
+            args.group = group;
+            args.cache = cache;
+            args.pages = reinterpret_cast<std::byte*>(pages);
+            args.block_bytes = block_bytes;
+            args.num_blocks = num_blocks;
+            args.block_size = block_size;
+            args.num_heads = num_heads;
+            args.num_kv_heads = num_kv_heads;
+            args.head_dim = head_dim;
+            args.scale = scale;
+            args.soft_cap = soft_cap;
+            args.window = window;
+            args.sinks = at<float>(sinks);
+            args.query_norm = at<float>(query_norm);
+            args.key_norm = at<float>(key_norm);
+            args.norm_epsilon = norm_epsilon;
+            args.rotary_dim = rotary_dim;
+            args.rotation = rotation;
+            args.qkv = qkv;
+            args.out = out;
+            program.add(args);
+          },
+          "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
+          "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+      .def(
+          "run",
+          [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
+             const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
+             uintptr_t scratch) {
+            if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
+            Step step;
+            step.rows = rows;
+            step.token_ids = at<int64_t>(token_ids);
+            step.positions = at<int64_t>(positions);
+            step.attention = attention.data();
+            for (std::size_t i = 0; i < areas.size(); ++i) step.areas[i] = reinterpret_cast<std::byte*>(areas[i]);
+            step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
+            nb::gil_scoped_release released;
+            program.run(step);
+          },
+          "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a);
+}
+
+}  // namespace
+}  // namespace quire
+
+NB_MODULE(_native, module) {
+  module.doc() = "Native CPU kernels of Quire.";
+  module.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (quire::Isa isa : quire::available_isas()) names.emplace_back(quire::isa_name(isa));
+    return names;
+  });
+  module.def("resolve_isa", [](const std::string& name) {
+    return std::string(quire::isa_name(quire::kernels_for(name).isa));
+  });
+  quire::bind_weight(module);
+  quire::bind_program(module);
+  quire::bind_packing(module);
+  quire::bind_sampling(module);
+}

@@ -1,0 +1,11 @@
+// The parts of the Python module, one function for each file that provides one.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace quire {
+
+void bind_packing(nanobind::module_& module);   // packing.cpp
+void bind_sampling(nanobind::module_& module);  // sampling_bindings.cpp
+
+}  // namespace quire

@@ -1,0 +1,102 @@
+#include "isa.h"
+
+#include <stdexcept>
+
+namespace quire {
+
+#define QUIRE_DECLARE(isa)                  \
+  namespace isa {                           \
+  extern const LinearKernels kLinear;       \
+  }
+#define QUIRE_DECLARE_ALL(isa)              \
+  namespace isa {                           \
+  extern const LinearKernels kLinear;       \
+  extern const LayerKernels kLayers;        \
+  extern const AttentionKernels kAttention; \
+  }
+
+QUIRE_DECLARE_ALL(portable)
+#if defined(QUIRE_HAVE_AVX2)
+QUIRE_DECLARE_ALL(avx2)
+#endif
+#if defined(QUIRE_HAVE_AVX512)
+QUIRE_DECLARE_ALL(avx512)
+#endif
+#if defined(QUIRE_HAVE_AVX512_VNNI)
+QUIRE_DECLARE(avx512_vnni)
+#endif
+
+namespace {
+
+const Kernels kTables[] = {
+    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention},
+#if defined(QUIRE_HAVE_AVX2)
+    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention},
+#endif
+#if defined(QUIRE_HAVE_AVX512)
+    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention},
+#endif
+#if defined(QUIRE_HAVE_AVX512_VNNI)
+    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention},
+#endif
+};
+
+bool machine_has(Isa isa) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  switch (isa) {
+    case Isa::kPortable:
+      return true;
+    case Isa::kAvx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::kAvx512:
+      return machine_has(Isa::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::kAvx512Vnni:
+      return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni");
+    case Isa::kAmx:
+      return false;
+  }
+#endif
+  return isa == Isa::kPortable;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kPortable:
+      return "portable";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx512Vnni:
+      return "avx512_vnni";
+    case Isa::kAmx:
+      return "amx";
+  }
+  return "unknown";
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> found;
+  for (const Kernels& table : kTables)
+    if (machine_has(table.isa)) found.push_back(table.isa);
+  return found;
+}
+
+const Kernels& kernels_for(const std::string& name) {
+  const Kernels* best = nullptr;
+  std::string names;
+  for (const Kernels& table : kTables) {
+    if (!machine_has(table.isa)) continue;
+    if (name == isa_name(table.isa)) return table;
+    best = &table;
+    names += std::string(names.empty() ? "" : ", ") + isa_name(table.isa);
+  }
+  if (name == "auto") return *best;
+  throw std::invalid_argument("'" + name + "' is not among the instruction sets of this machine: " + names);
+}
+
+}  // namespace quire

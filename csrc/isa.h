@@ -1,0 +1,26 @@
+// Which instruction sets the kernels are compiled for, and which one this machine gets.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace quire {
+
+enum class Isa : int { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAmx };
+
+struct Kernels {
+  Isa isa;
+  LinearKernels linear;
+  LayerKernels layers;
+  AttentionKernels attention;
+};
+
+const char* isa_name(Isa isa);
+// Instruction sets that are compiled in and that this machine has, lowest first.
+std::vector<Isa> available_isas();
+// The kernels of `name`, or of the best available one for "auto". Throws std::invalid_argument, naming those there are.
+const Kernels& kernels_for(const std::string& name);
+
+}  // namespace quire

@@ -1,0 +1,161 @@
+// What every kernel is called with, and the tables of kernels that each instruction set provides.
+//
+// Activations are float32, rows of `stride` elements (a multiple of 16, so that rows are 64-byte aligned; what lies
+// between a row's width and its stride has no meaning). They are named by Ref, an offset into one of the memory areas
+// that a run is given, so that a program is recorded once and run over any memory. Weights are named by address.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "team.h"
+
+namespace quire {
+
+inline constexpr int kMaxAreas = 8;
+
+// Place of a matrix of float32 rows.
+struct Ref {
+  int32_t area = -1;  // -1: absent
+  int32_t reserved = 0;
+  int64_t offset = 0;  // bytes
+  int64_t stride = 0;  // elements from row to row
+  bool present() const noexcept { return area >= 0; }
+};
+
+struct AttentionPlan;  // attention.h
+
+// What changes from run to run.
+struct Step {
+  int64_t rows = 0;
+  const int64_t* token_ids = nullptr;        // [rows]
+  const int64_t* positions = nullptr;        // [rows]
+  const AttentionPlan* const* attention = nullptr;  // by KV group
+  std::byte* areas[kMaxAreas] = {};
+  std::byte* shared_scratch = nullptr;  // as many bytes as the program's kernels asked for; 64-byte aligned
+
+  float* at(const Ref& ref) const noexcept {
+    return ref.present() ? reinterpret_cast<float*>(areas[ref.area] + ref.offset) : nullptr;
+  }
+};
+
+enum class Activation : int32_t { kNone = 0, kRelu, kSilu, kGelu, kGeluTanh, kQuickGelu };
+
+// -- linear (linear.cpp) --------------------------------------------------------------------------------------------
+
+enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4 };
+
+inline constexpr int64_t kPanel = 32;
+
+// A matrix [out_features, in_features], packed in panels of kPanel output columns, zero-padded:
+//   f32, bf16, f16   [panel][k][32]
+//   i8               [panel][k / 4][32][4]          in_features padded to a multiple of 4 inside each group
+//   i4               [panel][k / 8][32][4] bytes: low nibbles k .. k+3, high nibbles k+4 .. k+7 (values 0 .. 15)
+// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null for i8).
+// A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
+// 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
+struct PackedWeight {
+  const void* data = nullptr;
+  const float* scales = nullptr;
+  const float* offsets = nullptr;
+  const int32_t* column_sums = nullptr;   // i8 with integer activations: [panel][group][32], sum of values
+  const int32_t* column_order = nullptr;  // [in_features]: value k belongs to input column_order[k]; null: k
+  int64_t in_features = 0;
+  int64_t out_features = 0;
+  int64_t group_size = 0;  // in_features when there is one group
+  WeightType type = WeightType::kF32;
+  bool gated = false;
+  bool integer_activations = false;  // activations are rounded to 8 bits, one scale for each row
+};
+
+// out = epilogue(x W^T + bias) (+ residual). Gated: out = activation(gate) * up, out_features / 2 wide.
+struct LinearArgs {
+  PackedWeight weight;
+  const float* bias = nullptr;  // [panels * 32], in the order of the packed columns, zero-padded
+  Ref x;
+  Ref residual;  // may be the same place as out
+  Ref out;
+  Activation activation = Activation::kNone;
+};
+
+struct LinearKernels {
+  void (*linear)(const LinearArgs&, const Step&, Team&);
+  // Bytes of shared scratch for at most `rows` rows.
+  std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
+};
+
+// -- the rest of a layer (elementwise.cpp) --------------------------------------------------------------------------
+
+// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's token ids or positions.
+struct EmbedArgs {
+  PackedWeight table;      // packed: a vocabulary matrix that is also the projection to logits
+  const void* plain = nullptr;  // else [num_rows, width] of table.type (kF32, kBF16 or kF16)
+  int64_t width = 0;
+  int64_t shift = 0;
+  bool by_position = false;
+  bool accumulate = false;
+  Ref out;
+};
+
+// RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm: (x - mean) / sqrt(variance + epsilon) * weight + bias.
+struct NormArgs {
+  const float* weight = nullptr;  // null: ones
+  const float* bias = nullptr;    // null: zeros
+  float epsilon = 0;
+  bool subtract_mean = false;
+  int64_t width = 0;
+  Ref x;
+  Ref out;  // may be the same place as x
+};
+
+// cos and sin of the step's positions: out[t] = cos of rotary_dim / 2 angles, then their sines, times `magnitude`.
+struct RotationArgs {
+  const float* inverse_frequencies = nullptr;  // [rotary_dim / 2]
+  int64_t rotary_dim = 0;
+  float magnitude = 1;
+  Ref out;
+};
+
+struct LayerKernels {
+  void (*embed)(const EmbedArgs&, const Step&, Team&);
+  void (*norm)(const NormArgs&, const Step&, Team&);
+  void (*rotation)(const RotationArgs&, const Step&, Team&);
+};
+
+// -- attention (attention.cpp) --------------------------------------------------------------------------------------
+
+enum class CacheType : int32_t { kF32 = 0, kBF16, kI8 };
+
+// One layer's part of the KV pool, block_bytes apart; see attention.h for what a block looks like.
+struct AttentionArgs {
+  int32_t group = 0;  // which of Step::attention
+  CacheType cache = CacheType::kF32;
+  std::byte* pages = nullptr;
+  int64_t block_bytes = 0;
+  int64_t num_blocks = 0;
+  int64_t block_size = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  float scale = 1;
+  float soft_cap = 0;  // 0: off
+  int64_t window = 0;  // 0: all
+  const float* sinks = nullptr;  // [num_heads] or null
+  const float* query_norm = nullptr;  // [head_dim]: RMS norm of each query head before the rotation; null: none
+  const float* key_norm = nullptr;
+  float norm_epsilon = 0;
+  int64_t rotary_dim = 0;  // 0: no rotation
+  Ref rotation;            // as RotationArgs::out
+  Ref qkv;                 // [rows, (num_heads + 2 num_kv_heads) * head_dim]; query heads are changed in place
+  Ref out;                 // [rows, num_heads * head_dim]
+};
+
+struct AttentionKernels {
+  // Norm and rotate query and key heads, write keys and values to their slots.
+  void (*prepare)(const AttentionArgs&, const Step&, Team&);
+  // Then attend. (A barrier lies between the two.)
+  void (*attend)(const AttentionArgs&, const Step&, Team&);
+  std::size_t (*attend_scratch)(const AttentionArgs&, int64_t rows, int threads);
+};
+
+}  // namespace quire

@@ -1,0 +1,43 @@
+// The thread pool: the calling thread and `threads - 1` helpers run one function together.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "team.h"
+
+namespace quire {
+
+class Pool {
+ public:
+  // pin: helper i stays on the i-th core of the process's affinity mask (the caller, index 0, is left alone).
+  // Throws std::system_error when threads cannot be started.
+  Pool(int threads, bool pin);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const noexcept { return static_cast<int>(teams_.size()); }
+
+  // Runs body(argument, team) on every thread and returns when all have. One run at a time: callers queue.
+  // Allocates nothing. Helpers that are idle spin for some tens of microseconds, then sleep.
+  void run(void (*body)(void*, Team&), void* argument) noexcept;
+
+ private:
+  void serve(int index) noexcept;
+
+  std::mutex caller_;
+  TeamShared shared_;
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  alignas(64) std::atomic<int32_t> asleep_{0};
+  void (*body_)(void*, Team&) = nullptr;
+  void* argument_ = nullptr;
+  std::atomic<bool> stop_{false};
+  std::vector<std::unique_ptr<std::byte, void (*)(std::byte*)>> scratch_;
+  std::vector<Team> teams_;
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace quire

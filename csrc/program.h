@@ -1,0 +1,48 @@
+// A recorded sequence of kernels: one call runs them all.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <variant>
+#include <vector>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace quire {
+
+class Program {
+ public:
+  // max_rows: most rows of a run.
+  Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows)
+      : kernels_(kernels), pool_(std::move(pool)), max_rows_(max_rows) {}
+
+  void add(const LinearArgs& args);
+  void add(const EmbedArgs& args);
+  void add(const NormArgs& args);
+  void add(const RotationArgs& args);
+  void add(const AttentionArgs& args);
+
+  // Bytes of shared scratch that a run needs.
+  std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
+  std::size_t size() const noexcept { return ops_.size(); }
+
+  // Runs all kernels over step.rows rows. Throws std::invalid_argument for more than max_rows.
+  void run(const Step& step);
+
+ private:
+  template <class Args>
+  struct Call {
+    void (*kernel)(const Args&, const Step&, Team&);
+    Args args;
+  };
+  using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>>;
+
+  const Kernels& kernels_;
+  std::shared_ptr<Pool> pool_;
+  int64_t max_rows_;
+  std::size_t scratch_bytes_ = 0;
+  std::vector<Op> ops_;
+};
+
+}  // namespace quire

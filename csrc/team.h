@@ -1,0 +1,47 @@
+// One thread's view of the threads that run a kernel together. Every thread of a team calls the same kernels in the
+// same order; work is taken by number, so that a thread that is held up by another process takes less of it. Who
+// computes an element never changes how it is computed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+// What the threads of one team share. Padded: the counter and the barrier are written by all of them.
+struct TeamShared {
+  alignas(64) std::atomic<int64_t> next{0};
+  alignas(64) std::atomic<int32_t> arrived{0};
+  alignas(64) std::atomic<uint32_t> phase{0};
+  alignas(64) std::atomic<int32_t> sleeping{0};
+};
+
+class Team {
+ public:
+  Team(int index, int count, TeamShared* shared, std::byte* scratch) noexcept
+      : index_(index), count_(count), shared_(shared), scratch_(scratch) {}
+
+  int index() const noexcept { return index_; }
+  int count() const noexcept { return count_; }
+
+  // The first of the next `grain` work items. Items that lie at or beyond the kernel's total mean: nothing left.
+  // Counting starts at 0 at the start of a run and after every barrier.
+  int64_t take(int64_t grain = 1) noexcept { return shared_->next.fetch_add(grain, std::memory_order_relaxed); }
+
+  // Returns when all threads of the team are here; what each wrote before is then seen by all. Resets `take`.
+  void barrier() noexcept;
+
+  // kThreadScratch bytes of this thread's own, 64-byte aligned, not initialised.
+  std::byte* scratch() const noexcept { return scratch_; }
+
+ private:
+  int index_;
+  int count_;
+  TeamShared* shared_;
+  std::byte* scratch_;
+};
+
+inline constexpr std::size_t kThreadScratch = std::size_t{1} << 20;
+
+}  // namespace quire

