@@ -138,7 +138,8 @@ class Worker:
             return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
         from quire.attention.native_backend import NativeAttention
 
-        return NativeAttention(layout, pages, cache_dtype)
+        num_heads, num_threads = self._model_config.num_heads, self._device_config.num_threads
+        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
 
 
 def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:
