@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
@@ -20,6 +23,7 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16"),
 }
 """What each attention back end stores keys and values in."""
+NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -29,18 +33,9 @@ MAX_BLOCK_SIZE = 1024
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     _check_available(options)
-    backend = _attention_backend(options)
-    dtype = _choice("dtype", options.dtype, DTYPES)
+    backend, model = _backend_and_model(options)
     return EngineConfig(
-        model=load_model_config(
-            options.model,
-            # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
-            dtype="float32" if (dtype, backend) == ("auto", "torch") else dtype,
-            kv_cache_dtype=_choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES[backend]),
-            max_model_len=_positive("max_model_len", options.max_model_len),
-            revision=options.revision,
-            config_only=options.load_format == "dummy",
-        ),
+        model=model,
         cache=_cache(options),
         scheduler=_scheduler(options),
         load=LoadConfig(
@@ -57,16 +52,40 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
 
 
-def _attention_backend(options: EngineOptions) -> str:
-    backend = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
-    if backend == "auto":
-        return "native" if has_native_kernels() else "torch"
-    if backend == "native" and not has_native_kernels():
-        raise ConfigError(
-            "attention_backend='native' needs the native CPU kernels, which this installation was built without",
-            param="attention_backend",
+def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
+    """The attention back end that `attention_backend` names, or for "auto" the native one where it was built and can
+    compute the model; and the model, whose dtypes depend on it."""
+    asked = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
+    dtype = _choice("dtype", options.dtype, DTYPES)
+    cache = _choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
+    model = load_model_config(
+        options.model,
+        dtype=dtype,
+        kv_cache_dtype=cache,
+        max_model_len=_positive("max_model_len", options.max_model_len),
+        revision=options.revision,
+        config_only=options.load_format == "dummy",
+    )
+    reason = _why_not_native(model)
+    if asked == "native" and reason:
+        raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
+    if asked != "torch" and not reason:
+        return "native", model
+    _choice("kv_cache_dtype", cache, CACHE_DTYPES["torch"])
+    # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
+    plain = "float32" if dtype == "auto" else model.dtype
+    return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
+
+
+def _why_not_native(model: ModelConfig) -> str | None:
+    if not has_native_kernels():
+        return "this installation was built without the native CPU kernels"
+    if model.head_dim % NATIVE_HEAD_MULTIPLE or model.head_dim > NATIVE_HEAD_LIMIT:
+        return (
+            f"heads of {model.head_dim} are no multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_HEAD_LIMIT}, as its "
+            "kernels need"
         )
-    return backend
+    return None
 
 
 def _check_available(options: EngineOptions) -> None:

@@ -84,7 +84,7 @@ class PackedLinear:
             parameters.pending.clear()
             return
         if isinstance(tensor, torch.Tensor):
-            part = quantize_rows(tensor, self._format.bits, self._format.group_size)
+            part = quantize_rows(tensor, self._format.bits, self._format.group_size, name="weight")
         else:
             part = tensor
         if parameters.matrix is not None:  # of floating point: another part came as that
