@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu._native import WeightType
-from quire.kernels.cpu.packing import PackedMatrix
+from quire.kernels.cpu.packing import PackedMatrix, packed_bytes
 
 _FLOATS = {WeightType.F32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.F16: torch.float16}
 
@@ -48,7 +50,7 @@ def test_parts_land_in_their_rows(data: st.DataObject) -> None:
     in_features = data.draw(st.integers(1, 150))
     type = data.draw(st.sampled_from([WeightType.F32, WeightType.BF16, WeightType.I8, WeightType.I4]))
     cuts = sorted({0, out_features, *data.draw(st.lists(st.integers(0, out_features), max_size=3))})
-    parts = data.draw(st.permutations(list(zip(cuts, cuts[1:], strict=False))))
+    parts = data.draw(st.permutations(list(pairwise(cuts))))
     order = torch.randperm(in_features) if data.draw(st.booleans()) else None
     if type in _FLOATS:
         matrix = PackedMatrix(type, in_features, out_features, gated=gated)
@@ -58,7 +60,7 @@ def test_parts_land_in_their_rows(data: st.DataObject) -> None:
         expected = whole.float()
     else:
         group_size = data.draw(st.sampled_from([None, 7, 16, 32, 64]))
-        matrix = PackedMatrix(type, in_features, out_features, group_size=group_size, gated=gated, with_offsets=True)
+        matrix = PackedMatrix(type, in_features, out_features, group_size=group_size, gated=gated, has_offsets=True)
         low, high, dtype = (-128, 128, torch.int8) if type == WeightType.I8 else (0, 16, torch.uint8)
         values = torch.randint(low, high, (out_features, in_features + 2), dtype=dtype)[:, :in_features]
         scales, offsets = torch.randn(2, out_features, matrix.num_groups)
@@ -87,9 +89,12 @@ def test_memory_is_aligned_and_counted() -> None:
     matrix = PackedMatrix(WeightType.BF16, 100, 96)
     assert matrix.data.data_ptr() % 64 == 0
     assert matrix.nbytes == 100 * 96 * 2
-    quarter = PackedMatrix(WeightType.I4, 128, 64, group_size=32, with_offsets=True)
+    quarter = PackedMatrix(WeightType.I4, 128, 64, group_size=32, has_offsets=True)
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4
-    quarter.load_bias(torch.ones(64))
+    assert packed_bytes(WeightType.I4, 128, 64, 32) == 128 * 64 // 2 + 4 * 64 * 4
+    assert packed_bytes(WeightType.BF16, 100, 96) == matrix.nbytes
+    assert quarter.bias_address(None) == 0
+    assert quarter.bias_address(torch.ones(64)) == quarter.bias.data_ptr()  # type: ignore[union-attr]
     assert quarter.nbytes == 128 * 64 // 2 + 2 * 4 * 64 * 4 + 64 * 4
 
 
@@ -111,7 +116,6 @@ def test_bias_follows_the_columns() -> None:
         {"type": WeightType.F32, "group_size": 32},
         {"type": WeightType.BF16, "integer_activations": True},
         {"type": WeightType.I8, "group_size": 0},
-        {"type": WeightType.I8, "integer_activations": True, "with_offsets": True},
         {"type": WeightType.F32, "gated": True, "out_features": 7},
         {"type": WeightType.F32, "in_features": 0},
     ],
