@@ -22,7 +22,7 @@ class PackedMatrix:
 
     `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
     is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
-    8 bits and multiply integers. `has_offsets` (integer types) makes room for offsets: weight = scale * value + offset.
+    8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets: weight = scale * value + offset.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class PackedMatrix:
         group_size: int | None = None,
         gated: bool = False,
         integer_activations: bool = False,
-        has_offsets: bool = False,
+        with_offsets: bool = False,
     ) -> None:
         if in_features < 1 or out_features < 1:
             raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
         if gated and out_features % 2:
             raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")
         self.is_integer = type in (WeightType.I8, WeightType.I4)
-        if not self.is_integer and (group_size is not None or integer_activations or has_offsets):
+        if not self.is_integer and (group_size is not None or integer_activations or with_offsets):
             raise ValueError("only integer weights have groups, offsets or integer activations")
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group of {group_size} inputs is not possible")
@@ -56,7 +56,7 @@ class PackedMatrix:
         self.data = _zeros(panels * panel_bytes, torch.uint8)
         count = panels * self.num_groups * _PANEL
         self.scales = _zeros(count, torch.float32) if self.is_integer else None
-        self.offsets = _zeros(count, torch.float32) if has_offsets else None
+        self.offsets = _zeros(count, torch.float32) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
         self.column_sums = _zeros(count, torch.int32) if sums else None
         self.column_order: torch.Tensor | None = None
@@ -121,14 +121,6 @@ class PackedMatrix:
             self.bias = _zeros(self.padded_columns, torch.float32)
         self.bias[self._columns(first_row, len(bias))] = bias.to(torch.float32)
 
-    def bias_address(self, bias: torch.Tensor | None) -> int:
-        """Address of a bias [out_features] as the kernels want it, kept by the matrix; 0 for None."""
-        if bias is None:
-            return 0
-        self.load_bias(bias)
-        assert self.bias is not None
-        return self.bias.data_ptr()
-
     def set_column_order(self, order: torch.Tensor) -> None:
         """`order` [in_features]: packed column k multiplies input order[k]. A permutation (GPTQ's act-order)."""
         if order.shape != (self.in_features,):
@@ -173,16 +165,6 @@ class PackedMatrix:
         half, width = self.out_features // 2, _PANEL // 2
         side, inside = rows // half, rows % half
         return inside // width * _PANEL + side * width + inside % width
-
-
-def packed_bytes(type: WeightType, in_features: int, out_features: int, group_size: int | None = None) -> int:
-    """About what a matrix will hold: exact but for offsets, sums and what pads a gated matrix's halves."""
-    weight = _native.PackedWeight(
-        type, in_features, out_features, min(group_size or in_features, in_features), False, False, 0
-    )
-    panels, panel_bytes, groups = _native.packed_sizes(weight)
-    scales = 4 * groups * _PANEL if type in (WeightType.I8, WeightType.I4) else 0
-    return int(panels * (panel_bytes + scales))
 
 
 def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:

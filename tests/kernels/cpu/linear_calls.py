@@ -77,7 +77,7 @@ def random_matrix(
             group_size=group_size,
             gated=gated,
             integer_activations=rounded,
-            has_offsets=offsets,
+            with_offsets=offsets,
         )
         low, high, dtype = (-128, 128, torch.int8) if type_name == "i8" else (0, 16, torch.uint8)
         values = torch.randint(low, high, (out_features, in_features), generator=random, dtype=dtype)
