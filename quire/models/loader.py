@@ -9,12 +9,14 @@ import torch
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.models.decoder import Decoder
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
 from quire.parallel.single import SingleRank
+from quire.quantization.checkpoints import integer_weights
 from quire.quantization.unquantized import UnquantizedLinear
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,8 +28,8 @@ def load_model(
     device_type: str = "cpu",
     progress: Progress | None = None,
 ) -> Decoder:
-    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`; tensors
-    are streamed one at a time, so that nothing is held twice.
+    """Build the model of `config` and fill it. Checkpoints of any floating dtype, and quantised ones, end up in
+    `config.dtype`; tensors are streamed one matrix at a time, so that nothing is held twice.
 
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
@@ -45,13 +47,13 @@ def load_model(
         return model
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
-        _load_from(model, files, report)
+        _load_from(model, files, config.quantization, report)
     return model
 
 
-def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:
+def _load_from(model: Decoder, files: WeightFiles, quantization: QuantizationConfig | None, report: Progress) -> None:
     try:
-        model.load_weights(files.stream(report))
+        model.load_weights(integer_weights(files.stream(report), quantization))
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"
