@@ -9,7 +9,8 @@ WORD_BITS = 32
 
 def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
     """[R, W] int32 -> [R, W * 32 / bits] uint8: the fields of each word, lowest bits first. bits: 4 or 8."""
-    octets = words.contiguous().view(torch.uint8)
+    # Not contiguous(): it leaves the strides of dimensions of size 1 as they are, which view() does not take.
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return octets
     return torch.stack((octets & 0xF, octets >> 4), dim=-1).flatten(1)
