@@ -12,6 +12,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
 from quire.utils.sizes import parse_bytes
@@ -24,6 +25,16 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
+QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 64, "w8a8": None}
+"""Ways to quantise while loading, and how many input features then share a scale (None: all)."""
+STORED_NAMES = {
+    "gptq": ("gptq",),
+    "gptq_v2": ("gptq",),
+    "awq": ("awq",),
+    "pack-quantized": ("compressed-tensors",),
+    "int-quantized": ("compressed-tensors",),
+}
+STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -34,6 +45,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     _check_available(options)
     backend, model = _backend_and_model(options)
+    model = replace(model, quantization=_quantization(options, model, backend))
     return EngineConfig(
         model=model,
         cache=_cache(options),
@@ -77,6 +89,34 @@ def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
     return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
 
 
+def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
+    """What the option asks for and what the checkpoint brings, as one. A checkpoint's own quantisation may be named,
+    by its method or by the way it is stored, not changed."""
+    asked, stored = options.quantization, model.quantization
+    if asked is None:
+        return stored
+    _choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
+    if stored is not None:
+        if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
+            raise ConfigError(
+                f"quantization={asked!r} is not what the checkpoint brings: {stored.method} ({stored.checkpoint_format})",
+                param="quantization",
+            )
+        return stored
+    if asked not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={asked!r} names a kind of checkpoint, and this one is not quantised; to quantise it while "
+            f"it is loaded, choose {', '.join(QUANTIZATIONS)}",
+            param="quantization",
+        )
+    if backend != "native":
+        raise ConfigError(
+            f"quantization={asked!r} needs the native CPU kernels: {_why_not_native(model) or 'torch was chosen'}",
+            param="quantization",
+        )
+    return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
+
+
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
@@ -92,8 +132,6 @@ def _check_available(options: EngineOptions) -> None:
     """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
     _choice("device", options.device, ("auto", "cpu"))
     _choice("preemption_mode", options.preemption_mode, ("recompute",))
-    if options.quantization is not None:
-        raise ConfigError(f"quantization={options.quantization!r} is not available yet", param="quantization")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)

@@ -22,7 +22,8 @@ class PackedMatrix:
 
     `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
     is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
-    8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets: weight = scale * value + offset.
+    8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets:
+    weight = scale * value + offset.
     """
 
     def __init__(
