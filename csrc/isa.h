@@ -15,6 +15,7 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  SamplingKernels sampling;
 };
 
 const char* isa_name(Isa isa);
