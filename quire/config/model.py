@@ -12,9 +12,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape, read from its Hugging Face `config.json`.
+    """A model's shape, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
 
-    name: what the user asked for (path, hub id or `bundled`); path: the local directory.
+    name: what the user asked for (path, hub id or `bundled`); path: the local directory, or the GGUF file that is
+    the whole model.
     architecture: the entry of `architectures` that the model registry knows.
     dtype: the compute dtype, resolved ("float32", "bfloat16" or "float16").
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.

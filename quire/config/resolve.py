@@ -13,7 +13,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
 from quire.utils.sizes import parse_bytes
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048

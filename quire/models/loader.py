@@ -12,6 +12,7 @@ from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.models.decoder import Decoder
+from quire.models.gguf.weights import GGUFWeights
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
 from quire.parallel.single import SingleRank
@@ -49,7 +50,7 @@ def load_model(
     return model
 
 
-def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:
+def _load_from(model: Decoder, files: WeightFiles | GGUFWeights, report: Progress) -> None:
     try:
         model.load_weights(files.stream(report))
     except ModelLoadError as error:
