@@ -15,7 +15,7 @@ from quire.quantization.integer_weight import IntegerWeight
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**18
 """Blocks taken apart at once: what that needs besides the result stays in the processor's cache."""
 
 
