@@ -16,6 +16,7 @@ from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.quantization import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError, nearest_name
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
@@ -44,8 +45,6 @@ def load_model_config(
     fields = Fields(raw, _where(path))
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    if "quantization_config" in raw:
-        raise fields.error("quantised checkpoints (quantization_config) are not supported yet")
     for key in family.required:
         fields.integer(key)
     num_layers = fields.integer(family.num_layers)
@@ -69,6 +68,7 @@ def load_model_config(
         sliding_windows=family.windows(fields, num_layers),
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
+        quantization=read_quantization(fields),
     )
 
 

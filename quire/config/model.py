@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.quantization import QuantizationConfig
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,6 +24,7 @@ class ModelConfig:
     sliding_windows: per layer the window in tokens, None for full attention.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
     hf: the parsed config.json, read-only, for what only one family needs.
+    quantization: of the checkpoint's weights; None: they are floating point.
     """
 
     name: str
@@ -38,6 +41,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
+    quantization: QuantizationConfig | None = None
 
     @property
     def dtype_bytes(self) -> int:

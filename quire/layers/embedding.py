@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.matmul import row_linear
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.integer_weight import copy_into
 
 
 class Embedding:
@@ -20,7 +23,7 @@ class Embedding:
         return F.embedding(indices, self.weight)
 
     def slots(self) -> WeightSlots:
-        return {"weight": WeightSlot(tuple(self.weight.shape), self.weight.copy_)}
+        return {"weight": WeightSlot(tuple(self.weight.shape), partial(copy_into, self.weight))}
 
 
 class VocabularyProjection:
@@ -36,4 +39,4 @@ class VocabularyProjection:
 
     def slots(self) -> WeightSlots:
         """None when tied: the embedding loads the matrix."""
-        return {} if self.tied else {"weight": WeightSlot(tuple(self._weight.shape), self._weight.copy_)}
+        return {} if self.tied else {"weight": WeightSlot(tuple(self._weight.shape), partial(copy_into, self._weight))}

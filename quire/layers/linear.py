@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.integer_weight import LoadWeight, WeightTensor
 from quire.quantization.interface import LinearShape
 
 
@@ -36,12 +38,13 @@ class ColumnLinear:
             rows = sum(self._parts[part] for part in parts)
             for suffix in self._parameters:
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
-                slots[f"{name}.{suffix}"] = WeightSlot(shape, self._loader(suffix, parts, transposed))
+                turned = transposed and len(shape) == 2
+                slots[f"{name}.{suffix}"] = WeightSlot(shape, self._loader(suffix, parts, turned), transposed=turned)
         return slots
 
-    def _loader(self, suffix: str, parts: range, transposed: bool) -> Callable[[torch.Tensor], None]:
-        def load(tensor: torch.Tensor) -> None:
-            tensor = tensor.t() if transposed and tensor.dim() == 2 else tensor
+    def _loader(self, suffix: str, parts: range, transposed: bool) -> LoadWeight:
+        def load(tensor: WeightTensor) -> None:
+            tensor = _outputs_first(tensor, transposed)
             start = 0
             for part in parts:
                 local = self.local_parts[part]
@@ -79,19 +82,25 @@ class RowLinear:
     def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
         out_features, in_features = self._shape
         shape = _weight_shape("weight", out_features, in_features, transposed)
-        slots = {f"{name}.weight": WeightSlot(shape, lambda tensor: self._load_weight(tensor, transposed))}
+        load = partial(self._load_weight, transposed=transposed)
+        slots = {f"{name}.weight": WeightSlot(shape, load, transposed=transposed)}
         if self._bias:
             slots[f"{name}.bias"] = WeightSlot((out_features,), self._load_bias)
         return slots
 
-    def _load_weight(self, tensor: torch.Tensor, transposed: bool) -> None:
-        tensor = tensor.t() if transposed else tensor
+    def _load_weight(self, tensor: WeightTensor, transposed: bool) -> None:
+        tensor = _outputs_first(tensor, transposed)
         share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
         self._context.linear.load(self._parameters, "weight", share, 0, self._shape[0])
 
-    def _load_bias(self, tensor: torch.Tensor) -> None:
+    def _load_bias(self, tensor: WeightTensor) -> None:
         if "bias" in self._parameters:
             self._context.linear.load(self._parameters, "bias", tensor, 0, self._shape[0])
+
+
+def _outputs_first(tensor: WeightTensor, transposed: bool) -> WeightTensor:
+    """A checkpoint's matrix as [out, in]; an IntegerWeight is that always."""
+    return tensor.t() if transposed and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _share(size: int, num_ranks: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.integer_weight import copy_into
 
 
 class RMSNorm:
@@ -22,7 +25,7 @@ class RMSNorm:
         return (wide * scale).to(x.dtype) * self._weight
 
     def slots(self) -> WeightSlots:
-        return {"weight": WeightSlot(tuple(self._weight.shape), self._weight.copy_, 1.0, 0.0)}
+        return {"weight": WeightSlot(tuple(self._weight.shape), partial(copy_into, self._weight), 1.0, 0.0)}
 
 
 class LayerNorm:
@@ -42,6 +45,6 @@ class LayerNorm:
         if self._weight is None or self._bias is None:
             return {}
         return {
-            "weight": WeightSlot(self._size, self._weight.copy_, 1.0, 0.0),
-            "bias": WeightSlot(self._size, self._bias.copy_, 0.0, 0.0),
+            "weight": WeightSlot(self._size, partial(copy_into, self._weight), 1.0, 0.0),
+            "bias": WeightSlot(self._size, partial(copy_into, self._bias), 0.0, 0.0),
         }

@@ -22,6 +22,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding, Rotation
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.quantization.integer_weight import WeightTensor
 
 
 class Decoder(ABC):
@@ -47,7 +48,7 @@ class Decoder(ABC):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
 
     def weight_bytes(self) -> int:

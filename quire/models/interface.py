@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.interface import AttentionStep
 from quire.kv_cache.spec import LayerSpec
+from quire.quantization.integer_weight import WeightTensor
 
 
 class CausalLM(Protocol):
@@ -26,7 +27,7 @@ class CausalLM(Protocol):
         """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
         or misshapen tensor, naming it."""
         ...

@@ -9,6 +9,7 @@ import torch
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.models.decoder import Decoder
@@ -16,6 +17,7 @@ from quire.models.gguf.weights import GGUFWeights
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
 from quire.parallel.single import SingleRank
+from quire.quantization.checkpoints import integer_weights
 from quire.quantization.unquantized import UnquantizedLinear
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,8 +29,8 @@ def load_model(
     device_type: str = "cpu",
     progress: Progress | None = None,
 ) -> Decoder:
-    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`; tensors
-    are streamed one at a time, so that nothing is held twice.
+    """Build the model of `config` and fill it. Checkpoints of any floating dtype, and quantised ones, end up in
+    `config.dtype`; tensors are streamed one matrix at a time, so that nothing is held twice.
 
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
@@ -46,13 +48,18 @@ def load_model(
         return model
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
-        _load_from(model, files, report)
+        _load_from(model, files, config.quantization, report)
     return model
 
 
-def _load_from(model: Decoder, files: WeightFiles | GGUFWeights, report: Progress) -> None:
+def _load_from(
+    model: Decoder, files: WeightFiles | GGUFWeights, quantization: QuantizationConfig | None, report: Progress
+) -> None:
     try:
-        model.load_weights(files.stream(report))
+        if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
+            model.load_weights(files.stream(report))
+        else:
+            model.load_weights(integer_weights(files.stream(report), quantization))
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from quire.quantization.integer_weight import WeightTensor
+
 Parameters = dict[str, torch.Tensor]
 """What one linear layer keeps, by the suffix that a checkpoint gives it ("weight", "bias", "scales", ...)."""
 
@@ -29,9 +31,9 @@ class LinearMethod(Protocol):
         """Tensors of their final size, not filled yet. Every one of them must be loaded."""
         ...
 
-    def load(self, parameters: Parameters, suffix: str, tensor: torch.Tensor, first_row: int, num_rows: int) -> None:
-        """Copy a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) to the output
-        rows first_row .. first_row + num_rows."""
+    def load(self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int) -> None:
+        """Copy a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype, or an
+        IntegerWeight) to the output rows first_row .. first_row + num_rows."""
         ...
 
     def apply(self, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.matmul import row_linear
+from quire.quantization.integer_weight import WeightTensor, copy_into
 from quire.quantization.interface import LinearShape, Parameters
 
 
@@ -18,8 +19,8 @@ class UnquantizedLinear:
             parameters["bias"] = torch.empty(size[0], dtype=shape.dtype, device=shape.device)
         return parameters
 
-    def load(self, parameters: Parameters, suffix: str, tensor: torch.Tensor, first_row: int, num_rows: int) -> None:
-        parameters[suffix][first_row : first_row + num_rows].copy_(tensor)
+    def load(self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int) -> None:
+        copy_into(parameters[suffix][first_row : first_row + num_rows], tensor)
 
     def apply(self, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
         return row_linear(x, parameters["weight"], parameters.get("bias"))

@@ -11,7 +11,7 @@ import torch
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, head_layout, hf_name
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
-from quire.quantization.integer_weight import IntegerWeight
+from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.utils.gguf import BlockType, GGUFFile, TensorEntry
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,14 +30,9 @@ class GGUFWeights:
         self.directory = path
         self.current: Path | None = path
 
-    def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, quantised ones dequantised. report: called with (bytes done, bytes in all). Raises
+    def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
+        """All tensors, quantised matrices as integers. report: called with (bytes done, bytes in all). Raises
         ModelLoadError."""
-        for name, weight in self.stream_stored(report):
-            yield name, weight.dequantize() if isinstance(weight, IntegerWeight) else weight
-
-    def stream_stored(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, torch.Tensor | IntegerWeight]]:
-        """As `stream`, with quantised matrices as they are stored."""
         with GGUFFile(self.directory) as file:
             layout = head_layout(file)
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
@@ -52,7 +47,7 @@ class GGUFWeights:
                 report(done, total)
 
 
-def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> torch.Tensor | IntegerWeight:
+def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
     """[rows, columns] for a matrix, [size] for a norm's weight or a bias."""
     if len(entry.shape) > 2:
         raise ModelLoadError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions")
