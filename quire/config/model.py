@@ -17,9 +17,10 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape, read from its Hugging Face `config.json`.
+    """A model's shape, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
 
-    name: what the user asked for (path, hub id or `bundled`); path: the local directory.
+    name: what the user asked for (path, hub id or `bundled`); path: the local directory, or the GGUF file that is
+    the whole model.
     architecture: the entry of `architectures` that the model registry knows.
     dtype: of weights that are not quantised, resolved ("float32", "bfloat16" or "float16"). The native CPU kernels
     compute in float32 whatever it is; the plain torch path computes in it.

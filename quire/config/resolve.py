@@ -17,7 +17,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
 from quire.utils.sizes import parse_bytes
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = {
     "native": ("auto", "float32", "bfloat16", "int8"),
@@ -99,7 +99,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
     if stored is not None:
         if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
             raise ConfigError(
-                f"quantization={asked!r} is not what the checkpoint brings: {stored.method} ({stored.checkpoint_format})",
+                f"quantization={asked!r} is not what the checkpoint brings: "
+                f"{stored.method} ({stored.checkpoint_format})",
                 param="quantization",
             )
         return stored

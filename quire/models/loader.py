@@ -15,6 +15,7 @@ from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
+from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
@@ -93,9 +94,14 @@ def _fill(model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progr
         _load_from(model, files, config.quantization, report)
 
 
-def _load_from(model: Decoder, files: WeightFiles, quantization: QuantizationConfig | None, report: Progress) -> None:
+def _load_from(
+    model: Decoder, files: WeightFiles | GGUFWeights, quantization: QuantizationConfig | None, report: Progress
+) -> None:
     try:
-        model.load_weights(integer_weights(files.stream(report), quantization))
+        if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
+            model.load_weights(files.stream(report))
+        else:
+            model.load_weights(integer_weights(files.stream(report), quantization))
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"
