@@ -53,7 +53,7 @@ void require_below(const int64_t* values, int64_t count, int64_t end, const char
 template <class T>
 void require_rows(const Matrix<T>& matrix) {
   require(matrix.shape(1) > 0, "rows without elements");
-  require(matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
+  require(matrix.shape(0) == 0 || matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
 }
 
 // Not for two calls at a time. Allocates when it meets a larger vocabulary than before, else never.
