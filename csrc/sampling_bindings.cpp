@@ -53,7 +53,7 @@ void require_below(const int64_t* values, int64_t count, int64_t end, const char
 template <class T>
 void require_rows(const Matrix<T>& matrix) {
   require(matrix.shape(1) > 0, "rows without elements");
-  require(matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
+  require(matrix.shape(0) == 0 || matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
 }
 
 // Not for two calls at a time. Allocates when it meets a larger vocabulary than before, else never.
@@ -133,7 +133,7 @@ void bind_sampling(nb::module_& module) {
             self.num_rows = static_cast<int64_t>(size);
             self.columns = {temperature.data(), top_k.data(), top_p.data(), min_p.data(), seed.data()};
           },
-          "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a)
+          "temperature"_a.noconvert(), "top_k"_a.noconvert(), "top_p"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert())
       .def(
           "choose",
           [](VocabularyKernels& self, Matrix<float> scores, Column<const int64_t> rows,
@@ -153,7 +153,7 @@ void bind_sampling(nb::module_& module) {
                             tokens.data()};
             return self.choose(args, greedy);
           },
-          "scores"_a, "rows"_a, "numbers"_a, "tokens"_a, "greedy"_a)
+          "scores"_a.noconvert(), "rows"_a.noconvert(), "numbers"_a.noconvert(), "tokens"_a.noconvert(), "greedy"_a)
       .def(
           "rank",
           [](VocabularyKernels& self, Matrix<const float> logits, Column<const int64_t> tokens,
@@ -171,7 +171,7 @@ void bind_sampling(nb::module_& module) {
                                static_cast<int64_t>(top_tokens.shape(1)), logprobs.data(), ranks.data(),
                                top_tokens.data(), top_logprobs.data()});
           },
-          "logits"_a, "tokens"_a, "logprobs"_a, "ranks"_a, "top_tokens"_a, "top_logprobs"_a)
+          "logits"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_tokens"_a.noconvert(), "top_logprobs"_a.noconvert())
       .def(
           "lowest_kept",
           [](VocabularyKernels& self, Column<const float> weights, double total, int64_t top_k, double top_p,
@@ -179,7 +179,7 @@ void bind_sampling(nb::module_& module) {
             const auto count = static_cast<int64_t>(weights.shape(0));
             return self.lowest_kept(weights.data(), count, total, top_k, top_p, min_p);
           },
-          "weights"_a, "total"_a, "top_k"_a, "top_p"_a, "min_p"_a);
+          "weights"_a.noconvert(), "total"_a, "top_k"_a, "top_p"_a, "min_p"_a);
 }
 
 }  // namespace quire

@@ -6,12 +6,17 @@ Two exist: `PlainChooser` defines the semantics in NumPy and torch, `NativeChoos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain import PlainChooser
 from quire.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 
 class Chooser(Protocol):
@@ -34,3 +39,12 @@ class Chooser(Protocol):
         NonFiniteLogitsError with the indices of rows that hold NaN or plus infinity, or whose token is impossible.
         """
         ...
+
+
+def make_chooser(rows: SamplingRows, runtime: NativeRuntime | None) -> Chooser:
+    """runtime: the native kernels that the worker computes with; None: plain operators."""
+    if runtime is None:
+        return PlainChooser(rows)
+    from quire.sampling.native import NativeChooser
+
+    return NativeChooser(rows, runtime)

@@ -13,7 +13,7 @@ import torch
 
 from quire.sampling.batch import SampleBatch
 from quire.sampling.chooser import Chooser
-from quire.sampling.parameters import NEEDS_INDEX_OF_ROW, Feature, SamplingRows
+from quire.sampling.parameters import EDITS, NEEDS_INDEX_OF_ROW, Feature, SamplingRows
 from quire.sampling.penalties import apply_output_penalties, apply_repetition_penalty
 from quire.sampling.rules import add_logit_bias, ban_stop_tokens, keep_allowed
 from quire.step import TokenLogprobs
