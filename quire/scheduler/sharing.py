@@ -15,22 +15,11 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
-from quire.request import Request
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request, Wait
 
 MIN_SHARED_BLOCKS = 2
 """To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
-
-
-class Wait(NamedTuple):
-    """What a request waits for, and what is set aside for it meanwhile."""
-
-    leader: SequenceBlocks
-    num_blocks: int
-    """The wait ends when the leader has committed so many."""
-    claimed_blocks: int
 
 
 class PassedOver:
