@@ -78,6 +78,18 @@ def test_prefix_hits(model: str) -> None:
     assert exact(hit) == exact(missed)
 
 
+@pytest.mark.parametrize("options", [{}, {"queue_depth": 2}, {"max_prefill_chunk": 24}])
+def test_prefixes_computed_once_for_requests_that_arrive_together(model: str, options: dict[str, int]) -> None:
+    shared = [i % 97 for i in range(5, 79)]
+    prompts = [[*shared, last] for last in range(1, 9)]
+    each, stats = generate(model, prompts, enable_prefix_caching=False)
+    assert stats["prefix_cache_waits_total"] == 0
+    outputs, stats = generate(model, prompts, **options)
+    assert stats["prefix_cache_waits_total"] == 7
+    assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 7
+    assert exact(outputs) == exact(each)
+
+
 def test_sampled_tokens_depend_on_the_seed_alone(model: str) -> None:
     together, _ = generate(model, PROMPTS, SAMPLED)
     alone, _ = generate(model, PROMPTS, SAMPLED, max_num_seqs=1, max_prefill_chunk=5)
