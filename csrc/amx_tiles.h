@@ -5,17 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(QUIRE_EMULATE_AMX)
-#include <immintrin.h>
-#endif
-
 namespace quire::QUIRE_ISA {
 namespace {
 
 inline constexpr int kAmxRows = 16;        // of a tile register
 inline constexpr int kAmxRowBytes = 64;
 
-// What _tile_loadconfig reads.
+// What ldtilecfg reads.
 struct alignas(64) AmxConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -79,24 +75,25 @@ void amx_dot() {
 
 #else
 
-inline void amx_configure(const AmxConfig& config) { _tile_loadconfig(&config); }
-inline void amx_release() { _tile_release(); }
+// Assembly instead of the compiler's intrinsics: those of g++ 12 do not say that they read and write memory.
+inline void amx_configure(const AmxConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+inline void amx_release() { asm volatile("tilerelease"); }
 
 template <int kTile>
 inline __attribute__((always_inline)) void amx_zero() {
-  _tile_zero(kTile);
+  asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
 }
 template <int kTile>
 inline __attribute__((always_inline)) void amx_load(const void* base, int64_t stride) {
-  _tile_loadd(kTile, base, stride);
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
 }
 template <int kTile>
 inline __attribute__((always_inline)) void amx_store(void* base, int64_t stride) {
-  _tile_stored(kTile, base, stride);
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(base), "r"(stride), "i"(kTile) : "memory");
 }
 template <int kSum, int kLeft, int kRight>
 inline __attribute__((always_inline)) void amx_dot() {
-  _tile_dpbssd(kSum, kLeft, kRight);
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
 #endif
