@@ -11,8 +11,8 @@ from quire.attention.interface import AttentionBackend
 from quire.errors import QuireError
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import Chooser
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.step import PromptLogprobs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
@@ -40,13 +40,15 @@ class ModelRunner:
         requests: RequestRows,
         tables: BlockTables,
         vocab_size: int,
+        chooser: Chooser,
     ) -> None:
         self._model = model
         self._backend = backend
         self._pages = pages
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling, PlainChooser(requests.sampling))
+        self._chooser = chooser
+        self._sampler = Sampler(requests.sampling, chooser)
         self._prompt_slice_rows = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -117,7 +119,9 @@ class ModelRunner:
 
     def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         try:
-            found = compute_prompt_logprobs(self._model, hidden, batch, self._requests, self._prompt_slice_rows)
+            found = compute_prompt_logprobs(
+                self._model, self._chooser, hidden, batch, self._requests, self._prompt_slice_rows
+            )
         except NonFiniteLogitsError as error:
             raise _name_sequences(error, plan.seq_ids) from error
         return {plan.seq_ids[index]: entries for index, entries in found.items()}

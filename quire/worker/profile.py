@@ -12,8 +12,8 @@ from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import Chooser
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
@@ -25,11 +25,13 @@ PROFILED_TOKENS = 512
 """Enough for the growth to stand out from the allocator's noise."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
+ChooserFactory = Callable[[SamplingRows], Chooser]
 
 
 def measure_activations(
     model: CausalLM,
     make_backend: BackendFactory,
+    make_chooser: ChooserFactory,
     config: ModelConfig,
     block_size: int,
     max_num_batched_tokens: int,
@@ -60,7 +62,7 @@ def measure_activations(
         hidden = model.forward(token_ids, batch.positions, backend.plan(batch))
 
     def sample() -> None:
-        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)))
+        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)), make_chooser)
 
     forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
     if forward_peak is None or sample_peak is None:
@@ -96,7 +98,7 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_seqs: int) ->
     return 4 * (num_tokens * per_token + 5 * num_seqs * config.vocab_size)
 
 
-def _sample_dummy(logits: torch.Tensor) -> None:
+def _sample_dummy(logits: torch.Tensor, make_chooser: ChooserFactory) -> None:
     num_seqs = len(logits)
     rows = SamplingRows(num_seqs)
     sampling = SequenceSampling(SamplingParams(top_p=0.9), seed=0, stop_token_ids=[], bad_token_sequences=[])
@@ -104,4 +106,4 @@ def _sample_dummy(logits: torch.Tensor) -> None:
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
     batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, PlainChooser(rows)).sample(logits, batch)
+    Sampler(rows, make_chooser(rows)).sample(logits, batch)

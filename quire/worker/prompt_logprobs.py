@@ -6,15 +6,20 @@ import numpy as np
 import torch
 
 from quire.models.interface import CausalLM
+from quire.sampling.chooser import Chooser
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.logprobs import log_probabilities, token_logprobs
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
 from quire.worker.request_rows import RequestRows
 
 
 def compute_prompt_logprobs(
-    model: CausalLM, hidden: torch.Tensor, batch: InputBatch, requests: RequestRows, slice_rows: int
+    model: CausalLM,
+    chooser: Chooser,
+    hidden: torch.Tensor,
+    batch: InputBatch,
+    requests: RequestRows,
+    slice_rows: int,
 ) -> dict[int, PromptLogprobs]:
     """Batch index -> logprobs of the prompt tokens that this step's positions predict (position p predicts p + 1).
 
@@ -37,7 +42,7 @@ def compute_prompt_logprobs(
         num_top = int(requests.sampling.num_prompt_logprobs[row])
         chunk = hidden[first : first + num_predicted]
         try:
-            entries = _by_slices(model, chunk, torch.from_numpy(targets), num_top, slice_rows)
+            entries = _by_slices(model, chooser, chunk, targets, num_top, slice_rows)
         except NonFiniteLogitsError:
             raise NonFiniteLogitsError([index]) from None
         found[index] = PromptLogprobs(start + 1, entries)
@@ -45,11 +50,12 @@ def compute_prompt_logprobs(
 
 
 def _by_slices(
-    model: CausalLM, hidden: torch.Tensor, targets: torch.Tensor, num_top: int, slice_rows: int
+    model: CausalLM, chooser: Chooser, hidden: torch.Tensor, targets: np.ndarray, num_top: int, slice_rows: int
 ) -> list[TokenLogprobs]:
     """hidden: [N, hidden size]; targets: [N] int64."""
     entries: list[TokenLogprobs] = []
-    for rows, tokens in zip(hidden.split(slice_rows), targets.split(slice_rows), strict=True):
-        log_probs = log_probabilities(model.compute_logits(rows))
-        entries += token_logprobs(log_probs, tokens, [num_top] * len(tokens))
+    for start in range(0, len(targets), slice_rows):
+        logits = model.compute_logits(hidden[start : start + slice_rows])
+        tokens = targets[start : start + slice_rows]
+        entries += chooser.logprobs(logits.numpy(), tokens, [num_top] * len(tokens))
     return entries

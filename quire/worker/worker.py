@@ -21,6 +21,8 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
+from quire.sampling.chooser import Chooser, make_chooser
+from quire.sampling.parameters import SamplingRows
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_tensors import allocate_pages, typed_pages
@@ -91,6 +93,7 @@ class Worker:
         activations = measure_activations(
             self._model,
             self._make_backend,
+            self._make_chooser,
             self._model_config,
             self._cache_config.block_size,
             max_num_batched_tokens,
@@ -104,13 +107,15 @@ class Worker:
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
         max_model_len = self._model_config.max_model_len
+        requests = RequestRows(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
             model=self._model,
             backend=self._make_backend(layout, pages),
             pages=pages,
-            requests=RequestRows(self._max_num_seqs, max_model_len),
+            requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
             vocab_size=self._model_config.vocab_size,
+            chooser=self._make_chooser(requests.sampling),
         )
 
     def describe(self) -> str:
@@ -131,6 +136,9 @@ class Worker:
         except BaseException:
             self._failed = True
             raise
+
+    def _make_chooser(self, rows: SamplingRows) -> Chooser:
+        return make_chooser(rows, self._runtime)
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._model_config.kv_cache_dtype
