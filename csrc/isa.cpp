@@ -7,12 +7,14 @@ namespace quire {
 #define QUIRE_DECLARE(isa)                  \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
+  extern const LimitKernels kLimits;        \
   }
 #define QUIRE_DECLARE_ALL(isa)              \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
   extern const LayerKernels kLayers;        \
   extern const AttentionKernels kAttention; \
+  extern const LimitKernels kLimits;        \
   }
 
 QUIRE_DECLARE_ALL(portable)
@@ -29,15 +31,15 @@ QUIRE_DECLARE(avx512_vnni)
 namespace {
 
 const Kernels kTables[] = {
-    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention},
+    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kLimits},
 #if defined(QUIRE_HAVE_AVX2)
-    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention},
+    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512)
-    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention},
+    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention},
+    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512_vnni::kLimits},
 #endif
 };
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "limits.h"
 
 namespace quire {
 
@@ -15,6 +16,7 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  LimitKernels limits;
 };
 
 const char* isa_name(Isa isa);
