@@ -28,6 +28,12 @@ def num_threads() -> int | None:
     return int(value)
 
 
+def cpu_isa() -> str:
+    """`QUIRE_CPU_ISA`: hold the native CPU kernels to an instruction set (portable, avx2, avx512, ...); unset means the
+    best of the machine."""
+    return os.environ.get("QUIRE_CPU_ISA") or "auto"
+
+
 def api_key() -> str | None:
     """`QUIRE_API_KEY`: the key that `quire serve` asks for when `--api-key` is not given."""
     return os.environ.get("QUIRE_API_KEY") or None

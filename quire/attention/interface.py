@@ -6,13 +6,10 @@ The worker builds one AttentionBatch a step; a back end plans once (`plan`) and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-
-from quire.kv_cache.layout import KVCacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +57,8 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Owns no memory: it is given the pool's tensors."""
+    """Owns no memory: it is made with the pool's tensors."""
 
-    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
-        """pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim] (index 0: keys, 1: values)."""
+    def plan(self, batch: AttentionBatch) -> Any:
+        """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""
         ...
-
-    def plan(self, batch: AttentionBatch) -> AttentionStep: ...

@@ -26,11 +26,18 @@ Windows = tuple[int | None, ...]
 
 
 def load_model_config(
-    name: str, *, dtype: str, max_model_len: int | None, revision: str | None, config_only: bool
+    name: str,
+    *,
+    dtype: str,
+    kv_cache_dtype: str = "auto",
+    max_model_len: int | None,
+    revision: str | None,
+    config_only: bool,
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory or a hub id.
 
-    dtype: "auto" is float32, what a CPU computes best. config_only: a hub id's weights are not fetched (dummy
+    dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
+    config_only: a hub id's weights are not fetched (dummy
     weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
     model cannot reach.
     """
@@ -52,11 +59,15 @@ def load_model_config(
     if family.rotary:
         rope = read_rope(fields, head_dim)
         longest, usual = rope.longest, rope.usual_length
+    resolved_dtype = _stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
         path=path,
         architecture=architecture,
-        dtype="float32" if dtype == "auto" else _known_dtype(dtype),
+        dtype=resolved_dtype,
+        kv_cache_dtype=("bfloat16" if resolved_dtype == "bfloat16" else "float32")
+        if kv_cache_dtype == "auto"
+        else kv_cache_dtype,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
@@ -116,6 +127,13 @@ def _architecture(fields: Fields) -> str:
     raise fields.error(
         f"unknown architecture {names[0]!r}{nearest_name(names[0], FAMILIES)} (known: {', '.join(sorted(FAMILIES))})"
     )
+
+
+def _stored_dtype(raw: Mapping[str, Any]) -> str:
+    """What config.json says that the weights are stored in (Transformers 5 calls it dtype); float32 if nothing, or
+    nothing that Quire computes with."""
+    stored = raw.get("dtype", raw.get("torch_dtype"))
+    return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float32"
 
 
 def _known_dtype(dtype: str) -> str:

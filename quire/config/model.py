@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+CACHE_SCALE_BYTES = {"int8": 4}
+"""What a quantised cache stores besides: one float32 for each token's key and value in each head."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,9 @@ class ModelConfig:
 
     name: what the user asked for (path, hub id or `bundled`); path: the local directory.
     architecture: the entry of `architectures` that the model registry knows.
-    dtype: the compute dtype, resolved ("float32", "bfloat16" or "float16").
+    dtype: of weights that are not quantised, resolved ("float32", "bfloat16" or "float16"). The native CPU kernels
+    compute in float32 whatever it is; the plain torch path computes in it.
+    kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
     sliding_windows: per layer the window in tokens, None for full attention.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
@@ -27,6 +32,7 @@ class ModelConfig:
     path: Path
     architecture: str
     dtype: str
+    kv_cache_dtype: str
     vocab_size: int
     hidden_size: int
     num_layers: int

@@ -35,6 +35,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     num_threads: int | None = None
 
     @classmethod
@@ -57,7 +58,7 @@ HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, hub id, or 'bundled'",
     "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
     "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
-    "dtype": "auto, float32, bfloat16 or float16; auto means float32 on a CPU",
+    "dtype": "of the weights: auto (as stored), float32, bfloat16 or float16",
     "device": "auto or cpu",
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, or dummy (random weights)",
@@ -76,6 +77,7 @@ HELP: dict[str, str] = {
     "preemption_mode": "what happens to a preempted request: recompute",
     "tensor_parallel_size": "ranks that share each layer (1 is available)",
     "pipeline_parallel_size": "ranks that share the layers (1 is available)",
-    "attention_backend": "auto or torch",
+    "attention_backend": "auto, native (CPU kernels for the whole model) or torch (plain operators)",
+    "kv_cache_dtype": "auto (bfloat16 for bfloat16 weights, else float32), float32, bfloat16 or int8",
     "num_threads": "compute threads (default: one per core)",
 }

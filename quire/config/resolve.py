@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire import envs
 from quire.config.cache import CacheConfig
-from quire.config.device import DeviceConfig
+from quire.config.device import DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -15,6 +15,11 @@ from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_DTYPES = {
+    "native": ("auto", "float32", "bfloat16", "int8"),
+    "torch": ("auto", "float32", "bfloat16", "float16"),
+}
+"""What each attention back end stores keys and values in."""
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -24,10 +29,14 @@ MAX_BLOCK_SIZE = 1024
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     _check_available(options)
+    backend = _attention_backend(options)
+    dtype = _choice("dtype", options.dtype, DTYPES)
     return EngineConfig(
         model=load_model_config(
             options.model,
-            dtype=_choice("dtype", options.dtype, DTYPES),
+            # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
+            dtype="float32" if (dtype, backend) == ("auto", "torch") else dtype,
+            kv_cache_dtype=_choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES[backend]),
             max_model_len=_positive("max_model_len", options.max_model_len),
             revision=options.revision,
             config_only=options.load_format == "dummy",
@@ -41,16 +50,28 @@ def resolve(options: EngineOptions) -> EngineConfig:
         device=DeviceConfig(
             device="cpu",
             num_threads=_positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
-            attention_backend="torch",
+            attention_backend=backend,
+            cpu_isa=envs.cpu_isa(),
         ),
         seed=options.seed,
     )
 
 
+def _attention_backend(options: EngineOptions) -> str:
+    backend = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
+    if backend == "auto":
+        return "native" if has_native_kernels() else "torch"
+    if backend == "native" and not has_native_kernels():
+        raise ConfigError(
+            "attention_backend='native' needs the native CPU kernels, which this installation was built without",
+            param="attention_backend",
+        )
+    return backend
+
+
 def _check_available(options: EngineOptions) -> None:
     """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
     _choice("device", options.device, ("auto", "cpu"))
-    _choice("attention_backend", options.attention_backend, ("auto", "torch"))
     _choice("preemption_mode", options.preemption_mode, ("recompute",))
     if options.quantization is not None:
         raise ConfigError(f"quantization={options.quantization!r} is not available yet", param="quantization")

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quire.config.model import ModelConfig
+from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """Full attention: keys and values of every token.
 
-    num_kv_heads, head_dim: of this layer; dtype_bytes: bytes of one stored element.
+    num_kv_heads, head_dim: of this layer; dtype_bytes: bytes of one stored element; scale_bytes: of what is stored
+    besides for each token's key and value in each head.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    scale_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.num_kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
@@ -36,7 +38,7 @@ class FullAttentionSpec(LayerSpec):
 class SlidingWindowSpec(LayerSpec):
     """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
 
-    window: int
+    window: int = field(kw_only=True)
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
@@ -44,7 +46,13 @@ def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
 
     Models and `quire plan` share it.
     """
-    shape = (config.num_kv_heads // num_ranks, config.head_dim, config.dtype_bytes)
+    cache = config.kv_cache_dtype
+    shape = (
+        config.num_kv_heads // num_ranks,
+        config.head_dim,
+        CACHE_DTYPE_BYTES[cache],
+        CACHE_SCALE_BYTES.get(cache, 0),
+    )
     return [
         FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
         for window in config.sliding_windows

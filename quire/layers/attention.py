@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from quire.attention.interface import AttentionStep, LayerAttention
+from quire.attention.interface import LayerAttention
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import Rotation
+from quire.layers.operations import HeadWeights
 
 
 class Attention:
@@ -29,7 +30,7 @@ class Attention:
         norm_epsilon: float | None = None,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
-        self._shape = LayerAttention(
+        local = LayerAttention(
             layer=shape.layer,
             num_heads=shape.num_heads // ranks,
             num_kv_heads=shape.num_kv_heads // ranks,
@@ -41,22 +42,16 @@ class Attention:
         query, key = shape.num_heads * dim, shape.num_kv_heads * dim
         self._qkv = ColumnLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
         self._output = RowLinear(query, hidden_size, bias=output_bias, context=context)
-        self._norms = (
-            None if norm_epsilon is None else (RMSNorm(dim, norm_epsilon, context), RMSNorm(dim, norm_epsilon, context))
-        )
+        self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
+        query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
+        self._heads = HeadWeights(local, query_norm, key_norm)
+        self._operations = context.operations
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation | None, step: AttentionStep) -> torch.Tensor:
-        """x: [T, hidden_size] -> [T, hidden_size]. rotation: of the tokens' positions (None: none is applied)."""
-        shape = self._shape
-        heads = self._qkv(x).view(x.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        turned, value = heads.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        if self._norms is not None:
-            query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-            turned = torch.cat((self._norms[0](query), self._norms[1](key)), dim=1)
-        if rotation is not None:
-            turned = rotation.apply(turned)
-        query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        return self._output(step.run(shape, query, key, value).flatten(1))
+    def __call__(self, x: Value, residual: Value, rotation: Any, step: Any) -> Value:
+        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the tokens'
+        positions (None: none is applied). step: of the attention back end."""
+        attended = self._operations.attend(self._heads, self._qkv(x), rotation, step)
+        return self._output(attended, residual)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
         """qkv: the checkpoint's names of the projections (one, when it keeps them in one tensor); output: of the
@@ -65,6 +60,6 @@ class Attention:
             **self._qkv.slots(qkv, transposed=transposed),
             **self._output.slots(output, transposed=transposed),
         }
-        if self._norms is not None:
+        if self._norms:
             slots |= prefixed("q_norm", self._norms[0].slots()) | prefixed("k_norm", self._norms[1].slots())
         return slots

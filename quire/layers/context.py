@@ -7,20 +7,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SingleRank
+from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """dtype, device: of weights and activations. group: the ranks that share each layer. linear: how linear
-    weights are stored."""
+    """dtype, device: of activations and of the weights of norms. group: the ranks that share each layer.
+    operations: what computes everything but the linear maps. linear, vocabulary, positions: how the weights of linear
+    layers, the matrices of the vocabulary and tables of learned positions are stored.
+    """
 
     dtype: torch.dtype
     device: torch.device
     group: ProcessGroup
+    operations: Operations
     linear: LinearMethod
+    vocabulary: LinearMethod
+    positions: LinearMethod
 
     def replicated(self) -> LayerContext:
         """The same for a layer that every rank computes whole."""
@@ -32,11 +39,12 @@ class WeightSlot:
     """A place for one tensor of a checkpoint.
 
     shape: as the checkpoint has it, whole (not this rank's share). load: copies a tensor of that shape, of any
-    dtype, to where the layer keeps it. dummy_mean, dummy_std: of random weights.
+    dtype, to where the layer keeps it. nbytes: what it takes there. dummy_mean, dummy_std: of random weights.
     """
 
     shape: tuple[int, ...]
-    load: Callable[[torch.Tensor], object]
+    load: Callable[[WeightTensor], object]
+    nbytes: int
     dummy_mean: float = 0.0
     dummy_std: float = 0.02
 

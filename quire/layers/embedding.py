@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-
-from quire.kernels.matmul import row_linear
+from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
-    """A table of vectors. weight: [num_rows, size]."""
+    """A table of `num_rows` vectors of `size`, stored by `method`."""
 
-    def __init__(self, num_rows: int, size: int, context: LayerContext) -> None:
-        self.weight = torch.empty(num_rows, size, dtype=context.dtype, device=context.device)
+    def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
+        self.method = method
+        self.shape = LinearShape(size, num_rows, False, context.dtype, context.device)
+        self.parameters = method.create(self.shape)
 
-    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, size]."""
-        return F.embedding(indices, self.weight)
+    def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
+        """[T] int64 -> [T, size], added to `onto` (which is used up) when given."""
+        return self.method.lookup(self.parameters, indices, onto)
 
     def slots(self) -> WeightSlots:
-        return {"weight": WeightSlot(tuple(self.weight.shape), self.weight.copy_)}
+        size = (self.shape.out_features, self.shape.in_features)
+        return {
+            "weight": WeightSlot(
+                size,
+                lambda tensor: self.method.load(self.parameters, "weight", tensor, 0, size[0]),
+                self.method.stored_bytes(size),
+            )
+        }
 
 
 class VocabularyProjection:
     """Hidden states to logits, with a matrix of its own or the embedding's (tied)."""
 
-    def __init__(self, embedding: Embedding, *, tied: bool) -> None:
+    def __init__(self, embedding: Embedding, context: LayerContext, *, tied: bool) -> None:
         self.tied = tied
-        self._weight = embedding.weight if tied else torch.empty_like(embedding.weight)
+        self._operations = context.operations
+        shape = embedding.shape
+        self._table = embedding if tied else Embedding(shape.out_features, shape.in_features, embedding.method, context)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Value) -> Value:
         """[R, size] -> [R, vocabulary] float32."""
-        return row_linear(hidden, self._weight, None).float()
+        table = self._table
+        return self._operations.widen(table.method.apply(table.parameters, hidden))
 
     def slots(self) -> WeightSlots:
         """None when tied: the embedding loads the matrix."""
-        return {} if self.tied else {"weight": WeightSlot(tuple(self._weight.shape), self._weight.copy_)}
+        return {} if self.tied else self._table.slots()

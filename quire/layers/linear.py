@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.integer_weight import WeightTensor, transpose
 from quire.quantization.interface import LinearShape
 
 
 class ColumnLinear:
-    """y = x W^T + b with the outputs shared out over the ranks. `parts` are the output sizes of the matrices that are
-    kept as one (query, key and value; gate and up), each a multiple of the number of ranks."""
+    """y = activation(x W^T + b) with the outputs shared out over the ranks. `parts` are the output sizes of the
+    matrices that are kept as one (query, key and value; gate and up), each a multiple of the number of ranks.
+    gated: of two equal parts, gate and up; y = activation(gate) * up."""
 
-    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, context: LayerContext) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[int],
+        *,
+        bias: bool,
+        context: LayerContext,
+        activation: str | None = None,
+        gated: bool = False,
+    ) -> None:
         self._context = context
         self._in_features = in_features
         self._parts = tuple(parts)
+        self._bias = bias
         self.local_parts = tuple(_share(part, context.group.size) for part in parts)
         self._parameters = context.linear.create(
-            LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device)
+            LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device, activation, gated)
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] -> [T, sum(local_parts)]."""
+    def __call__(self, x: Value) -> Value:
+        """[T, in_features] -> [T, sum(local_parts)], half as wide if gated."""
         return self._context.linear.apply(self._parameters, x)
 
     def slots(self, names: Sequence[str], *, transposed: bool = False) -> WeightSlots:
@@ -34,14 +45,16 @@ class ColumnLinear:
         groups = [range(len(self._parts))] if len(names) == 1 else [range(i, i + 1) for i in range(len(names))]
         for name, parts in zip(names, groups, strict=True):
             rows = sum(self._parts[part] for part in parts)
-            for suffix in self._parameters:
+            for suffix in ("weight", "bias") if self._bias else ("weight",):
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
-                slots[f"{name}.{suffix}"] = WeightSlot(shape, self._loader(suffix, parts, transposed))
+                slots[f"{name}.{suffix}"] = WeightSlot(
+                    shape, self._loader(suffix, parts, transposed), self._context.linear.stored_bytes(shape)
+                )
         return slots
 
-    def _loader(self, suffix: str, parts: range, transposed: bool) -> Callable[[torch.Tensor], None]:
-        def load(tensor: torch.Tensor) -> None:
-            tensor = tensor.t() if transposed and tensor.dim() == 2 else tensor
+    def _loader(self, suffix: str, parts: range, transposed: bool) -> Callable[[WeightTensor], None]:
+        def load(tensor: WeightTensor) -> None:
+            tensor = transpose(tensor) if transposed and len(tensor.shape) == 2 else tensor
             start = 0
             for part in parts:
                 local = self.local_parts[part]
@@ -54,43 +67,47 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """y = x W^T + b with the inputs shared out over the ranks: each computes a partial sum over its inputs, and the
-    sums are added up. The bias is the first rank's alone, so that it is added once."""
+    """y = residual + x W^T + b with the inputs shared out over the ranks: each computes a partial sum over its inputs,
+    and the sums are added up. The bias is the first rank's alone, so that it is added once."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, context: LayerContext) -> None:
         self._context = context
         self._shape = (out_features, in_features)
         self._bias = bias
         self._local_in = _share(in_features, context.group.size)
+        self._holds_bias = bias and context.group.rank == 0
         self._parameters = context.linear.create(
-            LinearShape(
-                self._local_in,
-                out_features,
-                bias and context.group.rank == 0,
-                context.dtype,
-                context.device,
-            )
+            LinearShape(self._local_in, out_features, self._holds_bias, context.dtype, context.device)
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features / ranks] -> [T, out_features], the same on every rank."""
-        return self._context.group.all_reduce(self._context.linear.apply(self._parameters, x))
+    def __call__(self, x: Value, residual: Value) -> Value:
+        """[T, in_features / ranks] -> [T, out_features], the same on every rank; the residual is used up."""
+        linear, group = self._context.linear, self._context.group
+        if group.size == 1:
+            return linear.apply(self._parameters, x, residual)
+        return residual + group.all_reduce(linear.apply(self._parameters, x))
 
     def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
         out_features, in_features = self._shape
+        stored_bytes = self._context.linear.stored_bytes
         shape = _weight_shape("weight", out_features, in_features, transposed)
-        slots = {f"{name}.weight": WeightSlot(shape, lambda tensor: self._load_weight(tensor, transposed))}
+        slots = {
+            f"{name}.weight": WeightSlot(
+                shape, lambda tensor: self._load_weight(tensor, transposed), stored_bytes(self._shape)
+            )
+        }
         if self._bias:
-            slots[f"{name}.bias"] = WeightSlot((out_features,), self._load_bias)
+            size = (out_features,)
+            slots[f"{name}.bias"] = WeightSlot(size, self._load_bias, stored_bytes(size))
         return slots
 
-    def _load_weight(self, tensor: torch.Tensor, transposed: bool) -> None:
-        tensor = tensor.t() if transposed else tensor
+    def _load_weight(self, tensor: WeightTensor, transposed: bool) -> None:
+        tensor = transpose(tensor) if transposed else tensor
         share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
         self._context.linear.load(self._parameters, "weight", share, 0, self._shape[0])
 
-    def _load_bias(self, tensor: torch.Tensor) -> None:
-        if "bias" in self._parameters:
+    def _load_bias(self, tensor: WeightTensor) -> None:
+        if self._holds_bias:
             self._context.linear.load(self._parameters, "bias", tensor, 0, self._shape[0])
 
 

@@ -2,45 +2,39 @@
 
 from __future__ import annotations
 
-import torch
-
-from quire.layers.activation import Activation
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.linear import ColumnLinear, RowLinear
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), gate and up in one matrix. Tensors gate_proj, up_proj, down_proj."""
+    """x -> residual + down(activation(gate(x)) * up(x)), gate and up in one matrix. Tensors gate_proj, up_proj,
+    down_proj. activation: a name of `kernels/activation.py`."""
 
-    def __init__(
-        self, size: int, intermediate: int, activation: Activation, *, bias: bool, context: LayerContext
-    ) -> None:
-        self._activation = activation
-        self._gate_up = ColumnLinear(size, (intermediate, intermediate), bias=bias, context=context)
+    def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
+        self._gate_up = ColumnLinear(
+            size, (intermediate, intermediate), bias=bias, context=context, activation=activation, gated=True
+        )
         self._down = RowLinear(intermediate, size, bias=bias, context=context)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> [T, size]."""
-        gate, up = self._gate_up(x).split(self._gate_up.local_parts, dim=-1)
-        return self._down(self._activation(gate) * up)
+    def __call__(self, x: Value, residual: Value) -> Value:
+        """[T, size] each -> [T, size]; the residual is used up."""
+        return self._down(self._gate_up(x), residual)
 
     def slots(self) -> WeightSlots:
         return {**self._gate_up.slots(("gate_proj", "up_proj")), **self._down.slots("down_proj")}
 
 
 class MLP:
-    """down(activation(up(x)))."""
+    """x -> residual + down(activation(up(x)))."""
 
-    def __init__(
-        self, size: int, intermediate: int, activation: Activation, *, bias: bool, context: LayerContext
-    ) -> None:
-        self._activation = activation
-        self._up = ColumnLinear(size, (intermediate,), bias=bias, context=context)
+    def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
+        self._up = ColumnLinear(size, (intermediate,), bias=bias, context=context, activation=activation)
         self._down = RowLinear(intermediate, size, bias=bias, context=context)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> [T, size]."""
-        return self._down(self._activation(self._up(x)))
+    def __call__(self, x: Value, residual: Value) -> Value:
+        """[T, size] each -> [T, size]; the residual is used up."""
+        return self._down(self._up(x), residual)
 
     def slots(self, up: str, down: str, *, transposed: bool = False) -> WeightSlots:
         """up, down: the checkpoint's names of the two matrices; transposed: it keeps them as [in, out]."""

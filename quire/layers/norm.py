@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.layers.operations import NormWeights
+from quire.quantization.integer_weight import copy_into
 
 
 class RMSNorm:
     """x / rms(x) * weight, the statistics in float32."""
 
     def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
-        self._weight = torch.empty(size, dtype=context.dtype, device=context.device)
-        self._epsilon = epsilon
+        weight = torch.empty(size, dtype=context.dtype, device=context.device)
+        self.weights = NormWeights(size, weight, None, epsilon, centred=False)
+        self._operations = context.operations
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Value) -> Value:
         """[..., size] -> the same shape and dtype."""
-        wide = x.float()
-        scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self._epsilon)
-        return (wide * scale).to(x.dtype) * self._weight
+        return self._operations.norm(self.weights, x)
 
     def slots(self) -> WeightSlots:
-        return {"weight": WeightSlot(tuple(self._weight.shape), self._weight.copy_, 1.0, 0.0)}
+        return {"weight": _slot(self.weights.weight, 1.0)}
 
 
 class LayerNorm:
     """(x - mean) / deviation * weight + bias; `affine` False leaves out the last two."""
 
     def __init__(self, size: int, epsilon: float, context: LayerContext, *, affine: bool = True) -> None:
-        self._size = (size,)
-        self._epsilon = epsilon
-        self._weight = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
-        self._bias = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
+        weight = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
+        bias = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
+        self.weights = NormWeights(size, weight, bias, epsilon, centred=True)
+        self._operations = context.operations
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Value) -> Value:
         """[..., size] -> the same shape and dtype."""
-        return F.layer_norm(x, self._size, self._weight, self._bias, self._epsilon)
+        return self._operations.norm(self.weights, x)
 
     def slots(self) -> WeightSlots:
-        if self._weight is None or self._bias is None:
+        if self.weights.weight is None:
             return {}
-        return {
-            "weight": WeightSlot(self._size, self._weight.copy_, 1.0, 0.0),
-            "bias": WeightSlot(self._size, self._bias.copy_, 0.0, 0.0),
-        }
+        return {"weight": _slot(self.weights.weight, 1.0), "bias": _slot(self.weights.bias, 0.0)}
+
+
+def _slot(vector: torch.Tensor | None, mean: float) -> WeightSlot:
+    assert vector is not None, "a norm with weights has this one"
+    return WeightSlot(tuple(vector.shape), lambda tensor: copy_into(vector, tensor), vector.nbytes, mean, 0.0)

@@ -11,46 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from quire.config.rope import RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """cos and sin of one step's positions, [T, 1, rotary_dim], the sine's first half negated."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
-        rotary_dim = self.cos.shape[-1]
-        turned = heads[..., :rotary_dim]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat((second, first), dim=-1) * self.sin
-        if rotary_dim == heads.shape[-1]:
-            return turned
-        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+from quire.kernels.value import Indices
+from quire.layers.context import LayerContext
+from quire.layers.operations import RotaryFrequencies
 
 
 class RotaryEmbedding:
     """Positions to rotations. max_model_len: see the module's first lines."""
 
-    def __init__(self, config: RopeConfig, max_model_len: int, dtype: torch.dtype) -> None:
-        self._inverse_frequencies, self._magnitude = rope_frequencies(config, max_model_len)
-        self._dtype = dtype
+    def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
+        self._frequencies = RotaryFrequencies(*rope_frequencies(config, max_model_len), context.dtype)
+        self._operations = context.operations
 
-    def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions: [T] int64."""
-        angles = positions[:, None].float() * self._inverse_frequencies
-        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
-        return Rotation(
-            torch.cat((cos, cos), dim=-1).to(self._dtype)[:, None],
-            torch.cat((-sin, sin), dim=-1).to(self._dtype)[:, None],
-        )
+    def __call__(self, positions: Indices) -> Any:
+        """positions: [T] int64. Returns what `Operations.attend` takes."""
+        return self._operations.rotation(self._frequencies, positions)
 
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:

@@ -10,6 +10,7 @@ import torch
 
 from quire.errors import ModelLoadError
 from quire.layers.context import WeightSlots
+from quire.quantization.integer_weight import WeightTensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CheckpointNames:
         raise ModelLoadError(f"tensor {name!r} does not belong to this model")
 
 
-def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tuple[str, WeightTensor]]) -> None:
     """Load every slot. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers,
     given twice or missing."""
     loaded: set[str] = set()
@@ -44,7 +45,7 @@ def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tup
             raise ModelLoadError(
                 f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(slot.shape)}"
             )
-        if not tensor.is_floating_point():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
         if slot_name in loaded:
             raise ModelLoadError(f"tensor {name!r} occurs twice")

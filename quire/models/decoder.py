@@ -6,22 +6,23 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from quire.attention.interface import AttentionStep, LayerAttention
+from quire.attention.interface import LayerAttention
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import Indices, Value
 from quire.kv_cache.spec import LayerSpec, layer_specs
-from quire.layers.activation import ACTIVATIONS
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.rotary import RotaryEmbedding, Rotation
+from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.quantization.integer_weight import WeightTensor
 
 
 class Decoder(ABC):
@@ -33,7 +34,6 @@ class Decoder(ABC):
         self._specs = layer_specs(config, context.group.size)
         self._head = head
         self._names = names
-        self._dtype_bytes = context.dtype.itemsize
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
         """Where each tensor of a checkpoint goes; complete once the subclass has added its body."""
 
@@ -41,17 +41,17 @@ class Decoder(ABC):
         return list(self._specs)
 
     @abstractmethod
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        """As CausalLM.forward."""
+    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
+        """As CausalLM.forward; or, given a recorder's placeholders, records it."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: Value) -> Value:
         return self._head(hidden)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
 
     def weight_bytes(self) -> int:
-        return self._dtype_bytes * sum(torch.Size(slot.shape).numel() for slot in self.slots.values())
+        return sum(slot.nbytes for slot in self.slots.values())
 
 
 def layer_attention(config: ModelConfig, layer: int, scale: float | None = None) -> LayerAttention:
@@ -92,15 +92,15 @@ class LlamaLayer:
             norm_epsilon=epsilon if traits.head_norms else None,
         )
         self._mlp_norm = RMSNorm(size, epsilon, context)
-        activation = ACTIVATIONS[fields.choice("hidden_act", list(ACTIVATIONS), "silu")]
+        activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
         self._mlp = GatedMLP(
             size, fields.integer("intermediate_size"), activation, bias=traits.mlp_bias, context=context
         )
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, attention: AttentionStep) -> torch.Tensor:
+    def __call__(self, x: Value, rotation: Any, attention: Any) -> Value:
         """[T, hidden] -> [T, hidden]."""
-        x = x + self._attention(self._attention_norm(x), rotation, attention)
-        return x + self._mlp(self._mlp_norm(x))
+        x = self._attention(self._attention_norm(x), x, rotation, attention)
+        return self._mlp(self._mlp_norm(x), x)
 
     def slots(self) -> WeightSlots:
         return {
@@ -116,16 +116,16 @@ class LlamaLike(Decoder):
 
     def __init__(self, config: ModelConfig, context: LayerContext, traits: LlamaTraits) -> None:
         fields = model_fields(config)
-        self._embedding = Embedding(config.vocab_size, config.hidden_size, context)
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         tied = fields.boolean("tie_word_embeddings", False)
         surplus = r"rotary_emb\.inv_freq$" + (r"|^lm_head\.weight$" if tied else "")
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._embedding, tied=tied),
+            VocabularyProjection(self._embedding, context, tied=tied),
             CheckpointNames("model.", re.compile(surplus)),
         )
-        self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context.dtype)
+        self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context)
         self._layers: Sequence[LlamaLayer] = [
             LlamaLayer(config, context, traits, layer) for layer in range(config.num_layers)
         ]
@@ -135,7 +135,7 @@ class LlamaLike(Decoder):
         for index, layer in enumerate(self._layers):
             self.slots |= prefixed(f"model.layers.{index}", layer.slots())
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
         x = self._embedding(token_ids)
         rotation = self._rotary(positions)
         for layer in self._layers:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-import torch
-
-from quire.attention.interface import AttentionStep
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.layers.activation import ACTIVATIONS
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import Indices, Value
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
@@ -33,13 +32,13 @@ class GPT2Layer:
             size, layer_attention(config, layer, scale), qkv_bias=True, output_bias=True, context=context
         )
         self._mlp_norm = LayerNorm(size, epsilon, context)
-        activation = ACTIVATIONS[fields.choice("activation_function", list(ACTIVATIONS), "gelu_new")]
+        activation = fields.choice("activation_function", list(ACTIVATIONS), "gelu_new")
         self._mlp = MLP(size, fields.integer("n_inner", 4 * size), activation, bias=True, context=context)
 
-    def __call__(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+    def __call__(self, x: Value, attention: Any) -> Value:
         """[T, hidden] -> [T, hidden]."""
-        x = x + self._attention(self._attention_norm(x), None, attention)
-        return x + self._mlp(self._mlp_norm(x))
+        x = self._attention(self._attention_norm(x), x, None, attention)
+        return self._mlp(self._mlp_norm(x), x)
 
     def slots(self) -> WeightSlots:
         return {
@@ -57,14 +56,14 @@ class GPT2LMHeadModel(Decoder):
         fields = model_fields(config)
         if fields.boolean("add_cross_attention", False):
             raise fields.error("cross-attention (add_cross_attention) is not supported")
-        self._tokens = Embedding(config.vocab_size, config.hidden_size, context)
-        self._positions = Embedding(fields.integer("n_positions"), config.hidden_size, context)
+        self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._positions = Embedding(fields.integer("n_positions"), config.hidden_size, context.positions, context)
         tied = fields.boolean("tie_word_embeddings", True)
         surplus = r"\.attn\.(masked_)?bias$" + (r"|^lm_head\.weight$" if tied else "")
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._tokens, tied=tied),
+            VocabularyProjection(self._tokens, context, tied=tied),
             CheckpointNames("transformer.", re.compile(surplus)),
         )
         self._layers = [GPT2Layer(config, context, layer) for layer in range(config.num_layers)]
@@ -75,8 +74,8 @@ class GPT2LMHeadModel(Decoder):
         for index, layer in enumerate(self._layers):
             self.slots |= prefixed(f"transformer.h.{index}", layer.slots())
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        x = self._tokens(token_ids) + self._positions(positions)
+    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
+        x = self._positions(positions, onto=self._tokens(token_ids))
         for layer in self._layers:
             x = layer(x, attention)
         return self._norm(x)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from quire.attention.interface import AttentionStep
 from quire.kv_cache.spec import LayerSpec
+from quire.quantization.integer_weight import WeightTensor
 
 
 class CausalLM(Protocol):
@@ -18,19 +18,20 @@ class CausalLM(Protocol):
         """What each layer keeps in the KV cache, by layer index."""
         ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
-        """token_ids, positions: [T] int64. Returns the last hidden states (after the final norm), [T, hidden]."""
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        """token_ids, positions: [T] int64. attention: what the attention back end's `plan` gave. Returns the last
+        hidden states (after the final norm), [T, hidden]; they may be overwritten by the next call."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
         or misshapen tensor, naming it."""
         ...
 
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters, in the dtype that it computes with."""
+        """Bytes of the model's parameters as they are stored."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +12,16 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
+from quire.models.interface import CausalLM
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
 from quire.parallel.single import SingleRank
 from quire.quantization.unquantized import UnquantizedLinear
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,28 +31,63 @@ def load_model(
     load: LoadConfig,
     device_type: str = "cpu",
     progress: Progress | None = None,
-) -> Decoder:
+    runtime: NativeRuntime | None = None,
+) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`; tensors
-    are streamed one at a time, so that nothing is held twice.
+    are streamed one at a time, so that nothing is held twice. runtime: the native CPU kernels to compute with; None
+    for plain torch operators.
 
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
     """
-    context = LayerContext(
-        dtype=TORCH_DTYPES[config.dtype],
+    context = _torch_context(config, device_type) if runtime is None else _native_context(config)
+    model: Decoder = model_architectures().load(config.architecture)(config, context)
+    _fill(model, config, load, progress)
+    if runtime is None:
+        return model
+    from quire.models.native import NativeModel
+
+    return NativeModel(model, runtime)
+
+
+def _torch_context(config: ModelConfig, device_type: str) -> LayerContext:
+    dtype = TORCH_DTYPES[config.dtype]
+    plain = UnquantizedLinear(dtype)
+    return LayerContext(
+        dtype=dtype,
         device=torch.device(device_type),
         group=SingleRank(),
-        linear=UnquantizedLinear(),
+        operations=TorchOperations(),
+        linear=plain,
+        vocabulary=plain,
+        positions=plain,
     )
-    model: Decoder = model_architectures().load(config.architecture)(config, context)
+
+
+def _native_context(config: ModelConfig) -> LayerContext:
+    from quire.layers.native import NativeOperations
+    from quire.quantization.packed import PackedLinear, WeightFormat
+
+    plain = PackedLinear(WeightFormat(config.dtype))
+    return LayerContext(
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        group=SingleRank(),
+        operations=NativeOperations(),
+        linear=plain,
+        vocabulary=plain,
+        positions=plain,
+    )
+
+
+def _fill(model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progress | None) -> None:
     report = progress or _silent
     if load.load_format == "dummy":
         model.load_weights(dummy_weights(model.slots, load.seed, report))
-        return model
+        return
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
         _load_from(model, files, report)
-    return model
 
 
 def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:

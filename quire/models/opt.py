@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-import torch
-
-from quire.attention.interface import AttentionStep
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
-from quire.layers.activation import ACTIVATIONS
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import Indices, Value
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
@@ -36,16 +35,16 @@ class OPTLayer:
             size, layer_attention(config, layer), qkv_bias=bias, output_bias=bias, context=context
         )
         self._mlp_norm = LayerNorm(size, NORM_EPSILON, context, affine=affine)
-        activation = ACTIVATIONS[fields.choice("activation_function", list(ACTIVATIONS), "relu")]
+        activation = fields.choice("activation_function", list(ACTIVATIONS), "relu")
         self._mlp = MLP(size, fields.integer("ffn_dim"), activation, bias=bias, context=context)
 
-    def __call__(self, x: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+    def __call__(self, x: Value, attention: Any) -> Value:
         """[T, hidden] -> [T, hidden]."""
         if self._norm_first:
-            x = x + self._attention(self._attention_norm(x), None, attention)
-            return x + self._mlp(self._mlp_norm(x))
-        x = self._attention_norm(x + self._attention(x, None, attention))
-        return self._mlp_norm(x + self._mlp(x))
+            x = self._attention(self._attention_norm(x), x, None, attention)
+            return self._mlp(self._mlp_norm(x), x)
+        x = self._attention_norm(self._attention(x, x, None, attention))
+        return self._mlp_norm(self._mlp(x, x))
 
     def slots(self) -> WeightSlots:
         return {
@@ -63,15 +62,15 @@ class OPTForCausalLM(Decoder):
         fields = model_fields(config)
         size = config.hidden_size
         embedding_size = fields.integer("word_embed_proj_dim", size)
-        self._tokens = Embedding(config.vocab_size, embedding_size, context)
+        self._tokens = Embedding(config.vocab_size, embedding_size, context.vocabulary, context)
         num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
-        self._positions = Embedding(num_positions, size, context)
+        self._positions = Embedding(num_positions, size, context.positions, context)
         tied = fields.boolean("tie_word_embeddings", True)
         surplus = r"^lm_head\.weight$" if tied else r"(?!)"
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._tokens, tied=tied),
+            VocabularyProjection(self._tokens, context, tied=tied),
             CheckpointNames("model.", re.compile(surplus)),
         )
         self._layers = [OPTLayer(config, context, layer) for layer in range(config.num_layers)]
@@ -98,11 +97,11 @@ class OPTForCausalLM(Decoder):
         affine = fields.boolean("layer_norm_elementwise_affine", True)
         return LayerNorm(config.hidden_size, NORM_EPSILON, context, affine=affine)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionStep) -> torch.Tensor:
+    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
         x = self._tokens(token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
-        x = x + self._positions(positions + POSITION_OFFSET)
+        x = self._positions(positions + POSITION_OFFSET, onto=x)
         for layer in self._layers:
             x = layer(x, attention)
         if self._norm is not None:

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-Parameters = dict[str, torch.Tensor]
-"""What one linear layer keeps, by the suffix that a checkpoint gives it ("weight", "bias", "scales", ...)."""
+from quire.kernels.value import Indices, Value
+from quire.quantization.integer_weight import WeightTensor
+
+Parameters: TypeAlias = Any
+"""What one linear layer keeps; its LinearMethod alone looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Sizes of this rank's matrix; dtype is that of activations (and of plain weights)."""
+    """Sizes of this rank's matrix; dtype is that of activations (and of plain weights).
+
+    activation: name of the function (`kernels/activation.py`) that results go through, None for none. gated: the
+    matrix is two, gate above up, and the result is activation(gate) * up.
+    """
 
     in_features: int
     out_features: int
     bias: bool
     dtype: torch.dtype
     device: torch.device
+    activation: str | None = None
+    gated: bool = False
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.out_features // 2 if self.gated else self.out_features
 
 
 class LinearMethod(Protocol):
     """One way to keep the weights of a linear layer."""
 
     def create(self, shape: LinearShape) -> Parameters:
-        """Tensors of their final size, not filled yet. Every one of them must be loaded."""
+        """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
         ...
 
-    def load(self, parameters: Parameters, suffix: str, tensor: torch.Tensor, first_row: int, num_rows: int) -> None:
-        """Copy a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) to the output
+    def load(self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int) -> None:
+        """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output
         rows first_row .. first_row + num_rows."""
         ...
 
-    def apply(self, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features] in x's dtype. A row's result depends on that row alone."""
+    def apply(self, parameters: Parameters, x: Value, residual: Value | None = None) -> Value:
+        """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
+        depends on that row alone. The residual is used up: the result may be written over it."""
+        ...
+
+    def lookup(self, parameters: Parameters, indices: Indices, onto: Value | None = None) -> Value:
+        """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
+        ...
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes that a matrix or bias of this shape takes."""
         ...

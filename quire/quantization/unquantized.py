@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.matmul import row_linear
-from quire.quantization.interface import LinearShape, Parameters
+from quire.quantization.integer_weight import WeightTensor, copy_into
+from quire.quantization.interface import LinearShape
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParameters:
+    """weight: [out_features, in_features]; bias: [out_features] or None."""
+
+    shape: LinearShape
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class UnquantizedLinear:
-    """The plain instance of LinearMethod."""
+    """The plain instance of LinearMethod: torch tensors in `dtype`."""
 
-    def create(self, shape: LinearShape) -> Parameters:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def create(self, shape: LinearShape) -> PlainParameters:
         size = (shape.out_features, shape.in_features)
-        parameters = {"weight": torch.empty(size, dtype=shape.dtype, device=shape.device)}
-        if shape.bias:
-            parameters["bias"] = torch.empty(size[0], dtype=shape.dtype, device=shape.device)
-        return parameters
+        weight = torch.empty(size, dtype=self._dtype, device=shape.device)
+        bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
+        return PlainParameters(shape, weight, bias)
 
-    def load(self, parameters: Parameters, suffix: str, tensor: torch.Tensor, first_row: int, num_rows: int) -> None:
-        parameters[suffix][first_row : first_row + num_rows].copy_(tensor)
+    def load(
+        self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
+    ) -> None:
+        target = parameters.weight if suffix == "weight" else parameters.bias
+        assert target is not None, "a bias is loaded only where the shape has one"
+        copy_into(target[first_row : first_row + num_rows], tensor)
 
-    def apply(self, parameters: Parameters, x: torch.Tensor) -> torch.Tensor:
-        return row_linear(x, parameters["weight"], parameters.get("bias"))
+    def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        shape = parameters.shape
+        out = row_linear(x, parameters.weight, parameters.bias)
+        if shape.gated:
+            assert shape.activation is not None, "a gate has an activation"
+            gate, up = out.chunk(2, dim=-1)
+            out = ACTIVATIONS[shape.activation](gate) * up
+        elif shape.activation is not None:
+            out = ACTIVATIONS[shape.activation](out)
+        return out if residual is None else residual + out
+
+    def lookup(
+        self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows = F.embedding(indices, parameters.weight)
+        return rows if onto is None else onto + rows
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self._dtype.itemsize

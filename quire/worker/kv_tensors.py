@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -10,23 +12,29 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 
 
-def allocate_pages(layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, 2, block_size, num_kv_heads, head_dim], zero.
+def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. What a page's bytes mean is the attention back
+    end's own.
 
     On a CPU the memory is only reserved: the system backs a block when it is first written, so a pool that is
     larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
     """
     spec = layout.groups[0].spec
-    shape = (layout.num_blocks, 2, layout.block_size, spec.num_kv_heads, spec.head_dim)
-    page_bytes = layout.num_blocks * spec.page_bytes(layout.block_size)
-    assert spec.dtype_bytes == dtype.itemsize, f"the layout counts {spec.dtype_bytes} bytes an element, not {dtype}"
+    page_bytes = spec.page_bytes(layout.block_size)
     try:
         # numpy.zeros asks the system for zero pages (calloc); torch.zeros would write to all of them.
-        buffers = [np.zeros(page_bytes, np.uint8) for _ in range(layout.layers_per_group)]
+        buffers = [np.zeros((layout.num_blocks, page_bytes), np.uint8) for _ in range(layout.layers_per_group)]
     except MemoryError:
-        total = format_bytes(layout.layers_per_group * page_bytes)
+        total = format_bytes(layout.layers_per_group * layout.num_blocks * page_bytes)
         raise InsufficientMemoryError(
             f"the system refuses to reserve {total} for the KV cache ({layout.num_blocks} blocks); "
             "set kv_cache_memory to less"
         ) from None
-    return [torch.from_numpy(buffer).view(dtype).view(shape) for buffer in buffers]
+    return [torch.from_numpy(buffer) for buffer in buffers]
+
+
+def typed_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The same memory as the plain torch back end sees it: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+    spec = layout.groups[0].spec
+    shape = (layout.num_blocks, 2, layout.block_size, spec.num_kv_heads, spec.head_dim)
+    return [page.view(dtype).view(shape) for page in pages]

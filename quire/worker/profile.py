@@ -46,7 +46,7 @@ def measure_activations(
     groups, layers_per_group = group_layers(model.kv_specs())
     num_blocks = 1 + -(-longest // block_size)
     layout = KVCacheLayout(block_size, num_blocks, groups, layers_per_group)
-    pages = allocate_pages(layout, getattr(torch, config.dtype))
+    pages = allocate_pages(layout)
     for page in pages:
         page.zero_()  # touched now, so that the scratch pool is not counted as activations
     backend = make_backend(layout, pages)

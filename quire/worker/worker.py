@@ -7,12 +7,13 @@ from one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from quire.attention.interface import AttentionBackend
-from quire.attention.registry import attention_backends
+from quire.attention.torch_backend import TorchAttention
+from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
 from quire.kv_cache.layout import KVCacheLayout
@@ -22,12 +23,15 @@ from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
-from quire.worker.kv_tensors import allocate_pages
+from quire.worker.kv_tensors import allocate_pages, typed_pages
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory import available_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.profile import measure_activations
 from quire.worker.request_rows import RequestRows
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -54,12 +58,15 @@ class Worker:
     """Owns the model, the pool's tensors and the rows. Takes the slices of the configuration that it needs."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.num_threads = config.device.num_threads
+        # Native kernels bring threads of their own: torch's would only get in their way.
+        native = config.device.attention_backend == "native"
+        self.num_threads = 1 if native else config.device.num_threads
         self._model_config = config.model
         self._cache_config = config.cache
         self._load_config = config.load
         self._device_config = config.device
         self._max_num_seqs = config.scheduler.max_num_seqs
+        self._runtime = _native_runtime(config.device)
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._failed = False
@@ -71,7 +78,9 @@ class Worker:
         A bar on standard error shows the progress when it takes longer than a second.
         """
         with LoadProgress() as progress:
-            self._model = load_model(self._model_config, self._load_config, self._device_config.device, progress)
+            self._model = load_model(
+                self._model_config, self._load_config, self._device_config.device, progress, self._runtime
+            )
         return self._model.kv_specs()
 
     @_computes
@@ -93,7 +102,7 @@ class Worker:
     def allocate(self, layout: KVCacheLayout) -> None:
         """Create the pool's tensors and empty rows. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
-        pages = allocate_pages(layout, getattr(torch, self._model_config.dtype))
+        pages = allocate_pages(layout)
         max_model_len = self._model_config.max_model_len
         self._runner = ModelRunner(
             model=self._model,
@@ -117,5 +126,17 @@ class Worker:
             raise
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
-        backend: AttentionBackend = attention_backends().load(self._device_config.attention_backend)(layout, pages)
-        return backend
+        cache_dtype = self._model_config.kv_cache_dtype
+        if self._runtime is None:
+            return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
+        from quire.attention.native_backend import NativeAttention
+
+        return NativeAttention(layout, pages, cache_dtype)
+
+
+def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:
+    if device.attention_backend != "native":
+        return None
+    from quire.kernels.cpu.runtime import NativeRuntime
+
+    return NativeRuntime(device.cpu_isa, device.num_threads)

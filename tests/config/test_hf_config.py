@@ -67,7 +67,8 @@ def test_llama(tmp_path: Path) -> None:
         name=str(tmp_path),
         path=tmp_path,
         architecture="LlamaForCausalLM",
-        dtype="float32",
+        dtype="bfloat16",
+        kv_cache_dtype="bfloat16",
         vocab_size=97,
         hidden_size=48,
         num_layers=4,
@@ -96,9 +97,35 @@ def test_heads_default_to_no_groups(tmp_path: Path) -> None:
     assert read(write(tmp_path, without(LLAMA, "num_key_value_heads"))).num_kv_heads == 6
 
 
-@pytest.mark.parametrize(("dtype", "resolved"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
-def test_dtype(dtype: str, resolved: str, tmp_path: Path) -> None:
-    assert read(write(tmp_path, LLAMA), dtype=dtype).dtype == resolved
+@pytest.mark.parametrize(
+    ("stored", "dtype", "resolved"),
+    [
+        ({"torch_dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"dtype": "float16"}, "auto", "float16"),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, "auto", "float16"),
+        ({"torch_dtype": "float64"}, "auto", "float32"),
+        ({"torch_dtype": None}, "auto", "float32"),
+        ({"torch_dtype": "bfloat16"}, "float32", "float32"),
+        ({"torch_dtype": "float16"}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_dtype(stored: dict[str, Any], dtype: str, resolved: str, tmp_path: Path) -> None:
+    config = {**without(LLAMA, "torch_dtype"), **stored}
+    assert read(write(tmp_path, config), dtype=dtype).dtype == resolved
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache", "resolved"),
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("float16", "auto", "float32"),
+        ("float32", "auto", "float32"),
+        ("bfloat16", "int8", "int8"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_cache_dtype(dtype: str, cache: str, resolved: str, tmp_path: Path) -> None:
+    assert read(write(tmp_path, LLAMA), dtype=dtype, kv_cache_dtype=cache).kv_cache_dtype == resolved
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from quire.layers.context import LayerContext
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.parallel.single import SingleRank
-from quire.quantization.unquantized import UnquantizedLinear
+from tests.layers.helpers import torch_context
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rank:
 
 
 def context(rank: int = 0, size: int = 1) -> LayerContext:
-    return LayerContext(torch.float32, torch.device("cpu"), Rank(rank, size), UnquantizedLinear())
+    return torch_context(group=Rank(rank, size))
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 QUERY, KEY, VALUE, BIAS = randn(8, 6, seed=1), randn(4, 6, seed=2), randn(4, 6, seed=3), randn(16, seed=4)
-X = randn(5, 6, seed=5)
+X, RESIDUAL = randn(5, 6, seed=5), randn(5, 16, seed=6)
 
 
 def fill(layer: ColumnLinear, *, fused: bool, transposed: bool) -> None:
@@ -78,7 +78,7 @@ def test_row_shares_add_up_with_one_bias(size: int, transposed: bool) -> None:
         slots = layer.slots("o", transposed=transposed)
         slots["o.weight"].load(weight.t() if transposed else weight)
         slots["o.bias"].load(BIAS)
-        total += layer(X.chunk(size, dim=-1)[rank])
+        total += layer(X.chunk(size, dim=-1)[rank], RESIDUAL) - RESIDUAL
     torch.testing.assert_close(total, F.linear(X, weight, BIAS))
 
 

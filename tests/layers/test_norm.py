@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.context import LayerContext
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.parallel.single import SingleRank
-from quire.quantization.unquantized import UnquantizedLinear
+from tests.layers.helpers import torch_context
 
 Norm = RMSNorm | LayerNorm
 
 
 def build(kind: type[Norm], size: int, dtype: torch.dtype = torch.float32) -> Norm:
-    norm = kind(size, 1e-5, LayerContext(dtype, torch.device("cpu"), SingleRank(), UnquantizedLinear()))
+    norm = kind(size, 1e-5, torch_context(dtype))
     for index, slot in enumerate(norm.slots().values()):
         slot.load(torch.randn(slot.shape, generator=torch.Generator().manual_seed(index)))
     return norm

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.config.hf_json import Fields
 from quire.config.rope import read_rope
 from quire.layers.rotary import RotaryEmbedding, rope_frequencies
+from tests.layers.helpers import torch_context
 
 HEAD_DIM = 32
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.5 + 0.7 * i for i in range(8)]}
@@ -58,7 +59,7 @@ def test_frequencies_of_a_half_rotated_head(scaling: dict[str, Any], max_model_l
 
 def rotary(**settings: Any) -> RotaryEmbedding:
     config = read_rope(Fields({"max_position_embeddings": 1024, **settings}, "test"), HEAD_DIM)
-    return RotaryEmbedding(config, 1024, torch.float32)
+    return RotaryEmbedding(config, 1024, torch_context())
 
 
 def test_rotation_by_hand() -> None:

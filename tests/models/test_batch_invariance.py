@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.matmul import row_linear
-from quire.layers.activation import ACTIVATIONS
 from tests.models.conftest import SavedModel
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
 

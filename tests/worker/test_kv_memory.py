@@ -8,15 +8,22 @@ import torch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 from quire.worker.kv_copy import copy_blocks
-from quire.worker.kv_tensors import allocate_pages
+from quire.worker.kv_tensors import allocate_pages, typed_pages
 from quire.worker.memory import resident_memory
+
+
+def test_an_int8_cache_stores_a_scale_for_each_key_and_value() -> None:
+    groups, layers_per_group = group_layers([FullAttentionSpec(3, 8, 1, 4)])
+    (page,) = allocate_pages(KVCacheLayout(4, 7, groups, layers_per_group))
+    assert page.shape == (7, 4 * 2 * 3 * (8 + 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
     full, window = FullAttentionSpec(3, 8, dtype.itemsize), SlidingWindowSpec(3, 8, dtype.itemsize, window=4)
     groups, layers_per_group = group_layers([full, window, full, window])
-    pages = allocate_pages(KVCacheLayout(4, 7, groups, layers_per_group), dtype)
+    layout = KVCacheLayout(4, 7, groups, layers_per_group)
+    pages = typed_pages(allocate_pages(layout), layout, dtype)
     assert len(pages) == 2
     for page in pages:
         assert page.shape == (7, 2, 4, 3, 8)
@@ -29,7 +36,7 @@ def test_untouched_blocks_cost_nothing() -> None:
     layout = KVCacheLayout(16, 2**19, groups, layers_per_group)
     assert layout.num_blocks * layout.block_bytes == 2**31
     before = resident_memory()
-    pages = allocate_pages(layout, torch.float32)
+    pages = typed_pages(allocate_pages(layout), layout, torch.float32)
     pages[0][1234] = 1.0
     after = resident_memory()
     assert before is not None

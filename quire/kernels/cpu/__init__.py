@@ -1,0 +1,1 @@
+"""Native kernels for CPUs: the Python side of csrc/."""

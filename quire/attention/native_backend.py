@@ -1,0 +1,72 @@
+"""The attention back end of the native CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.paged_attention import set_plan
+from quire.kv_cache.layout import KVCacheLayout
+
+CACHE_TYPES = {
+    "float32": _native.CacheType.F32,
+    "bfloat16": _native.CacheType.BF16,
+    "int8": _native.CacheType.I8,
+}
+
+
+class NativeAttention:
+    """Knows where the pool lies: what a recorded attention kernel needs of it, and the plan of each step.
+
+    pages[j]: [num_blocks, page bytes] uint8. cache_dtype: what keys and values are stored in, a key of CACHE_TYPES.
+    """
+
+    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], cache_dtype: str) -> None:
+        self._layout = layout
+        self._pages = list(pages)
+        self._cache_type = CACHE_TYPES[cache_dtype]
+        self._page_of_layer = {
+            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
+        }
+        self._plans = [_native.AttentionPlan() for _ in layout.groups]
+
+    def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
+        """Raises ValueError for a block table that names a block outside the pool."""
+        for group, plan in enumerate(self._plans):
+            set_plan(plan, batch, group, self._layout.num_blocks, self._layout.block_size)
+        return NativeAttentionStep(self, self._plans, batch)
+
+    def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
+        """What `_native.Program.attention` takes of a layer besides its buffers."""
+        group, page = self._page_of_layer[layer.layer]
+        pages = self._pages[page]
+        return {
+            "group": group,
+            "cache": self._cache_type,
+            "pages": pages.data_ptr(),
+            "block_bytes": pages.stride(0),
+            "num_blocks": self._layout.num_blocks,
+            "block_size": self._layout.block_size,
+            "num_heads": layer.num_heads,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "scale": layer.scale,
+            "soft_cap": layer.soft_cap or 0.0,
+            "window": layer.window or 0,
+            "sinks": 0,
+        }
+
+
+class NativeAttentionStep:
+    """One step's plans, by KV group; `batch` holds what they point to."""
+
+    __slots__ = ("backend", "batch", "plans")
+
+    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
+        self.backend = backend
+        self.plans = plans
+        self.batch = batch

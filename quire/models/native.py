@@ -1,0 +1,82 @@
+"""A model whose layers are recorded once and then run as native programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.kernels.cpu.recorder import RecordedIndices, RecordedProgram, Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kv_cache.spec import LayerSpec
+from quire.models.decoder import Decoder
+from quire.quantization.integer_weight import WeightTensor
+
+SMALLEST_PROGRAM = 64
+"""Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
+
+
+class NativeModel:
+    """CausalLM over native kernels. `model` was built with native layers (`models/loader.py`)."""
+
+    def __init__(self, model: Decoder, runtime: NativeRuntime) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._backend: NativeAttention | None = None
+        self._body: RecordedProgram | None = None
+        self._head: RecordedProgram | None = None
+        self._vocab_size = 0
+
+    def kv_specs(self) -> list[LayerSpec]:
+        return self._model.kv_specs()
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
+        self._model.load_weights(weights)
+
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: NativeAttentionStep) -> torch.Tensor:
+        """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
+        num_rows = len(token_ids)
+        body = self._body
+        if body is None or body.max_rows < num_rows or self._backend is not attention.backend:
+            body = self._record_body(attention.backend, num_rows)
+        body.run(num_rows, token_ids, positions, attention.plans)
+        return body.result(num_rows)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows = len(hidden)
+        head = self._head
+        if head is None or head.max_rows < num_rows:
+            head = self._record_head(hidden.shape[1], num_rows)
+        hidden = hidden.contiguous()
+        logits = torch.empty(num_rows, self._vocab_size)
+        head.run(num_rows, areas=(hidden.data_ptr(), logits.data_ptr()))
+        return logits
+
+    def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
+        self._body = None  # first, so that two arenas never exist at the same time
+        recorder = Recorder()
+        result = self._model.forward(
+            RecordedIndices(recorder, by_position=False), RecordedIndices(recorder, by_position=True), backend
+        )
+        self._backend = backend
+        self._body = recorder.finish(result, self._runtime, _rounded(num_rows))
+        return self._body
+
+    def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
+        self._head = None
+        recorder = Recorder()
+        hidden = recorder.external(hidden_size, hidden_size)
+        logits = self._model.compute_logits(hidden)
+        # The last kernel writes to the caller's memory, whose rows lie close together.
+        self._vocab_size = logits.width
+        recorder.redirect(logits, recorder.external(logits.width, logits.width))
+        self._head = recorder.finish(logits, self._runtime, _rounded(num_rows))
+        return self._head
+
+
+def _rounded(num_rows: int) -> int:
+    return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())

@@ -1,0 +1,165 @@
+"""Weights packed for the native CPU kernels, in any of their formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.packing import PackedMatrix, packed_bytes
+from quire.kernels.cpu.recorder import Buffer, RecordedIndices
+from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+from quire.quantization.interface import LinearShape
+from quire.quantization.merge import merge_rows
+from quire.quantization.quantize import quantize_rows
+
+ACTIVATIONS = {
+    None: _native.Activation.NONE,
+    "relu": _native.Activation.RELU,
+    "silu": _native.Activation.SILU,
+    "swish": _native.Activation.SILU,
+    "gelu": _native.Activation.GELU,
+    "gelu_new": _native.Activation.GELU_TANH,
+    "gelu_fast": _native.Activation.GELU_TANH,
+    "gelu_pytorch_tanh": _native.Activation.GELU_TANH,
+    "quick_gelu": _native.Activation.QUICK_GELU,
+}
+FLOAT_TYPES = {
+    "float32": _native.WeightType.F32,
+    "bfloat16": _native.WeightType.BF16,
+    "float16": _native.WeightType.F16,
+}
+INTEGER_TYPES = {8: _native.WeightType.I8, 4: _native.WeightType.I4}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """bits: 0 keeps floating point in `dtype`; 8 and 4 quantise, in groups of at most `group_size` input features
+    (None: one group a row). integer_activations: activations are rounded to 8 bits as well."""
+
+    dtype: str
+    bits: int = 0
+    group_size: int | None = None
+    integer_activations: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class PackedParameters:
+    """matrix: None until the format of the weights is known. pending: integer parts of a matrix whose other parts
+    have not come yet, by first row: parts of different formats must be brought to one."""
+
+    shape: LinearShape
+    matrix: PackedMatrix | None = None
+    bias: torch.Tensor | None = None
+    pending: dict[int, IntegerWeight] = field(default_factory=dict)
+
+
+class PackedLinear:
+    """Instance of LinearMethod for native execution: weights in panels, calls recorded."""
+
+    def __init__(self, weight_format: WeightFormat) -> None:
+        self._format = weight_format
+
+    def create(self, shape: LinearShape) -> PackedParameters:
+        return PackedParameters(shape)
+
+    def load(
+        self, parameters: PackedParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
+    ) -> None:
+        if suffix == "bias":
+            assert isinstance(tensor, torch.Tensor), "a bias is never quantised"
+            if parameters.bias is None:
+                parameters.bias = torch.zeros(parameters.shape.out_features)
+            parameters.bias[first_row : first_row + num_rows].copy_(tensor)
+            return
+        if isinstance(tensor, torch.Tensor) and self._format.bits == 0:
+            matrix = self._float_matrix(parameters)
+            matrix.load_dense(tensor, first_row)
+            for row, part in parameters.pending.items():
+                matrix.load_dense(part.dequantize(), row)
+            parameters.pending.clear()
+            return
+        if isinstance(tensor, torch.Tensor):
+            part = quantize_rows(tensor, self._format.bits, self._format.group_size)
+        else:
+            part = tensor
+        if parameters.matrix is not None:  # of floating point: another part came as that
+            parameters.matrix.load_dense(part.dequantize(), first_row)
+            return
+        parameters.pending[first_row] = part
+        if sum(part.shape[0] for part in parameters.pending.values()) == parameters.shape.out_features:
+            self._pack_integers(parameters)
+
+    def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
+        shape, matrix = parameters.shape, _loaded(parameters)
+        x.recorder.keep.append(parameters)
+        return x.recorder.call(
+            "linear",
+            shape.width,
+            over=residual,
+            buffers={"x": x, "residual": residual},
+            weight=matrix.as_native(),
+            bias=matrix.bias_address(parameters.bias),
+            activation=ACTIVATIONS[shape.activation],
+        )
+
+    def lookup(self, parameters: PackedParameters, indices: RecordedIndices, onto: Buffer | None = None) -> Buffer:
+        matrix = _loaded(parameters)
+        indices.recorder.keep.append(parameters)
+        return indices.recorder.call(
+            "embed",
+            parameters.shape.in_features,
+            over=onto,
+            in_place=onto is not None,
+            table=matrix.as_native(),
+            plain=0,
+            width=parameters.shape.in_features,
+            shift=indices.shift,
+            by_position=indices.by_position,
+            accumulate=onto is not None,
+        )
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        if len(shape) == 1:
+            return math.prod(shape) * 4
+        weight_format = self._format
+        kind = INTEGER_TYPES[weight_format.bits] if weight_format.bits else FLOAT_TYPES[weight_format.dtype]
+        return packed_bytes(kind, shape[1], shape[0], weight_format.group_size or shape[1])
+
+    def _float_matrix(self, parameters: PackedParameters) -> PackedMatrix:
+        if parameters.matrix is None:
+            shape = parameters.shape
+            parameters.matrix = PackedMatrix(
+                FLOAT_TYPES[self._format.dtype], shape.in_features, shape.out_features, gated=shape.gated
+            )
+        return parameters.matrix
+
+    def _pack_integers(self, parameters: PackedParameters) -> None:
+        shape = parameters.shape
+        parts = merge_rows([parameters.pending[row] for row in sorted(parameters.pending)])
+        parameters.pending.clear()
+        first = parts[0]
+        matrix = PackedMatrix(
+            INTEGER_TYPES[first.bits],
+            shape.in_features,
+            shape.out_features,
+            group_size=first.group_size,
+            gated=shape.gated,
+            integer_activations=self._format.integer_activations,
+            has_offsets=first.offsets is not None,
+        )
+        row = 0
+        for part in parts:
+            matrix.load_integer(part.values, part.scales, part.offsets, row)
+            row += part.shape[0]
+        if first.column_order is not None:
+            matrix.set_column_order(first.column_order)
+        parameters.matrix = matrix
+
+
+def _loaded(parameters: PackedParameters) -> PackedMatrix:
+    assert parameters.matrix is not None, "weights are loaded before a model is recorded"
+    return parameters.matrix
