@@ -48,10 +48,13 @@ enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4 };
 inline constexpr int64_t kPanel = 32;
 
 // A matrix [out_features, in_features], packed in panels of kPanel output columns, zero-padded:
-//   f32, bf16, f16   [panel][k][32]
+//   f32, f16         [panel][k][32]
+//   bf16             [panel][k][16][2]: columns c and c + 16 side by side, two shifts away from being float32
 //   i8               [panel][k / 4][32][4]          in_features padded to a multiple of 4 inside each group
 //   i4               [panel][k / 8][32][4] bytes: low nibbles k .. k+3, high nibbles k+4 .. k+7 (values 0 .. 15)
-// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null for i8).
+//                    in_features padded to a multiple of 8 inside each group
+// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; i8 has
+// none). Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
 // 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
 struct PackedWeight {

@@ -1,7 +1,7 @@
 // Embedding, norms and rotary tables. Compiled once for each instruction set.
 #include <cmath>
 
-#include "kernels.h"
+#include "packed.h"
 #include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
@@ -26,34 +26,15 @@ float plain_element(const void* row, WeightType type, int64_t k) {
 }
 
 float packed_element(const PackedWeight& table, int64_t row, int64_t k) {
-  const int64_t panel = row / kPanel, column = row % kPanel;
-  const int64_t depth = table.in_features;
-  switch (table.type) {
-    case WeightType::kF32:
-      return static_cast<const float*>(table.data)[(panel * depth + k) * kPanel + column];
-    case WeightType::kBF16:
-    case WeightType::kF16: {
-      uint16_t bits = static_cast<const uint16_t*>(table.data)[(panel * depth + k) * kPanel + column];
-      return table.type == WeightType::kF16 ? f16_to_float(bits) : bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-    }
-    default: {
-      const int64_t groups = depth / table.group_size, group = k / table.group_size;
-      const int64_t inside = k % table.group_size;
-      const int64_t at = (panel * groups + group) * kPanel + column;
-      float value;
-      if (table.type == WeightType::kI8) {
-        const int64_t quads = (table.group_size + 3) / 4;
-        const auto* data = static_cast<const int8_t*>(table.data) + (panel * groups + group) * quads * 4 * kPanel;
-        value = data[(inside / 4 * kPanel + column) * 4 + inside % 4];
-      } else {
-        const int64_t octets = table.group_size / 8;
-        const auto* data = static_cast<const uint8_t*>(table.data) + (panel * groups + group) * octets * 4 * kPanel;
-        uint8_t pair = data[(inside / 8 * kPanel + column) * 4 + inside % 4];
-        value = inside % 8 < 4 ? pair & 15 : pair >> 4;
-      }
-      return fma(table.scales[at], value, table.offsets ? table.offsets[at] : 0.0f);
-    }
-  }
+  const auto [panel, column] = panel_column(table, row);
+  const auto* data = static_cast<const std::byte*>(table.data) + panel * panel_bytes(table);
+  const int64_t at = index_in_panel(table.type, padded_index(table, k), column);
+  if (!is_integer(table.type)) return plain_element(data, table.type, at);
+  const int64_t scale = (panel * num_groups(table) + k / table.group_size) * kPanel + column;
+  const float value = table.type == WeightType::kI8
+                          ? static_cast<float>(reinterpret_cast<const int8_t*>(data)[at])
+                          : static_cast<float>(reinterpret_cast<const uint8_t*>(data)[at / 2] >> at % 2 * 4 & 15);
+  return fma(table.scales[scale], value, table.offsets ? table.offsets[scale] : 0.0f);
 }
 
 void embed(const EmbedArgs& args, const Step& step, Team& team) {

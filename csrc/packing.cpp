@@ -1,6 +1,233 @@
-// Packing weights into panels, at load.
+// Packing weights into panels, at load, and unpacking them. Plain code: it is bound by memory, not by arithmetic.
+// Sizes are checked in Python (quire/kernels/cpu/packing.py).
+#include "packed.h"
+
+#include <cstring>
+#include <stdexcept>
+
 #include "bindings.h"
 
+namespace nb = nanobind;
+using namespace nb::literals;
+
 namespace quire {
-void bind_packing(nanobind::module_&) {}
+namespace {
+
+// Values of one row that are handled at a time: what they fill of a panel stays in the first-level cache.
+constexpr int64_t kChunk = 64;
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+float widen(float value, WeightType) { return value; }
+
+float widen(uint16_t bits, WeightType type) {
+  if (type == WeightType::kBF16) return float_of(static_cast<uint32_t>(bits) << 16);
+  const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+  if (rest >= 0x7c00u) return float_of(0x7f800000u | (rest & 0x3ffu) << 13 | sign);
+  // The exponent is moved by multiplication, which also makes subnormals right.
+  return float_of(bits_of(float_of(rest << 13) * float_of((254u - 15u) << 23)) | sign);
+}
+
+uint16_t to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+}
+
+uint16_t to_f16(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
+  if (rest < 0x38800000u)  // subnormal: adding 0.5 leaves the rounded value in the low bits
+    return static_cast<uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
+  return static_cast<uint16_t>(sign | (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13);
+}
+
+template <class Source, WeightType kFrom, WeightType kTo>
+void pack_float_rows(const PackedWeight& weight, const Source* source, int64_t stride, int64_t first, int64_t count) {
+  using Target = std::conditional_t<kTo == WeightType::kF32, float, uint16_t>;
+  auto* data = static_cast<Target*>(const_cast<void*>(weight.data));
+  const int64_t depth = weight.in_features;
+  for (int64_t from = 0; from < count;) {
+    // Rows that lie in one panel go together.
+    const int64_t panel = panel_column(weight, first + from).panel;
+    int64_t to = from + 1;
+    while (to < count && panel_column(weight, first + to).panel == panel) ++to;
+    Target* out = data + panel * depth * kPanel;
+    for (int64_t k = 0; k < depth; k += kChunk) {
+      const int64_t end = k + kChunk < depth ? k + kChunk : depth;
+      for (int64_t row = from; row < to; ++row) {
+        const Source* in = source + row * stride;
+        Target* column = out + index_in_panel(kTo, 0, panel_column(weight, first + row).column);
+        for (int64_t i = k; i < end; ++i) {
+          if constexpr (kFrom == kTo)
+            column[i * kPanel] = in[i];
+          else if constexpr (kTo == WeightType::kF32)
+            column[i * kPanel] = widen(in[i], kFrom);
+          else if constexpr (kTo == WeightType::kBF16)
+            column[i * kPanel] = to_bf16(widen(in[i], kFrom));
+          else
+            column[i * kPanel] = to_f16(widen(in[i], kFrom));
+        }
+      }
+    }
+    from = to;
+  }
+}
+
+template <class Source, WeightType kFrom>
+void pack_rows_from(const PackedWeight& weight, const void* source, int64_t stride, int64_t first, int64_t count) {
+  const auto* from = static_cast<const Source*>(source);
+  switch (weight.type) {
+    case WeightType::kF32:
+      return pack_float_rows<Source, kFrom, WeightType::kF32>(weight, from, stride, first, count);
+    case WeightType::kBF16:
+      return pack_float_rows<Source, kFrom, WeightType::kBF16>(weight, from, stride, first, count);
+    case WeightType::kF16:
+      return pack_float_rows<Source, kFrom, WeightType::kF16>(weight, from, stride, first, count);
+    default:
+      throw std::invalid_argument("integer weights are packed from values and scales");
+  }
+}
+
+void pack_rows(const PackedWeight& weight, const void* source, WeightType source_type, int64_t stride, int64_t first,
+               int64_t count) {
+  switch (source_type) {
+    case WeightType::kF32:
+      return pack_rows_from<float, WeightType::kF32>(weight, source, stride, first, count);
+    case WeightType::kBF16:
+      return pack_rows_from<uint16_t, WeightType::kBF16>(weight, source, stride, first, count);
+    case WeightType::kF16:
+      return pack_rows_from<uint16_t, WeightType::kF16>(weight, source, stride, first, count);
+    default:
+      throw std::invalid_argument("rows of floats are expected");
+  }
+}
+
+// One row's values of one group (int8, or 0 .. 15 in bytes) into its column.
+void pack_integer_group(WeightType type, std::byte* panel, int64_t base, int64_t column, const uint8_t* values,
+                        int64_t count) {
+  if (type == WeightType::kI8) {
+    auto* out = reinterpret_cast<uint8_t*>(panel) + index_in_panel(type, base, column);
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4) std::memcpy(out + k * kPanel, values + k, 4);
+    for (; k < count; ++k) out[k / 4 * 4 * kPanel + k % 4] = values[k];
+    return;
+  }
+  auto* out = reinterpret_cast<uint8_t*>(panel) + index_in_panel(type, base, column) / 2;
+  int64_t k = 0;
+  for (; k + 8 <= count; k += 8) {
+    uint32_t low, high;
+    std::memcpy(&low, values + k, 4);
+    std::memcpy(&high, values + k + 4, 4);
+    const uint32_t word = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+    std::memcpy(out + k / 2 * kPanel, &word, 4);
+  }
+  for (int64_t j = 0; k + j < count; ++j) {
+    uint8_t& pair = out[k / 2 * kPanel + j % 4];
+    pair = static_cast<uint8_t>(j < 4 ? (pair & 0xf0u) | (values[k + j] & 15u)
+                                      : (pair & 0x0fu) | (values[k + j] & 15u) << 4);
+  }
+}
+
+void pack_integers(const PackedWeight& weight, const void* source, int64_t stride, const float* scales,
+                   const float* offsets, int64_t scale_stride, int64_t first, int64_t count) {
+  if (!is_integer(weight.type)) throw std::invalid_argument("the matrix does not hold integers");
+  const int64_t groups = num_groups(weight), bytes = panel_bytes(weight);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t begin = group * weight.group_size, length = group_length(weight, group);
+    const int64_t base = padded_index(weight, begin);
+    for (int64_t row = 0; row < count; ++row) {
+      const PanelColumn place = panel_column(weight, first + row);
+      const auto* values = static_cast<const uint8_t*>(source) + row * stride + begin;
+      auto* panel = static_cast<std::byte*>(const_cast<void*>(weight.data)) + place.panel * bytes;
+      pack_integer_group(weight.type, panel, base, place.column, values, length);
+      const int64_t at = (place.panel * groups + group) * kPanel + place.column;
+      const_cast<float*>(weight.scales)[at] = scales[row * scale_stride + group];
+      if (weight.offsets) const_cast<float*>(weight.offsets)[at] = offsets ? offsets[row * scale_stride + group] : 0.0f;
+      if (weight.column_sums) {
+        int32_t sum = 0;
+        for (int64_t k = 0; k < length; ++k) sum += static_cast<int8_t>(values[k]);
+        const_cast<int32_t*>(weight.column_sums)[at] = sum;
+      }
+    }
+  }
+}
+
+float unpacked(const PackedWeight& weight, const PanelColumn& place, int64_t k) {
+  const auto* panel = static_cast<const std::byte*>(weight.data) + place.panel * panel_bytes(weight);
+  const int64_t at = index_in_panel(weight.type, padded_index(weight, k), place.column);
+  switch (weight.type) {
+    case WeightType::kF32:
+      return reinterpret_cast<const float*>(panel)[at];
+    case WeightType::kBF16:
+    case WeightType::kF16:
+      return widen(reinterpret_cast<const uint16_t*>(panel)[at], weight.type);
+    default:
+      break;
+  }
+  const int64_t scale = (place.panel * num_groups(weight) + k / weight.group_size) * kPanel + place.column;
+  const float value = weight.type == WeightType::kI8
+                          ? static_cast<float>(reinterpret_cast<const int8_t*>(panel)[at])
+                          : static_cast<float>(reinterpret_cast<const uint8_t*>(panel)[at / 2] >> at % 2 * 4 & 15);
+  return weight.scales[scale] * value + (weight.offsets ? weight.offsets[scale] : 0.0f);
+}
+
+void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t first, int64_t count) {
+  for (int64_t row = 0; row < count; ++row) {
+    const PanelColumn place = panel_column(weight, first + row);
+    for (int64_t k = 0; k < weight.in_features; ++k)
+      out[row * stride + (weight.column_order ? weight.column_order[k] : k)] = unpacked(weight, place, k);
+  }
+}
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+void bind_packing(nb::module_& module) {
+  module.def("packed_sizes",
+             [](const PackedWeight& weight) {
+               return nb::make_tuple(num_panels(weight), panel_bytes(weight), num_groups(weight));
+             },
+             "weight"_a, "(panels, bytes of one panel, groups) of a matrix; its addresses are not looked at.");
+  module.def(
+      "pack_rows",
+      [](const PackedWeight& weight, uintptr_t source, WeightType source_type, int64_t row_stride, int64_t first_row,
+         int64_t num_rows) {
+        nb::gil_scoped_release released;
+        pack_rows(weight, at<void>(source), source_type, row_stride, first_row, num_rows);
+      },
+      "weight"_a, "source"_a, "source_type"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
+  module.def(
+      "pack_integers",
+      [](const PackedWeight& weight, uintptr_t values, int64_t row_stride, uintptr_t scales, uintptr_t offsets,
+         int64_t scale_stride, int64_t first_row, int64_t num_rows) {
+        nb::gil_scoped_release released;
+        pack_integers(weight, at<void>(values), row_stride, at<float>(scales), at<float>(offsets), scale_stride,
+                      first_row, num_rows);
+      },
+      "weight"_a, "values"_a, "row_stride"_a, "scales"_a, "offsets"_a, "scale_stride"_a, "first_row"_a, "num_rows"_a);
+  module.def(
+      "unpack_rows",
+      [](const PackedWeight& weight, uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows) {
+        nb::gil_scoped_release released;
+        unpack_rows(weight, at<float>(out), row_stride, first_row, num_rows);
+      },
+      "weight"_a, "out"_a, "row_stride"_a, "first_row"_a, "num_rows"_a);
+}
+
 }  // namespace quire

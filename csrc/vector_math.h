@@ -33,4 +33,33 @@ QUIRE_INLINE vf exp(vf x) {
   return x != x ? x : result;
 }
 
+QUIRE_INLINE vf abs(vf x) { return bit_cast<vf>(bit_cast<vi>(x) & 0x7fffffff); }
+
+// `magnitude` with the sign of `sign`.
+QUIRE_INLINE vf with_sign(vf magnitude, vf sign) {
+  return bit_cast<vf>((bit_cast<vi>(magnitude) & 0x7fffffff) | (bit_cast<vi>(sign) & static_cast<int32_t>(0x80000000u)));
+}
+
+// Hyperbolic tangent, within 2e-7.
+QUIRE_INLINE vf tanh(vf x) {
+  vf t = exp(abs(x) * -2.0f);
+  return with_sign((1.0f - t) / (1.0f + t), x);
+}
+
+// Error function, within 2e-7: 1 - t p(t) exp(-x^2) with t = 1 / (1 + 0.4 |x|), p fitted on [0, 4].
+QUIRE_INLINE vf erf(vf x) {
+  vf size = abs(x);
+  vf t = 1.0f / fma(size, broadcast(0.4f), broadcast(1.0f));
+  vf p = broadcast(3.029591128e-02f);
+  p = fma(p, t, broadcast(-3.498481505e-01f));
+  p = fma(p, t, broadcast(1.015187865e+00f));
+  p = fma(p, t, broadcast(-7.029038141e-01f));
+  p = fma(p, t, broadcast(6.696382755e-01f));
+  p = fma(p, t, broadcast(9.709453816e-02f));
+  p = fma(p, t, broadcast(2.405353668e-01f));
+  return with_sign(1.0f - p * t * exp(size * -size), x);
+}
+
+QUIRE_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+
 }  // namespace quire::QUIRE_ISA

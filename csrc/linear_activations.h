@@ -1,0 +1,241 @@
+// The first phase of a linear layer: rows of x are laid out as the tiles want them. A tile is up to kTileRows rows:
+//   float   [k][rows] float32, k counted with the padding of groups (zeros)
+//   int8    [k / 4][rows] words of four values, k .. k+3 (kWordsPerQuad words where the instruction set wants them wider)
+// with `rows` rounded up by row_pitch. Sums over groups go to [group][rows], scales of rounded rows to [rows].
+#pragma once
+
+#include "packed.h"
+#include "vector_math.h"
+
+namespace quire::QUIRE_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kTileRows = 12;
+#else
+inline constexpr int kTileRows = 6;
+#endif
+
+// How four int8 values of x are kept for the integer tiles. Bytes: as vpdpbusd reads them. Pairs of 16 bits (x0, x2),
+// (x1, x3): for vpmaddwd. Plain: for compilers without either.
+#if defined(__AVX512VNNI__)
+inline constexpr int kWordsPerQuad = 1;
+#define QUIRE_DOT_BYTES 1
+#elif defined(__AVX2__)
+inline constexpr int kWordsPerQuad = 2;
+#define QUIRE_DOT_PAIRS 1
+#else
+inline constexpr int kWordsPerQuad = 1;
+#define QUIRE_DOT_PLAIN 1
+#endif
+
+// Integer weights meet float activations without being shifted into place where unsigned conversion exists: the tile
+// masks value j of a word and x is scaled by 2^-(place of its lowest bit) here, which is exact.
+#if defined(__AVX512F__)
+inline constexpr bool kScaledPlaces = true;
+#else
+inline constexpr bool kScaledPlaces = false;
+#endif
+
+namespace {
+
+typedef float v4 __attribute__((vector_size(16)));
+
+inline constexpr int64_t kChunk = 256;
+
+QUIRE_INLINE int64_t row_pitch(int64_t rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
+
+// Memory of one tile.
+struct TileLayout {
+  int64_t data_bytes = 0;
+  int64_t sums_offset = 0;
+  int64_t scales_offset = 0;
+  int64_t bytes = 0;
+};
+
+QUIRE_INLINE TileLayout tile_layout(const PackedWeight& weight) {
+  const int64_t pitch = row_pitch(kTileRows), depth = rounded_up(padded_depth(weight), 4);
+  TileLayout layout;
+  layout.data_bytes = weight.integer_activations ? depth * kWordsPerQuad * pitch : depth * 4 * pitch;
+  layout.sums_offset = rounded_up(layout.data_bytes, 64);
+  const int64_t sums = weight.offsets ? num_groups(weight) * pitch * 4 : 0;
+  layout.scales_offset = layout.sums_offset + rounded_up(sums, 64);
+  layout.bytes = layout.scales_offset + rounded_up(pitch * 4, 64);
+  return layout;
+}
+
+// The four factors of x at padded index k of a group (k a multiple of 4).
+QUIRE_INLINE v4 place_factors(WeightType type, int64_t k) {
+  if (!kScaledPlaces || !is_integer(type)) return v4{1, 1, 1, 1};
+  if (type == WeightType::kI8) return v4{0x1p-24f, 0x1p-24f, 0x1p-24f, 0x1p-24f};
+  return k / 4 % 2 == 0 ? v4{1, 0x1p-8f, 0x1p-16f, 0x1p-24f} : v4{0x1p-4f, 0x1p-12f, 0x1p-20f, 0x1p-28f};
+}
+
+// x[k .. k+count) of a row, through the column order where there is one.
+QUIRE_INLINE float value_at(const float* row, const int32_t* order, int64_t k) { return row[order ? order[k] : k]; }
+
+QUIRE_INLINE v4 quad_at(const float* row, const int32_t* order, int64_t k, int64_t count) {
+  if (count >= 4 && order == nullptr) return load_as<v4>(row + k);
+  v4 value = {};
+  for (int i = 0; i < 4; ++i)
+    if (i < count) value[i] = value_at(row, order, k + i);
+  return value;
+}
+
+QUIRE_INLINE void transpose(v4& a, v4& b, v4& c, v4& d) {
+  v4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  v4 cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  a = __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5);
+  b = __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7);
+  c = __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5);
+  d = __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7);
+}
+
+// Sum of `count` values in an order that `count` alone decides.
+inline float sum_of(const float* values, int64_t count) {
+  vf sum = zero();
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t k = 0; k < whole; k += kLanes) sum += load(values + k);
+  if (whole < count) sum += load_some(values + whole, count - whole);
+  return sum_lanes(sum);
+}
+
+// Values k .. k+count of a row, where they lie or gathered into `buffer` (kChunk values).
+QUIRE_INLINE const float* contiguous(const float* row, const int32_t* order, int64_t k, int64_t count, float* buffer) {
+  if (order == nullptr) return row + k;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = row[order[k + i]];
+  return buffer;
+}
+
+inline float group_sum(const float* row, const int32_t* order, int64_t first, int64_t count) {
+  alignas(64) float buffer[kChunk];
+  float sum = 0;
+  for (int64_t k = 0; k < count; k += kChunk) {
+    const int64_t length = count - k < kChunk ? count - k : kChunk;
+    sum += sum_of(contiguous(row, order, first + k, length, buffer), length);
+  }
+  return sum;
+}
+
+// Rows x .. x + rows * stride into one float tile.
+void pack_float_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
+  const TileLayout layout = tile_layout(weight);
+  float* out = reinterpret_cast<float*>(tile);
+  float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
+  const int64_t groups = num_groups(weight), pitch = row_pitch(rows), align = group_alignment(weight.type);
+  const int32_t* order = weight.column_order;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t first = group * weight.group_size, length = group_length(weight, group);
+    const int64_t padded = rounded_up(rounded_up(length, align), 4);
+    for (int64_t k = 0; k < padded; k += 4, out += 4 * pitch) {
+      const v4 factors = place_factors(weight.type, k);
+      if (rows == 1) {
+        v4 value = quad_at(x, order, first + k, length - k) * factors;
+        std::memcpy(out, &value, sizeof(value));
+        continue;
+      }
+      for (int64_t base = 0; base < rows; base += 4) {
+        v4 part[4];
+        for (int i = 0; i < 4; ++i) {
+          const int64_t row = base + i < rows ? base + i : rows - 1;  // what pads the tile is not looked at
+          part[i] = quad_at(x + row * stride, order, first + k, length - k) * factors;
+        }
+        transpose(part[0], part[1], part[2], part[3]);
+        for (int i = 0; i < 4; ++i) std::memcpy(out + i * pitch + base, &part[i], sizeof(v4));
+      }
+    }
+    if (weight.offsets)
+      for (int64_t row = 0; row < rows; ++row)
+        sums[group * pitch + row] = group_sum(x + row * stride, order, first, length);
+  }
+}
+
+struct RowScale {
+  float scale;    // of the rounded values; NaN for a row with NaN or infinity in it
+  float inverse;  // 0: all values are rounded to 0
+};
+
+// Largest magnitude / 127, by the bit patterns: they are ordered as the magnitudes are, infinity and NaN above all.
+inline RowScale row_scale(const float* x, int64_t count) {
+  vi largest = {};
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t k = 0; k < whole; k += kLanes) {
+    vi bits = load_as<vi>(x + k) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  if (whole < count) {
+    vi bits = bit_cast<vi>(load_some(x + whole, count - whole)) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  int32_t top = 0;
+  for (int lane = 0; lane < kLanes; ++lane) top = largest[lane] > top ? largest[lane] : top;
+  if (top >= 0x7f800000) return {__builtin_nanf(""), 0.0f};
+  const float magnitude = bit_cast<float>(top);
+  if (magnitude < 0x1p-119f) return {0.0f, 0.0f};  // 127 / magnitude would overflow
+  return {magnitude / 127.0f, 127.0f / magnitude};
+}
+
+// `count` values (at most kChunk) times `inverse`, to the nearest whole number, ties to even. Returns their sum; what
+// follows them in `out`, up to a multiple of 4, becomes 0.
+inline int32_t round_values(const float* x, int64_t count, float inverse, int8_t* out) {
+  const vf factor = broadcast(inverse), magic = broadcast(12582912.0f);
+  const vi magic_bits = bit_cast<vi>(magic);
+  vi sum = {};
+  for (int64_t k = 0; k < count; k += kLanes) {
+    // No load_some where a whole vector is there: it is slow.
+    vf value = count - k >= kLanes ? load(x + k) : load_some(x + k, count - k);
+    if (inverse == 0.0f) value = zero();
+    vi whole = bit_cast<vi>(value * factor + magic) - magic_bits;
+    sum += whole;
+    vs8 narrow = __builtin_convertvector(whole, vs8);
+    std::memcpy(out + k, &narrow, sizeof(narrow));
+  }
+  int32_t total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+  return total;
+}
+
+// Four rounded values as the tiles of `type` read them.
+QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values, [[maybe_unused]] WeightType type) {
+#if defined(QUIRE_DOT_PAIRS)
+  out[0] = static_cast<uint16_t>(values[0]) | static_cast<uint32_t>(static_cast<uint16_t>(values[2])) << 16;
+  out[1] = static_cast<uint16_t>(values[1]) | static_cast<uint32_t>(static_cast<uint16_t>(values[3])) << 16;
+#else
+  std::memcpy(out, values, 4);
+#if defined(QUIRE_DOT_BYTES)
+  // vpdpbusd takes one side unsigned: with int8 weights that is x, moved up by 128 (the tile takes it off again).
+  if (type == WeightType::kI8) *out ^= 0x80808080u;
+#endif
+#endif
+}
+
+void round_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
+  const TileLayout layout = tile_layout(weight);
+  float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
+  float* scales = reinterpret_cast<float*>(tile + layout.scales_offset);
+  const int64_t groups = num_groups(weight), pitch = row_pitch(rows), align = group_alignment(weight.type);
+  alignas(64) float buffer[kChunk];
+  alignas(64) int8_t rounded[kChunk + kLanes];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* values = x + row * stride;
+    const RowScale scale = row_scale(values, weight.in_features);
+    scales[row] = scale.scale;
+    uint32_t* out = reinterpret_cast<uint32_t*>(tile) + row * kWordsPerQuad;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t first = group * weight.group_size, length = group_length(weight, group);
+      const int64_t padded = rounded_up(length, align);
+      int32_t sum = 0;
+      for (int64_t k = 0; k < padded; k += kChunk) {
+        const int64_t count = length - k < kChunk ? length - k : kChunk;
+        const int64_t end = padded - k < kChunk ? padded - k : kChunk;
+        for (int64_t i = rounded_up(count, kLanes); i < end; ++i) rounded[i] = 0;
+        sum += round_values(contiguous(values, weight.column_order, first + k, count, buffer), count, scale.inverse,
+                            rounded);
+        for (int64_t i = 0; i < end; i += 4, out += pitch * kWordsPerQuad) store_quad(out, rounded + i, weight.type);
+      }
+      if (weight.offsets) sums[group * pitch + row] = static_cast<float>(sum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

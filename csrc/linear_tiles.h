@@ -1,0 +1,344 @@
+// Register tiles: up to kTileRows rows of packed activations times one panel. The sums of an element are made by one
+// chain over k (inside a group, then over groups), so that neither the tile's height nor what else is in it shows.
+#pragma once
+
+#include "linear_activations.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct Tile {
+  const std::byte* panel;
+  const std::byte* x;         // as linear_activations.h packs it
+  const float* x_sums;        // [group][pitch], where there are offsets
+  const float* scales;        // of this panel: [group][32]
+  const float* offsets;       // or null
+  const int32_t* column_sums;
+  const PackedWeight* weight;
+  float* out;                 // [rows][32]
+  const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
+  int64_t prefetch_step;
+};
+
+using TileKernel = void (*)(const Tile&);
+
+// Columns that one pass covers: kLanes from column part * kLanes on, and as many from 16 columns further.
+inline constexpr int kParts = 16 / kLanes;
+
+// -- float weights --------------------------------------------------------------------------------------------------
+
+struct PairOfVectors {
+  vf low;   // columns part * kLanes ...
+  vf high;  // columns 16 + part * kLanes ...
+};
+
+struct F32 {
+  static constexpr int64_t kStep = 128;  // bytes of a panel for one k
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
+    const float* values = reinterpret_cast<const float*>(at) + part * kLanes;
+    return {load(values), load(values + 16)};
+  }
+};
+
+struct BF16 {
+  static constexpr int64_t kStep = 64;
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
+    vu words = load_as<vu>(at + part * kLanes * 4);
+    return {bit_cast<vf>(words << 16), bit_cast<vf>(words & 0xffff0000u)};
+  }
+};
+
+struct F16 {
+  static constexpr int64_t kStep = 64;
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
+    const uint16_t* values = reinterpret_cast<const uint16_t*>(at) + part * kLanes;
+    return {load_f16(values), load_f16(values + 16)};
+  }
+};
+
+QUIRE_INLINE void prefetch_line(const std::byte* at) { __builtin_prefetch(at, 0, 3); }
+
+constexpr int64_t pitch_of(int rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
+
+template <class Weight, int kRows>
+void float_tile(const Tile& tile) {
+  constexpr int64_t kPitch = pitch_of(kRows);
+  const int64_t depth = tile.weight->in_features;
+  for (int part = 0; part < kParts; ++part) {
+    vf low[kRows], high[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) low[r] = high[r] = zero();
+    const std::byte* panel = tile.panel;
+    const std::byte* soon = tile.prefetch;
+    const float* x = reinterpret_cast<const float*>(tile.x);
+    for (int64_t k = 0; k < depth; ++k) {
+      const PairOfVectors w = Weight::load_pair(panel, part);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const vf value = broadcast(x[r]);
+        low[r] = fma(value, w.low, low[r]);
+        high[r] = fma(value, w.high, high[r]);
+      }
+      for (int64_t line = 0; line < Weight::kStep; line += 64) {
+        prefetch_line(soon);
+        soon += tile.prefetch_step;
+      }
+      panel += Weight::kStep;
+      x += kPitch;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      store(tile.out + r * kPanel + part * kLanes, low[r]);
+      store(tile.out + r * kPanel + part * kLanes + 16, high[r]);
+    }
+  }
+}
+
+// -- integer weights, float activations -----------------------------------------------------------------------------
+
+// Value j of each 32-bit word, as float32 times 2^(its place) where kScaledPlaces.
+struct I8 {
+  static constexpr int kValues = 4;  // of k in a word
+  template <int j>
+  static QUIRE_INLINE vf value(vi words) {
+#if defined(__AVX512F__)
+    // The byte goes to the top of its word, so that its sign is the word's.
+    const __m512i to_top = _mm512_set_epi32(
+#define QUIRE_TOP(lane) static_cast<int32_t>((lane * 4u + j) << 24 | 0x808080u)
+        QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1),
+        QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2), QUIRE_TOP(1), QUIRE_TOP(0), QUIRE_TOP(3), QUIRE_TOP(2),
+        QUIRE_TOP(1), QUIRE_TOP(0));
+#undef QUIRE_TOP
+    if constexpr (j == 3) return to_float(words & static_cast<int32_t>(0xff000000u));
+    return to_float((vi)_mm512_shuffle_epi8((__m512i)words, to_top));
+#else
+    return to_float((words << (24 - 8 * j)) >> 24);
+#endif
+  }
+};
+
+struct I4 {
+  static constexpr int kValues = 8;
+  template <int j>
+  static QUIRE_INLINE vf value(vi words) {
+    constexpr int kPlace = j < 4 ? 8 * j : 8 * (j - 4) + 4;
+#if defined(__AVX512F__)
+    return __builtin_convertvector(bit_cast<vu>(words) & (15u << kPlace), vf);
+#else
+    return to_float((words >> kPlace) & 15);
+#endif
+  }
+};
+
+template <class Weight, int kRows, int j>
+QUIRE_INLINE void accumulate_values(vi low_words, vi high_words, const float* x, vf* low, vf* high) {
+  const vf w_low = Weight::template value<j>(low_words), w_high = Weight::template value<j>(high_words);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    const vf value = broadcast(x[j * pitch_of(kRows) + r]);
+    low[r] = fma(value, w_low, low[r]);
+    high[r] = fma(value, w_high, high[r]);
+  }
+  if constexpr (j + 1 < Weight::kValues) accumulate_values<Weight, kRows, j + 1>(low_words, high_words, x, low, high);
+}
+
+// Adds one group's sums to the totals: total += scale * sum (+ offset * sum of x).
+template <int kRows>
+QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
+  constexpr int64_t kPitch = pitch_of(kRows);
+  const int64_t column = part * kLanes;
+  const float* scales = tile.scales + group * kPanel + column;
+  const vf scale_low = load(scales), scale_high = load(scales + 16);
+  float* out = tile.out + column;
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    const vf before_low = group ? load(out + r * kPanel) : zero();
+    const vf before_high = group ? load(out + r * kPanel + 16) : zero();
+    store(out + r * kPanel, fma(low[r], scale_low, before_low));
+    store(out + r * kPanel + 16, fma(high[r], scale_high, before_high));
+  }
+  if (tile.offsets == nullptr) return;
+  const float* offsets = tile.offsets + group * kPanel + column;
+  const vf offset_low = load(offsets), offset_high = load(offsets + 16);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    const vf sum = broadcast(tile.x_sums[group * kPitch + r]);
+    store(out + r * kPanel, fma(sum, offset_low, load(out + r * kPanel)));
+    store(out + r * kPanel + 16, fma(sum, offset_high, load(out + r * kPanel + 16)));
+  }
+}
+
+template <class Weight, int kRows>
+void widening_tile(const Tile& tile) {
+  constexpr int64_t kPitch = pitch_of(kRows);
+  const int64_t groups = num_groups(*tile.weight);
+  for (int part = 0; part < kParts; ++part) {
+    const std::byte* panel = tile.panel + part * kLanes * 4;
+    const std::byte* soon = tile.prefetch;
+    const float* x = reinterpret_cast<const float*>(tile.x);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t length = group_length(*tile.weight, group);
+      vf low[kRows], high[kRows];
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) low[r] = high[r] = zero();
+      for (int64_t k = 0; k < length; k += Weight::kValues) {
+        const vi low_words = load_as<vi>(panel), high_words = load_as<vi>(panel + 64);
+        accumulate_values<Weight, kRows, 0>(low_words, high_words, x, low, high);
+        prefetch_line(soon);
+        prefetch_line(soon + tile.prefetch_step);
+        soon += 2 * tile.prefetch_step;
+        panel += 128;
+        x += Weight::kValues * kPitch;
+      }
+      add_group<kRows>(tile, group, part, low, high);
+    }
+  }
+}
+
+// -- integer weights, integer activations ---------------------------------------------------------------------------
+
+// sum += four products of x and w. Exact: none of the intermediate sums can overflow.
+struct RoundedI8 {
+  static constexpr int kValues = 4;
+#if defined(QUIRE_DOT_PAIRS)
+  struct Words {
+    vi even, odd;  // pairs of 16 bits: values 0 and 2, 1 and 3
+  };
+  static QUIRE_INLINE Words unpack(vi words, int) {
+#if defined(__AVX512F__)
+    return {(vi)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)words, 8), 8), (vi)_mm512_srai_epi16((__m512i)words, 8)};
+#else
+    return {(vi)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)words, 8), 8), (vi)_mm256_srai_epi16((__m256i)words, 8)};
+#endif
+  }
+#else
+  using Words = vi;
+  static QUIRE_INLINE Words unpack(vi words, int) { return words; }
+#endif
+};
+
+struct RoundedI4 {
+  static constexpr int kValues = 8;
+#if defined(QUIRE_DOT_PAIRS)
+  using Words = RoundedI8::Words;
+  static QUIRE_INLINE Words unpack(vi words, int half) {
+    const vi values = half ? words >> 4 : words;
+    return {values & 0x000f000f, (values >> 8) & 0x000f000f};
+  }
+#else
+  using Words = vi;
+  static QUIRE_INLINE Words unpack(vi words, int half) { return (half ? words >> 4 : words) & 0x0f0f0f0f; }
+#endif
+};
+
+#if defined(QUIRE_DOT_BYTES)
+QUIRE_INLINE vi dot(vi sum, const uint32_t* x, vi words, RoundedI8) {
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(static_cast<int32_t>(*x)), (__m512i)words);
+}
+QUIRE_INLINE vi dot(vi sum, const uint32_t* x, vi words, RoundedI4) {
+  return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)words, _mm512_set1_epi32(static_cast<int32_t>(*x)));
+}
+#elif defined(QUIRE_DOT_PAIRS)
+template <class Weight>
+QUIRE_INLINE vi dot(vi sum, const uint32_t* x, const RoundedI8::Words& words, Weight) {
+  const vi even = broadcast_int(static_cast<int32_t>(x[0])), odd = broadcast_int(static_cast<int32_t>(x[1]));
+#if defined(__AVX512F__)
+  sum += (vi)_mm512_madd_epi16((__m512i)words.even, (__m512i)even);
+  return sum + (vi)_mm512_madd_epi16((__m512i)words.odd, (__m512i)odd);
+#else
+  sum += (vi)_mm256_madd_epi16((__m256i)words.even, (__m256i)even);
+  return sum + (vi)_mm256_madd_epi16((__m256i)words.odd, (__m256i)odd);
+#endif
+}
+#else
+template <class Weight>
+QUIRE_INLINE vi dot(vi sum, const uint32_t* x, vi words, Weight) {
+  const int32_t four = static_cast<int32_t>(*x);
+  for (int j = 0; j < 4; ++j) sum += ((words << (24 - 8 * j)) >> 24) * ((four << (24 - 8 * j)) >> 24);
+  return sum;
+}
+#endif
+
+template <class Weight, int kRows>
+void rounded_tile(const Tile& tile) {
+  constexpr int64_t kPitch = pitch_of(kRows) * kWordsPerQuad;
+  const int64_t groups = num_groups(*tile.weight);
+  for (int part = 0; part < kParts; ++part) {
+    const std::byte* panel = tile.panel + part * kLanes * 4;
+    const std::byte* soon = tile.prefetch;
+    const uint32_t* x = reinterpret_cast<const uint32_t*>(tile.x);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t length = group_length(*tile.weight, group);
+      vi low[kRows], high[kRows], start_low = {}, start_high = {};
+#if defined(QUIRE_DOT_BYTES)
+      if constexpr (Weight::kValues == 4) {  // x is 128 too large
+        const int32_t* column_sums = tile.column_sums + group * kPanel + part * kLanes;
+        start_low = -(load_as<vi>(column_sums) << 7);
+        start_high = -(load_as<vi>(column_sums + 16) << 7);
+      }
+#endif
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) low[r] = start_low, high[r] = start_high;
+      for (int64_t k = 0; k < length; k += Weight::kValues) {
+        const vi low_words = load_as<vi>(panel), high_words = load_as<vi>(panel + 64);
+#pragma GCC unroll 2
+        for (int half = 0; half < Weight::kValues / 4; ++half) {
+          const auto w_low = Weight::unpack(low_words, half), w_high = Weight::unpack(high_words, half);
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r) {
+            low[r] = dot(low[r], x + r * kWordsPerQuad, w_low, Weight{});
+            high[r] = dot(high[r], x + r * kWordsPerQuad, w_high, Weight{});
+          }
+          x += kPitch;
+        }
+        prefetch_line(soon);
+        prefetch_line(soon + tile.prefetch_step);
+        soon += 2 * tile.prefetch_step;
+        panel += 128;
+      }
+      vf float_low[kRows], float_high[kRows];
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) float_low[r] = to_float(low[r]), float_high[r] = to_float(high[r]);
+      add_group<kRows>(tile, group, part, float_low, float_high);
+    }
+  }
+}
+
+// -- tables ---------------------------------------------------------------------------------------------------------
+
+#define QUIRE_SIX(function, weight)                                                                                \
+  function<weight, 1>, function<weight, 2>, function<weight, 3>, function<weight, 4>, function<weight, 5>, function<weight, 6>
+#if defined(__AVX512F__)
+#define QUIRE_EVERY_HEIGHT(function, weight)                                                                     \
+  QUIRE_SIX(function, weight), function<weight, 7>, function<weight, 8>, function<weight, 9>, function<weight, 10>, \
+      function<weight, 11>, function<weight, 12>
+#else
+#define QUIRE_EVERY_HEIGHT(function, weight) QUIRE_SIX(function, weight)
+#endif
+
+const TileKernel kF32Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F32)};
+const TileKernel kBF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, BF16)};
+const TileKernel kF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F16)};
+const TileKernel kI8Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I8)};
+const TileKernel kI4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I4)};
+const TileKernel kRoundedI8Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI8)};
+const TileKernel kRoundedI4Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI4)};
+
+// Kernels for 1, 2, ... kTileRows rows.
+inline const TileKernel* tile_kernels(const PackedWeight& weight) {
+  switch (weight.type) {
+    case WeightType::kF32:
+      return kF32Tiles;
+    case WeightType::kBF16:
+      return kBF16Tiles;
+    case WeightType::kF16:
+      return kF16Tiles;
+    case WeightType::kI8:
+      return weight.integer_activations ? kRoundedI8Tiles : kI8Tiles;
+    default:
+      return weight.integer_activations ? kRoundedI4Tiles : kI4Tiles;
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

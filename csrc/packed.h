@@ -1,0 +1,88 @@
+// Where a value of a packed matrix lies (PackedWeight in kernels.h says how the panels look). Everything here is
+// inlined by force: this file is compiled for several instruction sets, and no copy may serve another one.
+#pragma once
+
+#include "kernels.h"
+
+#define QUIRE_LAYOUT inline __attribute__((always_inline)) constexpr
+
+namespace quire {
+
+QUIRE_LAYOUT bool is_integer(WeightType type) { return type == WeightType::kI8 || type == WeightType::kI4; }
+
+QUIRE_LAYOUT int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// A group of k begins at a multiple of this many values.
+QUIRE_LAYOUT int64_t group_alignment(WeightType type) {
+  return type == WeightType::kI8 ? 4 : type == WeightType::kI4 ? 8 : 1;
+}
+
+QUIRE_LAYOUT int64_t num_groups(const PackedWeight& weight) {
+  return (weight.in_features + weight.group_size - 1) / weight.group_size;
+}
+
+// Values in group `group`: the last group may be shorter than the others.
+QUIRE_LAYOUT int64_t group_length(const PackedWeight& weight, int64_t group) {
+  const int64_t rest = weight.in_features - group * weight.group_size;
+  return rest < weight.group_size ? rest : weight.group_size;
+}
+
+// Values of one column with what pads its groups.
+QUIRE_LAYOUT int64_t padded_depth(const PackedWeight& weight) {
+  const int64_t align = group_alignment(weight.type), last = num_groups(weight) - 1;
+  return last * rounded_up(weight.group_size, align) + rounded_up(group_length(weight, last), align);
+}
+
+// Place of value k in a padded column.
+QUIRE_LAYOUT int64_t padded_index(const PackedWeight& weight, int64_t k) {
+  const int64_t group = k / weight.group_size;
+  return group * rounded_up(weight.group_size, group_alignment(weight.type)) + (k - group * weight.group_size);
+}
+
+QUIRE_LAYOUT int64_t num_panels(const PackedWeight& weight) {
+  return weight.gated ? (weight.out_features / 2 + kPanel / 2 - 1) / (kPanel / 2)
+                      : (weight.out_features + kPanel - 1) / kPanel;
+}
+
+QUIRE_LAYOUT int64_t panel_bytes(const PackedWeight& weight) {
+  const int64_t values = padded_depth(weight) * kPanel;
+  switch (weight.type) {
+    case WeightType::kF32:
+      return values * 4;
+    case WeightType::kBF16:
+    case WeightType::kF16:
+      return values * 2;
+    case WeightType::kI8:
+      return values;
+    default:
+      return values / 2;
+  }
+}
+
+struct PanelColumn {
+  int64_t panel;
+  int64_t column;
+};
+
+// Where output `row` of the matrix lies.
+QUIRE_LAYOUT PanelColumn panel_column(const PackedWeight& weight, int64_t row) {
+  if (!weight.gated) return {row / kPanel, row % kPanel};
+  const int64_t half = weight.out_features / 2, side = row >= half ? 1 : 0, inside = row - side * half;
+  return {inside / (kPanel / 2), inside % (kPanel / 2) + side * (kPanel / 2)};
+}
+
+// Place of the padded index k of a column: in elements from the panel's start, for i4 in nibbles (the low one first).
+QUIRE_LAYOUT int64_t index_in_panel(WeightType type, int64_t k, int64_t column) {
+  switch (type) {
+    case WeightType::kBF16:
+      return k * kPanel + column % (kPanel / 2) * 2 + column / (kPanel / 2);
+    case WeightType::kI8:
+      return (k / 4 * kPanel + column) * 4 + k % 4;
+    case WeightType::kI4:
+      return ((k / 8 * kPanel + column) * 4 + k % 4) * 2 + k / 4 % 2;
+    default:
+      return k * kPanel + column;
+  }
+}
+
+}  // namespace quire

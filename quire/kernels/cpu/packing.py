@@ -1,0 +1,183 @@
+"""Weights in the panel layout of the native linear kernels (csrc/kernels.h says what it looks like).
+
+A matrix is made once for its final size and filled rows at a time, so that a checkpoint is packed while it is read and
+no second copy of a weight is ever held. Rows of several checkpoint tensors (q, k, v; gate, up) go into one matrix by
+`first_row`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu._native import WeightType
+
+_ALIGNMENT = 64
+_FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
+_PANEL = 32
+
+
+class PackedMatrix:
+    """A weight [out_features, in_features] in panels of 32 rows; what is not loaded is zero.
+
+    `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
+    is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
+    8 bits and multiply integers. `with_offsets` (I4, or I8 without integer activations) makes room for offsets:
+    weight = scale * value + offset.
+    """
+
+    def __init__(
+        self,
+        type: WeightType,
+        in_features: int,
+        out_features: int,
+        *,
+        group_size: int | None = None,
+        gated: bool = False,
+        integer_activations: bool = False,
+        with_offsets: bool = False,
+    ) -> None:
+        if in_features < 1 or out_features < 1:
+            raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
+        if gated and out_features % 2:
+            raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")
+        self.is_integer = type in (WeightType.I8, WeightType.I4)
+        if not self.is_integer and (group_size is not None or integer_activations or with_offsets):
+            raise ValueError("only integer weights have groups, offsets or integer activations")
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"a group of {group_size} inputs is not possible")
+        if with_offsets and type == WeightType.I8 and integer_activations:
+            raise ValueError("8-bit weights with integer activations have no offsets")
+        self.type = type
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_size = min(group_size or in_features, in_features)
+        self.gated = gated
+        self.integer_activations = integer_activations
+        panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
+        self.padded_columns = panels * _PANEL
+        self.data = _aligned_zeros(panels * panel_bytes, torch.uint8)
+        count = panels * self.num_groups * _PANEL
+        self.scales = _aligned_zeros(count, torch.float32) if self.is_integer else None
+        self.offsets = _aligned_zeros(count, torch.float32) if with_offsets else None
+        sums = type == WeightType.I8 and integer_activations
+        self.column_sums = _aligned_zeros(count, torch.int32) if sums else None
+        self.column_order: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is held."""
+        held = (self.data, self.scales, self.offsets, self.column_sums, self.column_order, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
+        """Rows [n, in_features] of a float dtype, converted to the matrix's float type, to rows first_row onwards."""
+        if self.is_integer:
+            raise ValueError("an integer matrix is loaded from values and scales")
+        self._check_rows(rows, first_row)
+        if rows.dtype not in _FLOAT_TYPES:
+            raise TypeError(f"weights of {rows.dtype} cannot be packed")
+        rows = _with_contiguous_rows(rows)
+        _native.pack_rows(
+            self.as_native(), rows.data_ptr(), _FLOAT_TYPES[rows.dtype], rows.stride(0), first_row, rows.shape[0]
+        )
+
+    def load_integer(
+        self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None = None, first_row: int = 0
+    ) -> None:
+        """Rows of values [n, in_features] (int8 for I8; uint8, 0 to 15, for I4), scales and offsets [n, groups].
+
+        Scales and offsets are float32. With a column order, values and groups are in that order already.
+        """
+        if not self.is_integer:
+            raise ValueError("a float matrix is loaded from floats")
+        wanted = torch.int8 if self.type == WeightType.I8 else torch.uint8
+        if values.dtype != wanted:
+            raise TypeError(f"values are {values.dtype}, not {wanted}")
+        self._check_rows(values, first_row)
+        if offsets is not None and self.offsets is None:
+            raise ValueError("the matrix was made without offsets")
+        for name, tensor in (("scales", scales), ("offsets", offsets)):
+            if tensor is not None and (tensor.dtype != torch.float32 or tensor.shape != (len(values), self.num_groups)):
+                raise ValueError(
+                    f"{name} are {tensor.dtype} {list(tensor.shape)}, not float32 {[len(values), self.num_groups]}"
+                )
+        values, scales = _with_contiguous_rows(values), scales.contiguous()
+        offsets = None if offsets is None else offsets.contiguous()
+        _native.pack_integers(
+            self.as_native(),
+            values.data_ptr(),
+            values.stride(0),
+            scales.data_ptr(),
+            0 if offsets is None else offsets.data_ptr(),
+            self.num_groups,
+            first_row,
+            values.shape[0],
+        )
+
+    def load_bias(self, bias: torch.Tensor, first_row: int = 0) -> None:
+        """Biases [n] of rows first_row onwards; those never loaded are zero."""
+        if bias.ndim != 1 or first_row < 0 or first_row + len(bias) > self.out_features:
+            raise ValueError(f"a bias {list(bias.shape)} does not fit rows {first_row} to {self.out_features}")
+        if self.bias is None:
+            self.bias = _aligned_zeros(self.padded_columns, torch.float32)
+        self.bias[self._columns(first_row, len(bias))] = bias.to(torch.float32)
+
+    def set_column_order(self, order: torch.Tensor) -> None:
+        """`order` [in_features]: packed column k multiplies input order[k]. A permutation (GPTQ's act-order)."""
+        if order.shape != (self.in_features,):
+            raise ValueError(f"an order of {list(order.shape)} for {self.in_features} inputs")
+        order = order.to(torch.int32).contiguous().clone()
+        if not torch.equal(order.sort().values, torch.arange(self.in_features, dtype=torch.int32)):
+            raise ValueError("the column order is not a permutation")
+        self.column_order = order
+
+    def dequantize(self) -> torch.Tensor:
+        """The matrix as float32 [out_features, in_features], its columns in the order of the inputs."""
+        rows = torch.empty(self.out_features, self.in_features)
+        _native.unpack_rows(self.as_native(), rows.data_ptr(), self.in_features, 0, self.out_features)
+        return rows
+
+    def as_native(self) -> _native.PackedWeight:
+        """What the kernels are given. It holds addresses: the matrix must outlive it."""
+        return self._describe(self.data, self.scales, self.offsets, self.column_sums, self.column_order)
+
+    def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
+        return _native.PackedWeight(
+            self.type,
+            self.in_features,
+            self.out_features,
+            self.group_size,
+            self.gated,
+            self.integer_activations,
+            *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
+        )
+
+    def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:
+        if rows.ndim != 2 or rows.shape[1] != self.in_features:
+            raise ValueError(f"rows {list(rows.shape)} do not fit a matrix with {self.in_features} inputs")
+        if first_row < 0 or first_row + rows.shape[0] > self.out_features:
+            raise ValueError(f"{rows.shape[0]} rows from {first_row} on do not fit {self.out_features}")
+
+    def _columns(self, first_row: int, count: int) -> torch.Tensor:
+        """Places of rows among the packed columns."""
+        rows = torch.arange(first_row, first_row + count)
+        if not self.gated:
+            return rows
+        half, width = self.out_features // 2, _PANEL // 2
+        side, inside = rows // half, rows % half
+        return inside // width * _PANEL + side * width + inside % width
+
+
+def _aligned_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed tensor [count] that starts at a multiple of 64 bytes."""
+    spare = _ALIGNMENT // dtype.itemsize
+    memory = torch.zeros(count + spare, dtype=dtype)
+    skip = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return memory[skip : skip + count]
+
+
+def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself when its rows are contiguous and do not run backwards, else a copy."""
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
