@@ -14,9 +14,10 @@ TESTS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 REQUIREMENTS := pyproject.toml constraints.txt
+NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test test lint types tests format bench-control clean
+.PHONY: help serve install install-test native sanitize test lint types tests format bench-control clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -54,6 +55,21 @@ format: install-test
 bench-control: install
 	@$(BIN)/python benchmarks/control_plane.py
 
+# The native module alone, again, into the source tree: seconds, where an install takes its time to look around.
+native: install-test
+	@cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_OUTPUT_DIRECTORY=$(abspath quire/kernels/cpu) >/dev/null
+	@cmake --build build/native
+
+# The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, with a module of their own.
+SANITIZED := build/sanitized
+sanitize: install-test
+	@cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DQUIRE_SANITIZE=ON \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DQUIRE_OUTPUT_DIRECTORY=$(abspath $(SANITIZED)/module) >/dev/null
+	@cmake --build $(SANITIZED)
+	@ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  QUIRE_NATIVE_MODULE_DIR=$(abspath $(SANITIZED)/module) $(BIN)/python -m pytest tests/kernels/cpu $(TESTS)
+
 install: $(VENV)/.installed
 
 install-test: $(VENV)/.installed-test
@@ -67,14 +83,14 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS)
+$(VENV)/.installed: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install\n'
 	@$(INSTALL) -e .
 	@$(report_cuda)
 	@touch $@
 
 # The test install covers the plain one, whose stamp it therefore renews too.
-$(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS)
+$(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 	@printf '==> install, with what the tests need\n'
 	@$(INSTALL) -e '.[test]'
 	@$(report_cuda)

@@ -1,4 +1,13 @@
 // What an attention run is told of a step, and how a block of the KV cache looks.
+//
+// A block holds block_size tokens of one layer. Its key/value heads follow each other, each with all that is its own,
+// so that one head's share of a block is one piece of memory:
+//   [i8 only] scale of each token's key     [block_size] float32
+//   [i8 only] scale of each token's value   [block_size] float32
+//   keys     [block_size / w][head_dim][w]  w = min(16, block_size): w keys side by side fill a vector, so that scores
+//                                           need no sums across lanes
+//   values   [block_size][head_dim]
+// Nothing is padded: a token takes block_bytes / block_size bytes exactly. 8-bit elements stand for value * scale.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +17,88 @@
 
 namespace quire {
 
+#define QUIRE_HEADER_INLINE inline __attribute__((always_inline))  // no copy for the linker to choose among
+
+inline constexpr int64_t kSubtile = 16;       // keys side by side in a block
+inline constexpr int64_t kKeyTile = 64;       // keys between two looks at the running maximum
+inline constexpr int64_t kSplitKeys = 256;    // keys that are summed up before they are merged with what came before
+inline constexpr int64_t kItemRows = 96;      // most rows (token x query head of the group) of a work item
+inline constexpr int64_t kMaxHeadDim = 256;   // of 8, 16, 24 ...
+inline constexpr int64_t kMaxBlockSize = 1024;
+inline constexpr int64_t kMaxPartialRows = 8192;
+
+QUIRE_HEADER_INLINE constexpr int64_t element_bytes(CacheType type) {
+  return type == CacheType::kF32 ? 4 : type == CacheType::kBF16 ? 2 : 1;
+}
+// Bytes of the scales of one head's keys (and of its values) in a block.
+QUIRE_HEADER_INLINE constexpr int64_t scale_bytes(int64_t block_size, CacheType type) {
+  return type == CacheType::kI8 ? block_size * 4 : 0;
+}
+// Bytes of one head's share of a block, and where its keys and values begin there.
+QUIRE_HEADER_INLINE constexpr int64_t keys_offset(int64_t block_size, CacheType type) {
+  return 2 * scale_bytes(block_size, type);
+}
+QUIRE_HEADER_INLINE constexpr int64_t values_offset(int64_t block_size, int64_t head_dim, CacheType type) {
+  return keys_offset(block_size, type) + block_size * head_dim * element_bytes(type);
+}
+QUIRE_HEADER_INLINE constexpr int64_t head_bytes(int64_t block_size, int64_t head_dim, CacheType type) {
+  return values_offset(block_size, head_dim, type) + block_size * head_dim * element_bytes(type);
+}
+
+// Rows first_row .. first_row + rows - 1 of a sequence (row = token * heads per group + head) against the keys of some
+// splits, for each key head. What `partial` counts are rows of the shared scratch: a place for each split and row;
+// -1: the item has all of its rows' keys and writes their output.
+struct AttentionItem {
+  int32_t sequence = 0;
+  int32_t rows = 0;
+  int64_t first_row = 0;
+  int64_t first_split = 0;
+  int64_t last_split = 0;  // one past
+  int64_t partial = -1;
+  int64_t cost = 0;
+};
+
 // One KV group's view of a step: `num_sequences` sequences that own the rows between successive query starts.
-// All arrays belong to the caller and outlive the step.
+// Arrays belong to the caller and outlive the step.
 struct AttentionPlan {
+  // Constant for a group of layers. window: 0: all.
+  AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads, int64_t window,
+                int threads);
+
+  // Cut a step into items. Throws std::invalid_argument for starts that fall, slots or blocks that do not exist and
+  // tables that are too narrow: whatever a kernel will read or write lies in the pool afterwards. Allocates only when
+  // a step has more items than any before.
+  void set(int64_t num_sequences, const int64_t* query_start, const int64_t* start_positions,
+           const int32_t* block_table, int64_t table_width, int64_t table_stride, const int64_t* slots);
+
+  bool fits(const AttentionArgs& args) const noexcept {
+    return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads &&
+           args.num_kv_heads == num_kv_heads && args.window == window;
+  }
+
+  int64_t block_size, num_blocks, num_heads, num_kv_heads, window;
+  int threads;
+
+  int64_t rows = 0;
   int64_t num_sequences = 0;
   const int64_t* query_start = nullptr;      // [num_sequences + 1]
   const int64_t* start_positions = nullptr;  // [num_sequences]: position of each sequence's first row
-  const int32_t* block_table = nullptr;      // [num_sequences, table_width]
-  int64_t table_width = 0;
+  const int32_t* block_table = nullptr;      // [num_sequences, table_width], table_stride apart
+  int64_t table_stride = 0;
   const int64_t* slots = nullptr;            // [rows]: block * block_size + offset of each row's key and value
+
+  // Kernels read these by address: a vector's own functions may be compiled for a later instruction set.
+  const AttentionItem* items = nullptr;  // [num_items], the most expensive first
+  int64_t num_items = 0;
+  const AttentionItem* merges = nullptr;  // [num_merges]: put together, from all splits, when the items are done
+  int64_t num_merges = 0;
+  int64_t partial_rows = 0;  // of each key head
+
+ private:
+  void check(int64_t table_width) const;
+  void cut();
+  void split();
+  std::vector<AttentionItem> whole_, items_, merges_;
 };
 
 }  // namespace quire

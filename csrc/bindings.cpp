@@ -59,20 +59,6 @@ void bind_weight(nb::module_& module) {
 
 void bind_program(nb::module_& module) {
   nb::class_<Pool>(module, "Pool").def(nb::init<int, bool>(), "threads"_a, "pin"_a).def_prop_ro("threads", &Pool::threads);
-  nb::class_<AttentionPlan>(module, "AttentionPlan")
-      .def(nb::init<>())
-      .def(
-          "set",
-          [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,
-             uintptr_t block_table, int64_t table_width, uintptr_t slots) {
-            plan.num_sequences = num_sequences;
-            plan.query_start = at<int64_t>(query_start);
-            plan.start_positions = at<int64_t>(start_positions);
-            plan.block_table = at<int32_t>(block_table);
-            plan.table_width = table_width;
-            plan.slots = at<int64_t>(slots);
-          },
-          "num_sequences"_a, "query_start"_a, "start_positions"_a, "block_table"_a, "table_width"_a, "slots"_a);
   nb::class_<Program>(module, "Program")
       .def(
           "__init__",
@@ -152,6 +138,7 @@ void bind_program(nb::module_& module) {
             step.token_ids = at<int64_t>(token_ids);
             step.positions = at<int64_t>(positions);
             step.attention = attention.data();
+            step.num_attention = static_cast<int64_t>(attention.size());
             for (std::size_t i = 0; i < areas.size(); ++i) step.areas[i] = reinterpret_cast<std::byte*>(areas[i]);
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
             nb::gil_scoped_release released;
@@ -174,6 +161,7 @@ NB_MODULE(_native, module) {
     return std::string(quire::isa_name(quire::kernels_for(name).isa));
   });
   quire::bind_weight(module);
+  quire::bind_attention(module);
   quire::bind_program(module);
   quire::bind_limits(module);
   quire::bind_packing(module);

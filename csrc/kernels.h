@@ -30,7 +30,8 @@ struct Step {
   int64_t rows = 0;
   const int64_t* token_ids = nullptr;        // [rows]
   const int64_t* positions = nullptr;        // [rows]
-  const AttentionPlan* const* attention = nullptr;  // by KV group
+  const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
+  int64_t num_attention = 0;
   std::byte* areas[kMaxAreas] = {};
   std::byte* shared_scratch = nullptr;  // as many bytes as the program's kernels asked for; 64-byte aligned
 

@@ -1,108 +1,191 @@
 // Embedding, norms and rotary tables. Compiled once for each instruction set.
-#include <cmath>
-
 #include "packed.h"
 #include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-QUIRE_INLINE float f16_to_float(uint16_t half) {
-  uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
-  float number = rest >= 0x7c00u ? bit_cast<float>(0x7f800000u | (rest & 0x3ffu) << 13)
-                                 : bit_cast<float>(rest << 13) * bit_cast<float>((254u - 15u) << 23);
-  return bit_cast<float>(bit_cast<uint32_t>(number) | sign);
+// Rows that a thread takes at a time: few enough to share the work evenly, enough for the counter not to show.
+QUIRE_INLINE int64_t row_grain(int64_t rows, const Team& team) {
+  const int64_t grain = rows / (8 * static_cast<int64_t>(team.count()));
+  return grain < 1 ? 1 : grain > 16 ? 16 : grain;
 }
 
-float plain_element(const void* row, WeightType type, int64_t k) {
-  switch (type) {
-    case WeightType::kF32:
-      return static_cast<const float*>(row)[k];
-    case WeightType::kBF16:
-      return bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(row)[k]) << 16);
-    default:
-      return f16_to_float(static_cast<const uint16_t*>(row)[k]);
+// A table's row is brought over by pieces of at most this many elements.
+constexpr int64_t kPiece = 64;
+
+QUIRE_INLINE void widen(const float* from, WeightType, float* piece) { std::memcpy(piece, from, kPiece * 4); }
+QUIRE_INLINE void widen(const uint16_t* from, WeightType type, float* piece) {
+  for (int64_t i = 0; i < kPiece; i += kLanes)
+    store(piece + i, type == WeightType::kF16 ? load_f16(from + i) : load_bf16(from + i));
+}
+
+// `count` elements of a piece, vector by vector, to their places from `first` on.
+QUIRE_INLINE void put(const EmbedArgs& args, const float* piece, int64_t first, int64_t count, float* row) {
+  if (args.table.column_order) {
+    for (int64_t i = 0; i < count; ++i) {
+      float* to = row + args.table.column_order[first + i];
+      *to = args.accumulate ? *to + piece[i] : piece[i];
+    }
+    return;
+  }
+  float* to = row + first;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t left = count - i;
+    vf value = load(piece + i);
+    if (left >= kLanes)
+      store(to + i, args.accumulate ? load(to + i) + value : value);
+    else
+      store_some(to + i, args.accumulate ? load_some(to + i, left) + value : value, left);
   }
 }
 
-float packed_element(const PackedWeight& table, int64_t row, int64_t k) {
-  const auto [panel, column] = panel_column(table, row);
-  const auto* data = static_cast<const std::byte*>(table.data) + panel * panel_bytes(table);
-  const int64_t at = index_in_panel(table.type, padded_index(table, k), column);
-  if (!is_integer(table.type)) return plain_element(data, table.type, at);
-  const int64_t scale = (panel * num_groups(table) + k / table.group_size) * kPanel + column;
-  const float value = table.type == WeightType::kI8
-                          ? static_cast<float>(reinterpret_cast<const int8_t*>(data)[at])
-                          : static_cast<float>(reinterpret_cast<const uint8_t*>(data)[at / 2] >> at % 2 * 4 & 15);
-  return fma(table.scales[scale], value, table.offsets ? table.offsets[scale] : 0.0f);
+// Calls fill(first, count, piece) for every piece of a row; no piece crosses from one group to the next.
+template <class Fill>
+QUIRE_INLINE void by_pieces(const EmbedArgs& args, int64_t group_size, float* row, Fill fill) {
+  alignas(64) float piece[kPiece] = {};
+  for (int64_t start = 0; start < args.width; start += group_size) {
+    const int64_t end = start + group_size < args.width ? start + group_size : args.width;
+    for (int64_t first = start; first < end; first += kPiece) {
+      const int64_t count = end - first < kPiece ? end - first : kPiece;
+      fill(first, count, piece);
+      put(args, piece, first, count, row);
+    }
+  }
+}
+
+// table: [num_rows, width], or packed float panels: elements of a row are `apart` from one another.
+template <class Element>
+void embed_floats(const EmbedArgs& args, const Element* source, int64_t apart, float* row) {
+  const WeightType type = args.table.type;
+  Element narrow[kPiece] = {};
+  by_pieces(args, args.width, row, [=, &narrow](int64_t first, int64_t count, float* piece) {
+    const Element* from = source + first * apart;
+    if (apart == 1)
+      std::memcpy(narrow, from, static_cast<std::size_t>(count) * sizeof(Element));
+    else
+      for (int64_t i = 0; i < count; ++i) narrow[i] = from[i * apart];
+    widen(narrow, type, piece);
+  });
+}
+
+template <class Element>
+void embed_from(const EmbedArgs& args, int64_t id, float* row) {
+  if (args.plain) {
+    embed_floats(args, static_cast<const Element*>(args.plain) + id * args.width, 1, row);
+  } else {
+    const auto* data = static_cast<const Element*>(args.table.data);
+    const auto [panel, column] = panel_column(args.table, id);
+    const int64_t first = index_in_panel(args.table.type, 0, column);
+    embed_floats(args, data + panel * args.table.in_features * kPanel + first, kPanel, row);
+  }
+}
+
+void embed_integers(const EmbedArgs& args, int64_t id, float* row) {
+  const PackedWeight& table = args.table;
+  const auto [panel, column] = panel_column(table, id);
+  const auto* data = static_cast<const uint8_t*>(table.data) + panel * panel_bytes(table);
+  const int64_t size = table.group_size, padded = rounded_up(size, group_alignment(table.type));
+  const int64_t first_scale = panel * num_groups(table) * kPanel + column;
+  by_pieces(args, size, row, [=, &table](int64_t first, int64_t count, float* piece) {
+    const int64_t group = first / size, start = group * padded + first % size;
+    const int64_t at = first_scale + group * kPanel;
+    const float scale = table.scales[at], offset = table.offsets ? table.offsets[at] : 0.0f;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = index_in_panel(table.type, start + i, column);
+      const float value = table.type == WeightType::kI8
+                              ? static_cast<float>(static_cast<int8_t>(data[place]))
+                              : static_cast<float>(data[place / 2] >> place % 2 * 4 & 15);
+      piece[i] = fma(scale, value, offset);
+    }
+  });
 }
 
 void embed(const EmbedArgs& args, const Step& step, Team& team) {
   const int64_t* ids = args.by_position ? step.positions : step.token_ids;
   float* out = step.at(args.out);
-  for (int64_t t = team.take(); t < step.rows; t = team.take()) {
-    float* row = out + t * args.out.stride;
-    const int64_t id = ids[t] + args.shift;
-    const int64_t bytes = args.table.type == WeightType::kF32 ? 4 : 2;
-    const auto* plain = args.plain ? static_cast<const std::byte*>(args.plain) + id * args.width * bytes : nullptr;
-    for (int64_t k = 0; k < args.width; ++k) {
-      float value = plain ? plain_element(plain, args.table.type, k) : packed_element(args.table, id, k);
-      row[k] = args.accumulate ? row[k] + value : value;
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain)) {
+    for (int64_t t = first; t < step.rows && t < first + grain; ++t) {
+      float* row = out + t * args.out.stride;
+      const int64_t id = ids[t] + args.shift;
+      switch (args.table.type) {
+        case WeightType::kF32:
+          embed_from<float>(args, id, row);
+          break;
+        case WeightType::kBF16:
+        case WeightType::kF16:
+          embed_from<uint16_t>(args, id, row);
+          break;
+        case WeightType::kI8:
+        case WeightType::kI4:
+          embed_integers(args, id, row);
+          break;
+      }
     }
   }
 }
 
-// Sums over a row run lane by lane, then over the lanes: the width alone decides the order.
+// The sum over k of each(vector k), the last vector filled up with `fill`: four sums side by side, then lane by lane.
+// The width alone decides the order.
+template <class Each>
+QUIRE_INLINE float sum_row(const float* x, int64_t width, float fill, Each each) {
+  vf sums[4] = {zero(), zero(), zero(), zero()};
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= width; k += 4 * kLanes)
+    for (int i = 0; i < 4; ++i) sums[i] = each(load(x + k + i * kLanes), sums[i]);
+  for (; k + kLanes <= width; k += kLanes) sums[0] = each(load(x + k), sums[0]);
+  if (k < width) sums[1] = each(load_some(x + k, width - k, fill), sums[1]);
+  return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+QUIRE_INLINE void norm_row(const NormArgs& args, const float* x, float* y) {
+  const int64_t width = args.width;
+  const float size = static_cast<float>(width);
+  float mean = 0;
+  if (args.subtract_mean) mean = sum_row(x, width, 0.0f, [](vf value, vf sum) { return sum + value; }) / size;
+  const float squares = sum_row(x, width, mean, [=](vf value, vf sum) {
+    vf d = value - mean;
+    return fma(d, d, sum);
+  });
+  const float scale = 1.0f / __builtin_sqrtf(squares / size + args.epsilon);
+  int64_t k = 0;
+  for (; k + kLanes <= width; k += kLanes) {
+    vf value = (load(x + k) - mean) * scale;
+    if (args.weight) value *= load(args.weight + k);
+    if (args.bias) value += load(args.bias + k);
+    store(y + k, value);
+  }
+  if (k < width) {
+    const int64_t count = width - k;
+    vf value = (load_some(x + k, count) - mean) * scale;
+    if (args.weight) value *= load_some(args.weight + k, count);
+    if (args.bias) value += load_some(args.bias + k, count);
+    store_some(y + k, value, count);
+  }
+}
+
 void norm(const NormArgs& args, const Step& step, Team& team) {
   const float* in = step.at(args.x);
   float* out = step.at(args.out);
-  const int64_t width = args.width, whole = width / kLanes * kLanes, rest = width - whole;
-  const float size = static_cast<float>(width);
-  for (int64_t t = team.take(); t < step.rows; t = team.take()) {
-    const float* x = in + t * args.x.stride;
-    float* y = out + t * args.out.stride;
-    float mean = 0;
-    if (args.subtract_mean) {
-      vf sum = zero();
-      for (int64_t k = 0; k < whole; k += kLanes) sum += load(x + k);
-      if (rest) sum += load_some(x + whole, rest);
-      mean = sum_lanes(sum) / size;
-    }
-    vf squares = zero();
-    for (int64_t k = 0; k < whole; k += kLanes) {
-      vf d = load(x + k) - mean;
-      squares = fma(d, d, squares);
-    }
-    if (rest) {
-      vf d = load_some(x + whole, rest, mean) - mean;
-      squares = fma(d, d, squares);
-    }
-    const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / size + args.epsilon);
-    for (int64_t k = 0; k < width; k += kLanes) {
-      const int64_t count = width - k;
-      const bool full = count >= kLanes;
-      vf value = ((full ? load(x + k) : load_some(x + k, count)) - mean) * scale;
-      if (args.weight) value *= full ? load(args.weight + k) : load_some(args.weight + k, count);
-      if (args.bias) value += full ? load(args.bias + k) : load_some(args.bias + k, count);
-      if (full)
-        store(y + k, value);
-      else
-        store_some(y + k, value, count);
-    }
-  }
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain))
+    for (int64_t t = first; t < step.rows && t < first + grain; ++t)
+      norm_row(args, in + t * args.x.stride, out + t * args.out.stride);
 }
 
 void rotation(const RotationArgs& args, const Step& step, Team& team) {
   float* out = step.at(args.out);
   const int64_t half = args.rotary_dim / 2;
-  for (int64_t t = team.take(4); t < step.rows; t = team.take(4)) {
-    for (int64_t row = t; row < step.rows && row < t + 4; ++row) {
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t t = team.take(grain); t < step.rows; t = team.take(grain)) {
+    for (int64_t row = t; row < step.rows && row < t + grain; ++row) {
       float* y = out + row * args.out.stride;
       const float position = static_cast<float>(step.positions[row]);
       for (int64_t i = 0; i < half; ++i) {
         const float angle = position * args.inverse_frequencies[i];
-        y[i] = std::cos(angle) * args.magnitude;
-        y[half + i] = std::sin(angle) * args.magnitude;
+        y[i] = __builtin_cosf(angle) * args.magnitude;
+        y[half + i] = __builtin_sinf(angle) * args.magnitude;
       }
     }
   }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "attention.h"
+
 namespace quire {
 
 void Program::add(const LinearArgs& args) {
@@ -18,6 +20,7 @@ void Program::add(const RotationArgs& args) {
 }
 
 void Program::add(const AttentionArgs& args) {
+  attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
@@ -26,6 +29,12 @@ void Program::add(const AttentionArgs& args) {
 void Program::run(const Step& step) {
   if (step.rows < 0 || step.rows > max_rows_) throw std::invalid_argument("more rows than the program was made for");
   if (step.rows == 0) return;
+  for (const AttentionArgs& args : attention_) {
+    if (args.group < 0 || args.group >= step.num_attention) throw std::invalid_argument("no plan for a KV group");
+    const AttentionPlan* plan = step.attention[args.group];
+    if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
+      throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
+  }
   struct Run {
     const std::vector<Op>& ops;
     const Step& step;

@@ -27,7 +27,8 @@ class Program {
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
   std::size_t size() const noexcept { return ops_.size(); }
 
-  // Runs all kernels over step.rows rows. Throws std::invalid_argument for more than max_rows.
+  // Runs all kernels over step.rows rows. Throws std::invalid_argument for more than max_rows, or when a plan is
+  // missing, for other rows or for other memory.
   void run(const Step& step);
 
  private:
@@ -43,6 +44,7 @@ class Program {
   int64_t max_rows_;
   std::size_t scratch_bytes_ = 0;
   std::vector<Op> ops_;
+  std::vector<AttentionArgs> attention_;
 };
 
 }  // namespace quire

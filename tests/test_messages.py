@@ -100,7 +100,7 @@ EXAMPLES: list[msgspec.Struct] = [
     RESULT,
     REFUSAL,
     EngineOutputs([UPDATE], stats=STATS, results=[RESULT], refusals=[REFUSAL]),
-    EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}),
+    EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
     EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype"),
 ]
 

@@ -9,36 +9,31 @@ import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.paged_attention import set_plan
+from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
 from quire.kv_cache.layout import KVCacheLayout
-
-CACHE_TYPES = {
-    "float32": _native.CacheType.F32,
-    "bfloat16": _native.CacheType.BF16,
-    "int8": _native.CacheType.I8,
-}
 
 
 class NativeAttention:
     """Knows where the pool lies: what a recorded attention kernel needs of it, and the plan of each step.
 
     pages[j]: [num_blocks, page bytes] uint8. cache_dtype: what keys and values are stored in, a key of CACHE_TYPES.
+    num_heads: query heads of every layer. num_threads: of the pool that runs the kernels.
     """
 
-    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], cache_dtype: str) -> None:
+    def __init__(
+        self, layout: KVCacheLayout, pages: Sequence[torch.Tensor], cache_dtype: str, num_heads: int, num_threads: int
+    ) -> None:
         self._layout = layout
         self._pages = list(pages)
         self._cache_type = CACHE_TYPES[cache_dtype]
         self._page_of_layer = {
             layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
         }
-        self._plans = [_native.AttentionPlan() for _ in layout.groups]
+        self._plans = AttentionPlans(layout, num_heads, num_threads)
 
     def plan(self, batch: AttentionBatch) -> NativeAttentionStep:
         """Raises ValueError for a block table that names a block outside the pool."""
-        for group, plan in enumerate(self._plans):
-            set_plan(plan, batch, group, self._layout.num_blocks, self._layout.block_size)
-        return NativeAttentionStep(self, self._plans, batch)
+        return NativeAttentionStep(self, self._plans.set(batch))
 
     def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
         """What `_native.Program.attention` takes of a layer besides its buffers."""
@@ -62,11 +57,10 @@ class NativeAttention:
 
 
 class NativeAttentionStep:
-    """One step's plans, by KV group; `batch` holds what they point to."""
+    """One step's plans, by KV group; valid until the back end plans again."""
 
-    __slots__ = ("backend", "batch", "plans")
+    __slots__ = ("backend", "plans")
 
-    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan], batch: AttentionBatch) -> None:
+    def __init__(self, backend: NativeAttention, plans: list[_native.AttentionPlan]) -> None:
         self.backend = backend
         self.plans = plans
-        self.batch = batch

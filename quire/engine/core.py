@@ -83,6 +83,7 @@ class EngineCore:
             num_blocks=layout.num_usable_blocks,
             block_size=layout.block_size,
             seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
+            backend=executor.describe(),
         )
 
     @property

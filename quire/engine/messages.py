@@ -70,6 +70,8 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     block_size: int
     seconds: dict[str, float]
     """Phase of the start-up -> seconds."""
+    backend: str
+    """What computes, for people to read (`Executor.describe`)."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):

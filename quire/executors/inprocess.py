@@ -38,6 +38,9 @@ class InProcessExecutor:
     def allocate(self, layout: KVCacheLayout) -> None:
         self._lane.submit(self._live_worker().allocate, layout).result()
 
+    def describe(self) -> str:
+        return self._live_worker().describe()
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._lane.submit(self._live_worker().execute, plan)
 

@@ -26,6 +26,10 @@ class Executor(Protocol):
         """Create the pool's tensors on every worker."""
         ...
 
+    def describe(self) -> str:
+        """One line for people: what computes, with how many threads, in which formats. After `load`."""
+        ...
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any."""
         ...

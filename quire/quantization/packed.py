@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quire.config.model import DTYPE_BYTES
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.packing import PackedMatrix, packed_bytes
+from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.quantization.interface import LinearShape
@@ -95,6 +96,8 @@ class PackedLinear:
 
     def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
         shape, matrix = parameters.shape, _loaded(parameters)
+        if parameters.bias is not None and matrix.bias is None:
+            matrix.load_bias(parameters.bias)
         x.recorder.keep.append(parameters)
         return x.recorder.call(
             "linear",
@@ -102,7 +105,7 @@ class PackedLinear:
             over=residual,
             buffers={"x": x, "residual": residual},
             weight=matrix.as_native(),
-            bias=matrix.bias_address(parameters.bias),
+            bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
             activation=ACTIVATIONS[shape.activation],
         )
 
@@ -125,9 +128,11 @@ class PackedLinear:
     def stored_bytes(self, shape: Sequence[int]) -> int:
         if len(shape) == 1:
             return math.prod(shape) * 4
-        weight_format = self._format
-        kind = INTEGER_TYPES[weight_format.bits] if weight_format.bits else FLOAT_TYPES[weight_format.dtype]
-        return packed_bytes(kind, shape[1], shape[0], weight_format.group_size or shape[1])
+        weight_format, size = self._format, math.prod(shape)
+        if weight_format.bits == 0:
+            return size * DTYPE_BYTES[weight_format.dtype]
+        scale_bytes = 4 * size // (weight_format.group_size or shape[1])
+        return size * weight_format.bits // 8 + scale_bytes * (2 if weight_format.bits == 4 else 1)
 
     def _float_matrix(self, parameters: PackedParameters) -> PackedMatrix:
         if parameters.matrix is None:
@@ -148,12 +153,14 @@ class PackedLinear:
             shape.out_features,
             group_size=first.group_size,
             gated=shape.gated,
-            integer_activations=self._format.integer_activations,
-            has_offsets=first.offsets is not None,
+            # Offsets of 8-bit values come from fusing them with 4-bit ones; the integer kernels know none.
+            integer_activations=self._format.integer_activations
+            and not (first.bits == 8 and first.offsets is not None),
+            with_offsets=first.offsets is not None,
         )
         row = 0
         for part in parts:
-            matrix.load_integer(part.values, part.scales, part.offsets, row)
+            matrix.load_integer(part.values, part.scales, part.offsets, first_row=row)
             row += part.shape[0]
         if first.column_order is not None:
             matrix.set_column_order(first.column_order)

@@ -26,10 +26,13 @@ class StartReport:
         """What the engine process did meanwhile."""
         self._rows += [(f"engine: {name}", value) for name, value in seconds.items()]
 
-    def show(self, model_names: Sequence[str], url: str) -> None:
-        """Print one line with the address, and the table, to standard output."""
+    def show(self, model_names: Sequence[str], url: str, backend: str) -> None:
+        """Print one line with the address, what computes, and the table, to standard output."""
         total = time.monotonic() - self._start
-        lines = [f"Quire {__version__} serves {', '.join(model_names)} on {url} (ready in {total:.1f} s)"]
+        lines = [
+            f"Quire {__version__} serves {', '.join(model_names)} on {url} (ready in {total:.1f} s)",
+            f"  {backend}",
+        ]
         lines += [f"  {seconds:7.2f} s  {name}" for name, seconds in self._rows]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

@@ -58,7 +58,8 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             service = _Service(engine, app.state.context, server)
             url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                return runner.run(service.run(listener, lambda: report.show(app.state.context.model_names, url)))
+                names, backend = app.state.context.model_names, engine.ready.backend
+                return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
         finally:
             engine.shutdown()
 

@@ -113,6 +113,13 @@ class Worker:
             vocab_size=self._model_config.vocab_size,
         )
 
+    def describe(self) -> str:
+        """What computes, with how many threads, in which formats."""
+        model, device = self._model_config, self._device_config
+        computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
+        threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
+        return f"{computes}, {threads}, {model.dtype} weights, {model.kv_cache_dtype} KV cache"
+
     @_computes
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. After an error the rows are in an unknown state, so every later plan fails as well."""
@@ -131,7 +138,8 @@ class Worker:
             return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
         from quire.attention.native_backend import NativeAttention
 
-        return NativeAttention(layout, pages, cache_dtype)
+        num_heads, num_threads = self._model_config.num_heads, self._device_config.num_threads
+        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
 
 
 def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:

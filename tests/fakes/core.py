@@ -41,6 +41,7 @@ def make_config(
             path=Path("fake"),
             architecture="Fake",
             dtype="float32",
+            kv_cache_dtype="float32",
             vocab_size=97,
             hidden_size=8,
             num_layers=len(windows),

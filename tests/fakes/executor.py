@@ -127,6 +127,9 @@ class FakeExecutor:
     def allocate(self, layout: KVCacheLayout) -> None:
         self._layout = layout
 
+    def describe(self) -> str:
+        return "fake executor"
+
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         _require(not self.is_shut_down, "a plan after shutdown")
         if self._record:

@@ -106,10 +106,11 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     assert has_ended(engine)
     assert '"GET /health HTTP/1.1" 200' in error
     assert '"POST /v1/completions HTTP/1.1" 200' in error
-    first, *phases = process.output.splitlines()
+    first, backend, *phases = process.output.splitlines()
     assert first.startswith("Quire ")
     assert "tiny" in first
     assert "ready in" in first
+    assert backend.strip() == "fake executor"
     assert {"import web server", "engine: load model"} <= {row.split(" s  ")[1] for row in phases}
 
 

@@ -1,0 +1,182 @@
+// Planning attention, copying blocks: the parts that are not compiled for each instruction set.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "attention.h"
+#include "bindings.h"
+#include "block_copy.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+// A key that is read for one row costs about as much as the arithmetic of this many rows.
+constexpr int64_t kReadCost = 6;
+// Items of equal cost that a thread should have at least, so that threads end together.
+constexpr int64_t kItemsPerThread = 4;
+
+void check_block_shape(int64_t block_size, int64_t num_kv_heads) {
+  if (block_size < 1 || block_size > kMaxBlockSize || (block_size & (block_size - 1)) != 0)
+    throw std::invalid_argument("block size " + std::to_string(block_size) + " is not a power of two from 1 to 1024");
+  if (num_kv_heads < 1) throw std::invalid_argument("at least one key/value head is needed");
+}
+
+int64_t checked_block_bytes(int64_t block_size, int64_t num_kv_heads, int64_t head_dim, CacheType type) {
+  check_block_shape(block_size, num_kv_heads);
+  if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0)
+    throw std::invalid_argument("head dimension " + std::to_string(head_dim) + " is not a multiple of 8 up to 256");
+  return num_kv_heads * head_bytes(block_size, head_dim, type);
+}
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads,
+                             int64_t window, int threads)
+    : block_size(block_size),
+      num_blocks(num_blocks),
+      num_heads(num_heads),
+      num_kv_heads(num_kv_heads),
+      window(window),
+      threads(threads) {
+  check_block_shape(block_size, num_kv_heads);
+  if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1)
+    throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
+}
+
+void AttentionPlan::set(int64_t sequences, const int64_t* starts, const int64_t* positions, const int32_t* table,
+                        int64_t table_width, int64_t stride, const int64_t* row_slots) {
+  num_sequences = sequences;
+  query_start = starts;
+  start_positions = positions;
+  block_table = table;
+  table_stride = stride;
+  slots = row_slots;
+  items_.clear();
+  merges_.clear();
+  rows = partial_rows = num_items = num_merges = 0;
+  try {
+    check(table_width);
+  } catch (...) {
+    num_sequences = 0;  // a plan that was refused does nothing
+    throw;
+  }
+  rows = query_start[num_sequences];
+  cut();
+  split();
+  items = items_.data();
+  num_items = static_cast<int64_t>(items_.size());
+  merges = merges_.data();
+  num_merges = static_cast<int64_t>(merges_.size());
+}
+
+void AttentionPlan::check(int64_t table_width) const {
+  if (num_sequences < 0 || query_start[0] != 0) throw std::invalid_argument("query starts do not begin at 0");
+  constexpr int64_t kMost = int64_t{1} << 31;
+  for (int64_t s = 0; s < num_sequences; ++s) {
+    const int64_t count = query_start[s + 1] - query_start[s], start = start_positions[s];
+    if (count < 0 || count > kMost) throw std::invalid_argument("query starts fall or leap");
+    if (count == 0) continue;
+    if (start < 0 || start > kMost) throw std::invalid_argument("a start position is out of range");
+    const int64_t first = window > 0 ? std::max<int64_t>(0, start - window + 1) / block_size : 0;
+    const int64_t last = (start + count - 1) / block_size;
+    if (last >= table_width)
+      throw std::invalid_argument("sequence " + std::to_string(s) + " needs " + std::to_string(last + 1) +
+                                  " blocks, its table has " + std::to_string(table_width));
+    const int32_t* table = block_table + s * table_stride;
+    for (int64_t i = first; i <= last; ++i)
+      if (table[i] < 0 || table[i] >= num_blocks)
+        throw std::invalid_argument("sequence " + std::to_string(s) + ": block " + std::to_string(table[i]) +
+                                    " is not one of " + std::to_string(num_blocks));
+  }
+  const int64_t num_slots = num_blocks * block_size;
+  for (int64_t t = 0; t < query_start[num_sequences]; ++t)
+    if (slots[t] < 0 || slots[t] >= num_slots)
+      throw std::invalid_argument("row " + std::to_string(t) + ": slot " + std::to_string(slots[t]) +
+                                  " is not one of " + std::to_string(num_slots));
+}
+
+// Items of all keys of at most kItemRows rows.
+void AttentionPlan::cut() {
+  const int64_t group = num_heads / num_kv_heads;
+  whole_.clear();
+  for (int64_t s = 0; s < num_sequences; ++s) {
+    const int64_t total = (query_start[s + 1] - query_start[s]) * group, start = start_positions[s];
+    for (int64_t first = 0; first < total; first += kItemRows) {
+      AttentionItem item;
+      item.sequence = static_cast<int32_t>(s);
+      item.first_row = first;
+      item.rows = static_cast<int32_t>(std::min(kItemRows, total - first));
+      const int64_t low = window > 0 ? std::max<int64_t>(0, start + first / group - window + 1) : 0;
+      const int64_t high = start + (first + item.rows - 1) / group;
+      item.first_split = low / kSplitKeys;
+      item.last_split = high / kSplitKeys + 1;
+      item.cost = (high + 1 - low) * (item.rows + kReadCost);
+      whole_.push_back(item);
+    }
+  }
+}
+
+// Cuts what would keep one thread busy while the others have nothing left, at the borders of its splits.
+void AttentionPlan::split() {
+  int64_t total = 0;
+  for (const AttentionItem& item : whole_) total += item.cost * num_kv_heads;
+  const int64_t most = std::max<int64_t>(1, total / (threads * kItemsPerThread));
+  for (AttentionItem& item : whole_) {
+    const int64_t splits = item.last_split - item.first_split;
+    const int64_t pieces = threads == 1 ? 1 : std::min(splits, (item.cost + most - 1) / most);
+    if (pieces < 2 || (partial_rows + splits * item.rows) * num_kv_heads > kMaxPartialRows) {
+      items_.push_back(item);
+      continue;
+    }
+    item.partial = partial_rows;
+    partial_rows += splits * item.rows;
+    merges_.push_back(item);
+    for (int64_t i = 0; i < pieces; ++i) {
+      AttentionItem piece = item;
+      piece.first_split = item.first_split + splits * i / pieces;
+      piece.last_split = item.first_split + splits * (i + 1) / pieces;
+      piece.partial += (piece.first_split - item.first_split) * item.rows;
+      piece.cost = item.cost / pieces;
+      items_.push_back(piece);
+    }
+  }
+  std::sort(items_.begin(), items_.end(),
+            [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
+}
+
+void bind_attention(nb::module_& module) {
+  nb::class_<AttentionPlan>(module, "AttentionPlan")
+      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int>(), "block_size"_a, "num_blocks"_a,
+           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a)
+      .def(
+          "set",
+          [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,
+             uintptr_t block_table, int64_t table_width, int64_t table_stride, uintptr_t slots) {
+            plan.set(num_sequences, reinterpret_cast<const int64_t*>(query_start),
+                     reinterpret_cast<const int64_t*>(start_positions), reinterpret_cast<const int32_t*>(block_table),
+                     table_width, table_stride, reinterpret_cast<const int64_t*>(slots));
+          },
+          "num_sequences"_a, "query_start"_a, "start_positions"_a, "block_table"_a, "table_width"_a, "table_stride"_a,
+          "slots"_a)
+      .def_prop_ro("num_items", [](const AttentionPlan& plan) { return plan.num_items; })
+      .def_prop_ro("num_merges", [](const AttentionPlan& plan) { return plan.num_merges; });
+  module.def("block_bytes", &checked_block_bytes, "block_size"_a, "num_kv_heads"_a, "head_dim"_a, "cache"_a);
+  module.def(
+      "copy_blocks",
+      [](Pool& pool, const std::vector<uintptr_t>& pages, int64_t block_bytes, int64_t num_blocks, uintptr_t pairs,
+         int64_t num_pairs) {
+        const BlockCopies copies(reinterpret_cast<const int64_t*>(pairs), num_pairs, num_blocks);
+        nb::gil_scoped_release released;
+        copies.run(pool, pages, block_bytes);
+      },
+      "pool"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "pairs"_a, "num_pairs"_a);
+}
+
+}  // namespace quire

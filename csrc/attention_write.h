@@ -1,0 +1,123 @@
+// What is done to a row before attention: norm and rotation of its query and key heads, keys and values to the cache.
+#pragma once
+
+#include "attention.h"
+#include "vector_math.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// head / rms(head) * weight, in place.
+void norm_head(float* head, const float* weight, float epsilon, int64_t depth) {
+  const int64_t whole = depth / kLanes * kLanes, rest = depth - whole;
+  vf squares = zero();
+  for (int64_t d = 0; d < whole; d += kLanes) squares = fma(load(head + d), load(head + d), squares);
+  if (rest > 0) {
+    const vf last = load_some(head + whole, rest);
+    squares = fma(last, last, squares);
+  }
+  const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(depth) + epsilon);
+  for (int64_t d = 0; d < whole; d += kLanes) store(head + d, load(head + d) * scale * load(weight + d));
+  for (int64_t d = whole; d < depth; ++d) head[d] = head[d] * scale * weight[d];
+}
+
+// Turns the pairs (d, d + half) of the first 2 half elements. turn: [half] cosines, then sines.
+void rotate_head(float* head, const float* turn, int64_t half) {
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const vf x = load(head + d), y = load(head + half + d), cosine = load(turn + d), sine = load(turn + half + d);
+    store(head + d, fma(x, cosine, -(y * sine)));
+    store(head + half + d, fma(y, cosine, x * sine));
+  }
+  for (; d < half; ++d) {
+    const float x = head[d], y = head[half + d], cosine = turn[d], sine = turn[half + d];
+    head[d] = fma(x, cosine, -(y * sine));
+    head[half + d] = fma(y, cosine, x * sine);
+  }
+}
+
+// Rounds a head to 8 bits and returns its scale: the largest size / 127. A head with an element that is not finite
+// gets a scale that is not a number, so that it is not read as if it were one.
+float round_head(const float* head, int64_t depth, int8_t* to) {
+  alignas(64) float padded[kMaxHeadDim + 16] = {};
+  std::memcpy(padded, head, static_cast<std::size_t>(depth) * sizeof(float));
+  vf largest = zero(), poison = zero();
+  for (int64_t d = 0; d < depth; d += kLanes) {
+    const vf x = load(padded + d);
+    largest = max(largest, max(x, -x));
+    poison = fma(x, zero(), poison);
+  }
+  const float scale = max_lanes(largest) / 127.0f + sum_lanes(poison);
+  const vf magic = broadcast(12582912.0f), limit = broadcast(127.0f);
+  const vf divisor = broadcast(scale > 0 ? scale : 1.0f);
+  for (int64_t d = 0; d < depth; d += kLanes) {
+    // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number, ties to even.
+    const vf x = max(min(load(padded + d) / divisor, limit), -limit);
+    const vi whole = bit_cast<vi>(x + magic) - bit_cast<vi>(magic);
+    for (int i = 0; i < kLanes; ++i)
+      if (d + i < depth) to[d + i] = static_cast<int8_t>(whole[i]);
+  }
+  return scale;
+}
+
+void narrow_head(const float* head, int64_t depth, uint16_t* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= depth; d += kLanes) store_bf16(to + d, load(head + d));
+  for (; d < depth; ++d) to[d] = to_bf16(head[d]);
+}
+
+// Keys that lie side by side belong to different threads: elements are written one by one.
+template <class Element>
+void scatter_key(const Element* from, int64_t depth, int64_t width, Element* to) {
+  for (int64_t d = 0; d < depth; ++d) to[d * width] = from[d];
+}
+
+// share: of the head, in the block; inside: the token's place there.
+void write_head(const AttentionArgs& args, const float* key, const float* value, std::byte* share, int64_t inside) {
+  const int64_t size = args.block_size, depth = args.head_dim, width = size < kSubtile ? size : kSubtile;
+  const int64_t bytes = element_bytes(args.cache);
+  std::byte* keys = share + keys_offset(size, args.cache) + (inside / width * width * depth + inside % width) * bytes;
+  std::byte* values = share + values_offset(size, depth, args.cache) + inside * depth * bytes;
+  switch (args.cache) {
+    case CacheType::kF32:
+      scatter_key(key, depth, width, reinterpret_cast<float*>(keys));
+      std::memcpy(values, value, static_cast<std::size_t>(depth) * sizeof(float));
+      return;
+    case CacheType::kBF16: {
+      uint16_t narrow[kMaxHeadDim];
+      narrow_head(key, depth, narrow);
+      scatter_key(narrow, depth, width, reinterpret_cast<uint16_t*>(keys));
+      narrow_head(value, depth, reinterpret_cast<uint16_t*>(values));
+      return;
+    }
+    case CacheType::kI8: {
+      int8_t rounded[kMaxHeadDim];
+      auto* scales = reinterpret_cast<float*>(share);
+      scales[inside] = round_head(key, depth, rounded);
+      scatter_key(rounded, depth, width, reinterpret_cast<int8_t*>(keys));
+      scales[size + inside] = round_head(value, depth, reinterpret_cast<int8_t*>(values));
+      return;
+    }
+  }
+}
+
+// One row of the projections' output: query heads are changed in place, key and value heads go to `slot`.
+void prepare_row(const AttentionArgs& args, float* row, const float* turn, int64_t slot) {
+  const int64_t depth = args.head_dim, half = args.rotary_dim / 2;
+  const int64_t share = head_bytes(args.block_size, depth, args.cache);
+  std::byte* block = args.pages + slot / args.block_size * args.block_bytes;
+  float* keys = row + args.num_heads * depth;
+  float* values = keys + args.num_kv_heads * depth;
+  for (int64_t h = 0; h < args.num_heads; ++h) {
+    if (args.query_norm != nullptr) norm_head(row + h * depth, args.query_norm, args.norm_epsilon, depth);
+    if (turn != nullptr) rotate_head(row + h * depth, turn, half);
+  }
+  for (int64_t h = 0; h < args.num_kv_heads; ++h) {
+    if (args.key_norm != nullptr) norm_head(keys + h * depth, args.key_norm, args.norm_epsilon, depth);
+    if (turn != nullptr) rotate_head(keys + h * depth, turn, half);
+    write_head(args, keys + h * depth, values + h * depth, block + h * share, slot % args.block_size);
+  }
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

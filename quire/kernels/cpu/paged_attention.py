@@ -1,0 +1,112 @@
+"""Native paged attention: what may be cached how, and the plan of a step. How a block looks: csrc/attention.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.errors import ConfigError
+from quire.kernels.cpu import _native
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.spec import SlidingWindowSpec
+
+CACHE_TYPES = {
+    "float32": _native.CacheType.F32,
+    "bfloat16": _native.CacheType.BF16,
+    "int8": _native.CacheType.I8,
+}
+MAX_HEAD_DIM = 256
+MAX_BLOCK_SIZE = 1024
+
+
+def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raises ConfigError for what the kernels do not compute: a block size that is not a power of two up to 1024, a
+    head dimension that is not a multiple of 8 up to 256, query heads that do not divide among the key heads."""
+    if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise ConfigError(f"native attention needs a block size that is a power of two up to 1024, not {block_size}")
+    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        raise ConfigError(f"native attention needs a head dimension that is a multiple of 8 up to 256, not {head_dim}")
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ConfigError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
+
+
+def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
+    """Bytes of a block of one layer; `quire.kv_cache.spec` has the same sum without torch. cache_dtype: a key of
+    CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
+    check_shape(block_size, num_kv_heads, num_kv_heads, head_dim)
+    return _native.block_bytes(block_size, num_kv_heads, head_dim, CACHE_TYPES[cache_dtype])
+
+
+class AttentionPlans:
+    """The native plans of a model's KV groups, set anew for each step."""
+
+    def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int) -> None:
+        """num_heads: query heads of every layer. num_threads: of the pool that runs them."""
+        self._plans = []
+        for group in layout.groups:
+            spec = group.spec
+            check_shape(layout.block_size, num_heads, spec.num_kv_heads, spec.head_dim)
+            window = spec.window if isinstance(spec, SlidingWindowSpec) else 0
+            self._plans.append(
+                _native.AttentionPlan(
+                    layout.block_size, layout.num_blocks, num_heads, spec.num_kv_heads, window, num_threads
+                )
+            )
+        self._batch: AttentionBatch | None = None
+
+    def set(self, batch: AttentionBatch) -> list[_native.AttentionPlan]:
+        """The plans for one step, by KV group; valid until the next call. The batch's tensors are kept alive, and must
+        not change while a program runs.
+
+        Raises ValueError for tensors of the wrong kind and for whatever would be read or written outside the pool.
+        """
+        starts, positions = batch.query_start, batch.start_positions
+        num_sequences = positions.shape[0]
+        _check(starts, torch.int64, (num_sequences + 1,), "query starts")
+        _check(positions, torch.int64, (num_sequences,), "start positions")
+        num_rows = int(starts[-1])
+        for plan, table, slots in zip(self._plans, batch.block_tables, batch.slot_mapping, strict=True):
+            if table.dtype != torch.int32 or table.dim() != 2 or len(table) != num_sequences or table.stride(1) != 1:
+                raise ValueError(f"block tables: int32 rows of {num_sequences} sequences expected")
+            _check(slots, torch.int64, (num_rows,), "slots")
+            plan.set(
+                num_sequences,
+                starts.data_ptr(),
+                positions.data_ptr(),
+                table.data_ptr(),
+                table.shape[1],
+                table.stride(0),
+                slots.data_ptr(),
+            )
+        self._batch = batch
+        return self._plans
+
+
+def copy_blocks(
+    pool: _native.Pool,
+    pages: Sequence[torch.Tensor],
+    page_block_bytes: int,
+    num_blocks: int,
+    copies: Sequence[tuple[int, int]],
+) -> None:
+    """Copy block `source` to block `destination` in every page, for each (source, destination). All sources are read
+    before any destination is written.
+
+    pages: contiguous, of num_blocks blocks of page_block_bytes each. Raises ValueError for pages of another size,
+    for blocks that do not exist and for a destination that occurs twice.
+    """
+    if not copies:
+        return
+    for page in pages:
+        if not page.is_contiguous() or page.nbytes != num_blocks * page_block_bytes:
+            raise ValueError(f"a page of {num_blocks} blocks of {page_block_bytes} bytes expected")
+    pairs = torch.tensor(copies, dtype=torch.int64)
+    addresses = [page.data_ptr() for page in pages]
+    _native.copy_blocks(pool, addresses, page_block_bytes, num_blocks, pairs.data_ptr(), len(copies))
+
+
+def _check(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name}: {dtype} {list(shape)} expected, got {tensor.dtype} {list(tensor.shape)}")

@@ -1,0 +1,215 @@
+"""A pool of one layer that native attention is run over, step by step, and the same computed densely in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block_bytes
+from quire.kernels.reference import paged_attention_dense
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+
+ISAS = [isa for isa in _native.available_isas() if isa != "avx512_vnni"]
+"""avx512_vnni shares the attention of avx512."""
+POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3)}
+STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a layer may have besides its shape."""
+
+    sinks: torch.Tensor | None = None
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+    epsilon: float = 1e-6
+    rotary_dim: int = 0
+
+
+@dataclass
+class History:
+    """Queries, keys and values of one whole sequence: [n, heads, head_dim] float32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def random(cls, length: int, layer: LayerAttention, seed: int) -> History:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(heads: int) -> torch.Tensor:
+            return torch.randn(length, heads, layer.head_dim, generator=generator)
+
+        return cls(draw(layer.num_heads) * 2, draw(layer.num_kv_heads) * 2, draw(layer.num_kv_heads))
+
+    def rows(self, start: int, count: int) -> torch.Tensor:
+        part = [x[start : start + count].flatten(1) for x in (self.q, self.k, self.v)]
+        return torch.cat(part, dim=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the kernels run."""
+
+    isa: str
+    threads: int = 1
+    cache: str = "float32"
+    block_size: int = 16
+    seed: int = 3
+
+
+class NativePool:
+    """Sequences with scattered blocks. Unused memory holds NaN (0xFF bytes)."""
+
+    def __init__(
+        self, layer: LayerAttention, lengths: Sequence[int], setting: Setting, options: Options | None = None
+    ) -> None:
+        self.layer, self.setting, self.options = layer, setting, options or Options()
+        size = setting.block_size
+        per_sequence = [-(-length // size) for length in lengths]
+        self.num_blocks = 1 + sum(per_sequence)
+        self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.cache)
+        self.memory = torch.full((self.num_blocks * self.block_bytes,), 0xFF, dtype=torch.uint8)
+        shape = (layer.num_kv_heads, layer.head_dim, 4)
+        spec = FullAttentionSpec(*shape) if layer.window is None else SlidingWindowSpec(*shape, window=layer.window)
+        groups, count = group_layers([spec])
+        self.plans = AttentionPlans(
+            KVCacheLayout(size, self.num_blocks, groups, count), layer.num_heads, setting.threads
+        )
+        order = torch.randperm(self.num_blocks - 1, generator=torch.Generator().manual_seed(setting.seed)) + 1
+        self.tables = [blocks.int() for blocks in order.split(per_sequence)]
+        self.computed = [0] * len(lengths)
+        self.max_rows = max(64, sum(lengths))
+        self._program()
+
+    def _program(self) -> None:
+        layer, options = self.layer, self.options
+        self.qkv_stride = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 16
+        self.out_stride = layer.num_heads * layer.head_dim + 3
+        self.program = _native.Program(self.setting.isa, POOLS[self.setting.threads], self.max_rows)
+        self.program.attention(
+            group=0,
+            cache=CACHE_TYPES[self.setting.cache],
+            pages=self.memory.data_ptr(),
+            block_bytes=self.block_bytes,
+            num_blocks=self.num_blocks,
+            block_size=self.setting.block_size,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scale=layer.scale,
+            soft_cap=layer.soft_cap or 0.0,
+            window=layer.window or 0,
+            sinks=_address(options.sinks),
+            query_norm=_address(options.query_norm),
+            key_norm=_address(options.key_norm),
+            norm_epsilon=options.epsilon,
+            rotary_dim=options.rotary_dim,
+            rotation=_native.Ref(2, 0, max(16, options.rotary_dim)),
+            qkv=_native.Ref(0, 0, self.qkv_stride),
+            out=_native.Ref(1, 0, self.out_stride),
+        )
+        self.scratch = torch.empty(self.program.scratch_bytes + 64, dtype=torch.uint8)
+
+    def batch(self, work: Sequence[tuple[int, int]]) -> AttentionBatch:
+        """work: (sequence, new tokens)."""
+        counts = torch.tensor([count for _, count in work])
+        starts = torch.tensor([self.computed[sequence] for sequence, _ in work])
+        table = torch.nn.utils.rnn.pad_sequence([self.tables[sequence] for sequence, _ in work], batch_first=True)
+        index = torch.repeat_interleave(torch.arange(len(work)), counts)
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        size = self.setting.block_size
+        slots = table[index, positions // size].long() * size + positions % size
+        query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+        return AttentionBatch(query_start, starts, positions, index, (table,), (slots,))
+
+    def run(self, batch: AttentionBatch, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [T, (num_heads + 2 num_kv_heads) * head_dim]. Returns [T, num_heads, head_dim]."""
+        layer, count = self.layer, len(rows)
+        qkv = torch.full((count, self.qkv_stride), float("nan"))
+        qkv[:, : rows.shape[1]] = rows
+        out = torch.full((count, self.out_stride), float("nan"))
+        rotation = rotations(batch.positions, self.options.rotary_dim)
+        areas = [qkv.data_ptr(), out.data_ptr(), rotation.data_ptr()]
+        plans = self.plans.set(batch)
+        self.program.run(count, 0, batch.positions.data_ptr(), plans, areas, -(-self.scratch.data_ptr() // 64) * 64)
+        width = layer.num_heads * layer.head_dim
+        assert out[:, width:].isnan().all(), "written beyond a row"
+        return out[:, :width].reshape(count, layer.num_heads, layer.head_dim)
+
+    def step(self, histories: Sequence[History], work: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        rows = torch.cat([histories[s].rows(self.computed[s], n) for s, n in work])
+        out = self.run(self.batch(work), rows)
+        for sequence, count in work:
+            self.computed[sequence] += count
+        return list(out.split([count for _, count in work]))
+
+    def whole(self, history: History, chunk: int = 1 << 20) -> torch.Tensor:
+        """Sequence 0 from its first token to its last, `chunk` tokens a step."""
+        parts = []
+        while left := len(history.q) - self.computed[0]:
+            parts += self.step([history], [(0, min(chunk, left))])
+        return torch.cat(parts)
+
+    def stored(self) -> torch.Tensor:
+        """What the blocks hold, by the layout that csrc/attention.h describes: [num_blocks, 2, block_size,
+        num_kv_heads, head_dim] float64."""
+        layer, size = self.layer, self.setting.block_size
+        heads, depth, width = layer.num_kv_heads, layer.head_dim, min(16, size)
+        element = STORED[self.setting.cache]
+        shares = self.memory.view(self.num_blocks, heads, -1)
+        scale_bytes = 8 * size if element == torch.int8 else 0
+        elements = shares[:, :, scale_bytes:].contiguous().view(element).double().view(self.num_blocks, heads, 2, -1)
+        keys = elements[:, :, 0].view(self.num_blocks, heads, size // width, depth, width).transpose(3, 4)
+        both = torch.stack((keys.reshape(self.num_blocks, heads, size, depth), elements[:, :, 1].view(
+            self.num_blocks, heads, size, depth)), dim=1)  # fmt: skip
+        if scale_bytes:
+            scales = shares[:, :, :scale_bytes].contiguous().view(torch.float32).double()
+            both = both * scales.view(self.num_blocks, heads, 2, size, 1).transpose(1, 2)
+        return both.transpose(2, 3)
+
+    def expected(self, sequence: int, query: torch.Tensor, start: int) -> torch.Tensor:
+        """Dense attention over what the blocks hold now. query: [n, num_heads, head_dim], normed and rotated."""
+        pages = self.stored()
+        length = start + len(query)
+        table = self.tables[sequence][: -(-length // self.setting.block_size)]
+        if self.options.sinks is None:
+            return paged_attention_dense(pages, table, query.double(), start, self.layer)
+        # A sink is a key whose score is given and whose value is zero: one more dimension gives it that score.
+        layer, sinks = self.layer, self.options.sinks.double()
+        positions = torch.arange(length)
+        blocks = table.long()[positions // self.setting.block_size]
+        kept = pages[blocks, :, positions % self.setting.block_size].repeat_interleave(
+            layer.num_heads // layer.num_kv_heads, dim=2
+        )
+        scores = torch.einsum("nhd,lhd->hnl", query.double(), kept[:, 0]) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        distance = (start + torch.arange(len(query)))[:, None] - positions
+        hidden = (distance < 0) | (distance >= (layer.window or length + 1))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        with_sink = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), dim=-1)
+        return torch.einsum("hnl,lhd->nhd", torch.softmax(with_sink, dim=-1)[..., :-1], kept[:, 1])
+
+
+def rotations(positions: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """[T, max(16, rotary_dim)] float32: cosines, then sines."""
+    half = rotary_dim // 2
+    angles = positions[:, None].double() * 10000.0 ** (-torch.arange(half) / max(1, half))
+    out = torch.zeros(len(positions), max(16, rotary_dim))
+    out[:, :half], out[:, half : 2 * half] = angles.cos(), angles.sin()
+    return out
+
+
+def narrower(layer: LayerAttention, window: int | None) -> LayerAttention:
+    return replace(layer, window=window)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,307 @@
+"""Native embedding, norms and rotary tables: the values of float64, and a row's bits in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.layers.test_norm import build
+
+_native = pytest.importorskip("quire.kernels.cpu._native")
+
+from quire.layers.norm import LayerNorm, RMSNorm  # noqa: E402
+
+PANEL = 32
+ISAS = _native.available_isas()
+WIDTHS = [1, 15, 16, 33, 64, 127, 576]
+
+each_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def strided(rows: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows begin at multiples of 16 elements, with NaN between them."""
+    stride = -(-rows.shape[1] // 16) * 16
+    memory = torch.full((max(1, len(rows)), stride), torch.nan)
+    memory[: len(rows), : rows.shape[1]] = rows
+    return memory[: len(rows), : rows.shape[1]]
+
+
+def run(
+    isa: str,
+    threads: int,
+    record: Callable[[Any, list[Any]], None],
+    matrices: list[torch.Tensor],
+    token_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> None:
+    """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
+    num_rows = len(matrices[0])
+    program = _native.Program(isa, _native.Pool(threads, False), num_rows)
+    record(program, [_native.Ref(area, 0, matrix.stride(0)) for area, matrix in enumerate(matrices)])
+    program.run(
+        num_rows,
+        0 if token_ids is None else token_ids.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
+        [],
+        [matrix.data_ptr() for matrix in matrices],
+        0,
+    )
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.int32), second.contiguous().view(torch.int32))
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def norm(
+    isa: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    subtract_mean: bool,
+    threads: int = 2,
+    in_place: bool = False,
+) -> torch.Tensor:
+    x = strided(x)
+    out = x if in_place else strided(torch.zeros(x.shape))
+
+    def record(program: Any, refs: list[Any]) -> None:
+        addresses = [0 if part is None else part.data_ptr() for part in (weight, bias)]
+        program.norm(*addresses, 1e-5, subtract_mean, x.shape[1], refs[0], refs[-1])
+
+    run(isa, threads, record, [x] if in_place else [x, out])
+    return out
+
+
+@each_isa
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_are_those_of_float64(isa: str, width: int, affine: bool) -> None:
+    x = randn(37, width) * torch.logspace(-3, 3, 37)[:, None] + 2
+    weight, bias = (randn(width, seed=1), randn(width, seed=2)) if affine else (None, None)
+    wide = x.double()
+    for subtract_mean in (False, True):
+        centred = wide - wide.mean(-1, keepdim=True) if subtract_mean else wide
+        expected = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        if weight is not None and bias is not None:
+            expected = expected * weight + bias
+        actual = norm(isa, x, weight, bias, subtract_mean=subtract_mean)
+        # Where little of a row is left without its mean, that carries the mean's rounding.
+        deviation = wide.std(-1, correction=0).clamp(min=1e-5**0.5)
+        tolerance = 2e-6 * float((wide.abs().amax(-1) / deviation).max()) if subtract_mean else 0.0
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=max(tolerance, 1e-5))
+
+
+@each_isa
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norms_are_those_of_the_layers(isa: str, kind: type[RMSNorm | LayerNorm]) -> None:
+    x = randn(20, 200)
+    layer = build(kind, 200)
+    weight, bias = randn(200, seed=0), randn(200, seed=1) if kind is LayerNorm else None
+    actual = norm(isa, x, weight, bias, subtract_mean=kind is LayerNorm)
+    torch.testing.assert_close(actual, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@each_isa
+@pytest.mark.parametrize("width", [1, 33, 576])
+def test_a_normed_row_has_the_same_bits_everywhere(isa: str, width: int) -> None:
+    x = randn(301, width)
+    weight, bias = randn(width, seed=1), randn(width, seed=2)
+    for subtract_mean in (False, True):
+        whole = norm(isa, x, weight, bias, subtract_mean=subtract_mean, threads=1)
+        for threads in (1, 2, 3):
+            for first, last in ((0, 1), (7, 9), (100, 301), (0, 301)):
+                part = norm(
+                    isa,
+                    x[first:last],
+                    weight,
+                    bias,
+                    subtract_mean=subtract_mean,
+                    threads=threads,
+                    in_place=threads == 3,
+                )
+                assert same_bits(part, whole[first:last])
+
+
+@each_isa
+def test_norms_of_no_rows_and_of_damaged_rows(isa: str) -> None:
+    assert norm(isa, torch.zeros(0, 8), None, None, subtract_mean=True).shape == (0, 8)
+    x = randn(5, 40)
+    whole = norm(isa, x, None, None, subtract_mean=False)
+    x[1, 3], x[3, 39] = torch.nan, torch.inf
+    actual = norm(isa, x, None, None, subtract_mean=False)
+    assert actual[1].isnan().all()
+    assert actual[3].isnan().any()
+    assert same_bits(actual[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+# -- embedding --------------------------------------------------------------------------------------------------------
+
+
+def pack_floats(table: torch.Tensor) -> torch.Tensor:
+    """[rows, width] -> [panels, width, 32]."""
+    padded = torch.nn.functional.pad(table, (0, 0, 0, -len(table) % PANEL))
+    return padded.view(-1, PANEL, table.shape[1]).transpose(1, 2).contiguous()
+
+
+def pack_integers(values: torch.Tensor, group: int, bits: int) -> torch.Tensor:
+    """values: [rows, width] int -> bytes in panels of 32 rows, as csrc/kernels.h says."""
+    rows, width = values.shape
+    values = torch.nn.functional.pad(values, (0, 0, 0, -rows % PANEL)).view(-1, PANEL, width // group, group)
+    values = torch.nn.functional.pad(values, (0, -group % 4)).permute(0, 2, 3, 1)  # [panel, group, k, column]
+    panels, groups, depth, _ = values.shape
+    if bits == 8:
+        return values.reshape(panels, groups, depth // 4, 4, PANEL).transpose(3, 4).to(torch.int8).contiguous()
+    octets = values.reshape(panels, groups, depth // 8, 2, 4, PANEL)
+    return (octets[:, :, :, 0] | octets[:, :, :, 1] << 4).transpose(3, 4).to(torch.uint8).contiguous()
+
+
+def pack_scales(scales: torch.Tensor) -> torch.Tensor:
+    """[rows, groups] -> [panels, groups, 32]."""
+    return pack_floats(scales)
+
+
+class Table:
+    """A packed or plain table, and the values that it stands for."""
+
+    def __init__(
+        self, kind: str, rows: int, width: int, *, group: int = 0, packed: bool, ordered: bool = False
+    ) -> None:
+        self.width, self.kind = width, kind
+        scales = offsets = None
+        if kind in ("I8", "I4"):
+            group = group or width
+            low, high = (-127, 128) if kind == "I8" else (0, 16)
+            integers = torch.randint(low, high, (rows, width), generator=torch.Generator().manual_seed(3))
+            scales = randn(rows, width // group, seed=4) * 0.1
+            offsets = randn(rows, width // group, seed=5) if kind == "I4" else torch.zeros(rows, width // group)
+            self.values = (
+                integers.double() * scales.double().repeat_interleave(group, 1)
+                + offsets.double().repeat_interleave(group, 1)
+            ).float()
+            self._data = pack_integers(integers, group, 8 if kind == "I8" else 4)
+            self._scales = pack_scales(scales)
+            self._offsets = pack_scales(offsets) if kind == "I4" else None
+        else:
+            dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[kind]
+            stored = randn(rows, width).to(dtype)
+            if kind == "F16":
+                stored[0, 0], stored[1, 0], stored[2, 0] = 6e-8, -65504.0, torch.inf
+            self.values = stored.float()
+            self._data = pack_floats(stored) if packed else stored
+            self._scales = self._offsets = None
+        self._order = None
+        if ordered:
+            self._order = torch.randperm(width, generator=torch.Generator().manual_seed(6)).to(torch.int32)
+            self.values = torch.empty_like(self.values).index_copy_(1, self._order.long(), self.values)
+        self.plain = 0 if packed else self._data.data_ptr()
+        self.weight = _native.PackedWeight(
+            getattr(_native.WeightType, kind),
+            width,
+            rows,
+            group or width,
+            False,
+            False,
+            self._data.data_ptr(),
+            0 if self._scales is None else self._scales.data_ptr(),
+            0 if self._offsets is None else self._offsets.data_ptr(),
+            0,
+            0 if self._order is None else self._order.data_ptr(),
+        )
+
+
+FLOATS = [
+    (kind, width, 0, packed, False)
+    for kind in ("F32", "BF16", "F16")
+    for width in (1, 33, 200)
+    for packed in (False, True)
+]
+BYTES = [("I8", width, group, True, False) for width, group in ((33, 33), (200, 200), (96, 6), (384, 128))]
+NIBBLES = [("I4", width, group, True, False) for width, group in ((200, 200), (96, 32), (384, 128), (240, 24))]
+REORDERED = [("BF16", 96, 0, True, True), ("I4", 96, 32, True, True)]
+
+
+def embed(
+    isa: str,
+    table: Table,
+    ids: torch.Tensor,
+    *,
+    threads: int = 2,
+    shift: int = 0,
+    onto: torch.Tensor | None = None,
+    by_position: bool = False,
+) -> torch.Tensor:
+    out = strided(torch.full((len(ids), table.width), torch.nan) if onto is None else onto)
+
+    def record(program: Any, refs: list[Any]) -> None:
+        program.embed(table.weight, table.plain, table.width, shift, by_position, onto is not None, refs[0])
+
+    other = torch.full_like(ids, 10**9)
+    run(isa, threads, record, [out], *((other, ids) if by_position else (ids, other)))
+    return out
+
+
+@each_isa
+@pytest.mark.parametrize(("kind", "width", "group", "packed", "ordered"), [*FLOATS, *BYTES, *NIBBLES, *REORDERED])
+def test_embedding(isa: str, kind: str, width: int, group: int, packed: bool, ordered: bool) -> None:
+    table = Table(kind, 70, width, group=group, packed=packed, ordered=ordered)
+    ids = torch.randint(0, 70, (41,), generator=torch.Generator().manual_seed(7))
+    ids[:4] = torch.tensor([0, 69, 31, 32])
+    exact = table.kind not in ("I8", "I4")
+    tolerance = 0 if exact else 1e-6
+    expected = table.values[ids]
+    actual = embed(isa, table, ids)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for threads in (1, 2, 3):
+        assert same_bits(embed(isa, table, ids[5:6], threads=threads), actual[5:6])
+        assert same_bits(embed(isa, table, ids, threads=threads), actual)
+    before = randn(41, table.width, seed=8)
+    # A position's vector is added to the token's, two rows further on in the table.
+    added = embed(isa, table, (ids - 2).clamp(min=0), shift=2, onto=before, by_position=True)
+    assert same_bits(added, before + embed(isa, table, (ids - 2).clamp(min=0) + 2))
+
+
+@each_isa
+def test_embedding_of_no_tokens(isa: str) -> None:
+    assert embed(isa, Table("F32", 3, 1, packed=True), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
+
+
+# -- rotary tables ----------------------------------------------------------------------------------------------------
+
+
+def rotation(
+    isa: str, positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float, threads: int
+) -> torch.Tensor:
+    out = strided(torch.full((len(positions), 2 * len(frequencies)), torch.nan))
+
+    def record(program: Any, refs: list[Any]) -> None:
+        program.rotation(frequencies.data_ptr(), 2 * len(frequencies), magnitude, refs[0])
+
+    run(isa, threads, record, [out], positions=positions)
+    return out
+
+
+@each_isa
+@pytest.mark.parametrize("half", [1, 16, 33])
+def test_rotation(isa: str, half: int) -> None:
+    frequencies = 10000.0 ** -(torch.arange(half) / half)
+    positions = torch.cat((torch.arange(300), torch.tensor([8191, 131071])))
+    # The angle is rounded to float32, as the plain rotary embedding does; its cosine and sine are exact to an ulp.
+    angles = (positions[:, None].float() * frequencies).double()
+    expected = torch.cat((angles.cos(), angles.sin()), 1) * 1.25
+    whole = rotation(isa, positions, frequencies, 1.25, 1)
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=3e-7)
+    for threads in (1, 2, 3):
+        for first, last in ((0, 1), (299, 302), (3, 150), (0, 302)):
+            assert same_bits(rotation(isa, positions[first:last], frequencies, 1.25, threads), whole[first:last])
+    assert rotation(isa, positions[:0], frequencies, 1.0, 2).shape == (0, 2 * half)

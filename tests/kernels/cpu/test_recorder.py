@@ -1,0 +1,97 @@
+"""Placing a program's buffers: what a kernel reads is still there, whatever shares its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kernels.cpu.recorder import ARENA, Buffer, Recorder, place_buffers
+
+
+@dataclass
+class Model:
+    """A random chain of kernels, as a recorder sees it."""
+
+    recorder: Recorder = field(default_factory=Recorder)
+    buffers: list[Buffer] = field(default_factory=list)
+    used_up: set[Buffer] = field(default_factory=set)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Model, Buffer]:
+    model = Model()
+    model.buffers.append(model.recorder.call("source", draw(st.integers(1, 70))))
+    for _ in range(draw(st.integers(0, 25))):
+        usable = [buffer for buffer in model.buffers if buffer not in model.used_up]
+        inputs = draw(st.lists(st.sampled_from(usable), max_size=2)) if usable else []
+        over = draw(st.sampled_from([None, *usable]))
+        buffers: dict[str, Buffer | None] = {f"input{i}": buffer for i, buffer in enumerate(inputs)}
+        width = draw(st.integers(1, 70)) if over is None else over.width
+        if over is not None:
+            model.used_up.add(over)
+            buffers["residual"] = over
+        model.buffers.append(model.recorder.call("kernel", width, over=over, buffers=buffers))
+    usable = [buffer for buffer in model.buffers if buffer not in model.used_up]
+    return model, draw(st.sampled_from(usable))
+
+
+@given(models())
+def test_every_input_is_intact_when_it_is_read(case: tuple[Model, Buffer]) -> None:
+    model, result = case
+    calls = model.recorder.calls
+    size = place_buffers(calls, result)
+    owner: list[Buffer | None] = [None] * size
+    for call in calls:
+        for buffer in call.buffers.values():
+            if buffer is not None:
+                assert owner[buffer.offset : buffer.offset + buffer.stride] == [buffer] * buffer.stride
+        inputs = [b for b in call.buffers.values() if b is not None and b is not call.over]
+        place = range(call.out.offset, call.out.offset + call.out.stride)
+        for buffer in inputs:
+            # A kernel may write before it has read everything: only `over` may share its output's place.
+            assert not set(place) & set(range(buffer.offset, buffer.offset + buffer.stride))
+        for element in place:
+            owner[element] = call.out
+    assert owner[result.offset : result.offset + result.stride] == [result] * result.stride
+
+
+def test_a_decoder_needs_few_places() -> None:
+    recorder = Recorder()
+    x = recorder.call("embed", 64)
+    for _ in range(30):
+        for inner in (192, 256):
+            normed = recorder.call("norm", 64, buffers={"x": x})
+            wide = recorder.call("linear", inner, buffers={"x": normed, "residual": None})
+            x = recorder.call("linear", 64, over=x, buffers={"x": wide, "residual": x})
+    assert place_buffers(recorder.calls, x) == 64 + 64 + 256
+
+
+def test_a_result_may_be_older_than_the_last_call() -> None:
+    recorder = Recorder()
+    first = recorder.call("source", 16)
+    second = recorder.call("kernel", 16, buffers={"x": first})
+    recorder.call("kernel", 16, buffers={"x": second})
+    place_buffers(recorder.calls, first)
+    offsets = [call.out.offset for call in recorder.calls]
+    assert len(set(offsets)) == 3
+
+
+def test_what_is_changed_in_place_must_not_be_needed_later() -> None:
+    recorder = Recorder()
+    table = recorder.call("embed", 16)
+    recorder.call("embed", 16, over=table, in_place=True)
+    recorder.call("norm", 16, buffers={"x": table})
+    with pytest.raises(AssertionError, match="still needed"):
+        place_buffers(recorder.calls, table)
+
+
+def test_memory_that_the_caller_brings_is_not_placed() -> None:
+    recorder = Recorder()
+    hidden = recorder.external(24, 24)
+    logits = recorder.call("linear", 100, buffers={"x": hidden, "residual": None})
+    recorder.redirect(logits, recorder.external(100, 100))
+    assert place_buffers(recorder.calls, logits) == 0
+    assert (hidden.area, logits.area, logits.stride) == (ARENA + 1, ARENA + 2, 100)
