@@ -15,6 +15,7 @@ namespace quire {
   extern const LayerKernels kLayers;        \
   extern const AttentionKernels kAttention; \
   extern const LimitKernels kLimits;        \
+  extern const SamplingKernels kSampling;   \
   }
 
 QUIRE_DECLARE_ALL(portable)
@@ -31,15 +32,16 @@ QUIRE_DECLARE(avx512_vnni)
 namespace {
 
 const Kernels kTables[] = {
-    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kLimits},
+    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kSampling, portable::kLimits},
 #if defined(QUIRE_HAVE_AVX2)
-    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kLimits},
+    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kSampling, avx2::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512)
-    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kLimits},
+    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512_vnni::kLimits},
+    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+     avx512_vnni::kLimits},
 #endif
 };
 

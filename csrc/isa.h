@@ -16,6 +16,7 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  SamplingKernels sampling;
   LimitKernels limits;
 };
 

@@ -54,8 +54,8 @@ inline constexpr int64_t kPanel = 32;
 //   i8               [panel][k / 4][32][4]          in_features padded to a multiple of 4 inside each group
 //   i4               [panel][k / 8][32][4] bytes: low nibbles k .. k+3, high nibbles k+4 .. k+7 (values 0 .. 15)
 //                    in_features padded to a multiple of 8 inside each group
-// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; i8 has
-// none). Only the last group may be shorter than group_size. packed.h computes places.
+// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0).
+// Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
 // 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
 struct PackedWeight {
@@ -88,7 +88,7 @@ struct LinearKernels {
   std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
 };
 
-// -- the rest of a layer (elementwise.cpp) --------------------------------------------------------------------------
+// -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
 // out[t] (+)= row `ids[t] + shift` of a table. ids: the step's token ids or positions.
 struct EmbedArgs {
@@ -160,6 +160,55 @@ struct AttentionKernels {
   // Then attend. (A barrier lies between the two.)
   void (*attend)(const AttentionArgs&, const Step&, Team&);
   std::size_t (*attend_scratch)(const AttentionArgs&, int64_t rows, int threads);
+};
+
+// -- sampling over the vocabulary (sampling.cpp) --------------------------------------------------------------------
+
+// What the sequences ask for: columns of a table that has a row for each of them.
+struct SamplingColumns {
+  const float* temperature = nullptr;  // 0: the best token is taken
+  const int64_t* top_k = nullptr;      // 0 or less: off
+  const double* top_p = nullptr;       // 1: off; a share of what top_k leaves
+  const float* min_p = nullptr;        // 0: off; relative to the largest weight
+  const uint64_t* seed = nullptr;
+};
+
+// Chooses a token for each row of scores. Rows that are drawn are overwritten.
+struct ChooseArgs {
+  SamplingColumns columns;
+  float* scores = nullptr;  // [count, vocab_size], rows `stride` apart
+  int64_t stride = 0;
+  int64_t count = 0;
+  int64_t vocab_size = 0;
+  const int64_t* rows = nullptr;     // [count]: which row of the columns
+  const int64_t* numbers = nullptr;  // [count]: how many tokens the sequence has generated
+  int64_t* tokens = nullptr;         // [count]; -1 for a row with NaN, with infinity, or without any finite score
+  std::byte* scratch = nullptr;
+};
+
+// Log-probability and rank of one token of each row, and the best tokens, the lowest first among equals.
+struct RankArgs {
+  const float* logits = nullptr;  // [count, vocab_size], rows `stride` apart
+  int64_t stride = 0;
+  int64_t count = 0;
+  int64_t vocab_size = 0;
+  const int64_t* tokens = nullptr;  // [count]
+  int64_t width = 0;                // best tokens of each row, at most kMostRanked and vocab_size
+  float* logprobs = nullptr;        // [count]; NaN for a damaged row, of which nothing else is written
+  int64_t* ranks = nullptr;         // [count]: 1 + tokens with a larger logit
+  int64_t* top_tokens = nullptr;    // [count, width]
+  float* top_logprobs = nullptr;    // [count, width]
+};
+
+inline constexpr int64_t kMostRanked = 64;
+
+struct SamplingKernels {
+  void (*choose)(const ChooseArgs&, Team&);
+  std::size_t (*choose_scratch)(int64_t vocab_size, int threads);
+  void (*rank)(const RankArgs&, Team&);
+  // The lowest weight that top-k, top-p and min-p keep, of weights of at most 1 that add up to `total`.
+  float (*lowest_kept)(const float* weights, int64_t count, double total, int64_t top_k, double top_p, float min_p,
+                       std::byte* thread_scratch);
 };
 
 }  // namespace quire

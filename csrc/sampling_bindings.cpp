@@ -1,6 +1,185 @@
-// Sampling over the vocabulary: the Python side.
+// Sampling over the vocabulary: the Python side. Arrays come as arrays, not as addresses: their types, their shapes and
+// what they are used to index are checked here, for a tenth of a microsecond each.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
 #include "bindings.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace quire {
-void bind_sampling(nanobind::module_&) {}
+namespace {
+
+// Less work than this, in elements of logits, is done by the calling thread: waking the others takes longer.
+constexpr int64_t kWorthSharing = int64_t{1} << 20;
+// How much dearer than looking for the largest score a draw and a ranking are.
+constexpr int64_t kDrawCost = 4;
+constexpr int64_t kRankCost = 4;
+
+using Memory = std::unique_ptr<std::byte, void (*)(void*)>;
+
+Memory allocate(std::size_t bytes) {
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Memory(memory, std::free);
+}
+
+template <class T>
+using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::device::cpu>;
+
+template <class T>
+using Table = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+// All of `values` in [0, end).
+void require_below(const int64_t* values, int64_t count, int64_t end, const char* what) {
+  for (int64_t i = 0; i < count; ++i) require(values[i] >= 0 && values[i] < end, what);
+}
+
+// Rows may lie apart, the elements of a row may not.
+template <class T>
+void require_rows(const Matrix<T>& matrix) {
+  require(matrix.shape(1) > 0, "rows without elements");
+  require(matrix.shape(0) == 0 || matrix.shape(1) == 1 || matrix.stride(1) == 1, "the elements of a row lie apart");
+}
+
+// Not for two calls at a time. Allocates when it meets a larger vocabulary than before, else never.
+class VocabularyKernels {
+ public:
+  VocabularyKernels(const std::string& isa, std::shared_ptr<Pool> pool)
+      : kernels_(kernels_for(isa).sampling), pool_(std::move(pool)), own_(allocate(kThreadScratch)) {}
+
+  // greedy: no row is drawn. Returns whether all rows are sound.
+  bool choose(ChooseArgs& args, bool greedy) {
+    if (args.vocab_size > prepared_for_) {
+      scratch_ = allocate(kernels_.choose_scratch(args.vocab_size, pool_->threads()));
+      prepared_for_ = args.vocab_size;
+    }
+    args.scratch = scratch_.get();
+    nb::gil_scoped_release released;
+    run(kernels_.choose, args, args.count * args.vocab_size * (greedy ? 1 : kDrawCost));
+    bool sound = true;
+    for (int64_t i = 0; i < args.count; ++i) sound &= args.tokens[i] >= 0;
+    return sound;
+  }
+
+  void rank(const RankArgs& args) {
+    nb::gil_scoped_release released;
+    run(kernels_.rank, args, args.count * args.vocab_size * kRankCost);
+  }
+
+  // Columns of the table that `choose` looks rows up in.
+  SamplingColumns columns;
+  int64_t num_rows = 0;
+
+  float lowest_kept(const float* weights, int64_t count, double total, int64_t top_k, double top_p, float min_p) {
+    return kernels_.lowest_kept(weights, count, total, top_k, top_p, min_p, own_.get());
+  }
+
+ private:
+  template <class Args>
+  void run(void (*kernel)(const Args&, Team&), const Args& args, int64_t work) {
+    if (work < kWorthSharing) {
+      TeamShared alone;
+      Team team(0, 1, &alone, own_.get());
+      kernel(args, team);
+      return;
+    }
+    struct Call {
+      void (*kernel)(const Args&, Team&);
+      const Args& args;
+    } call{kernel, args};
+    pool_->run(
+        [](void* argument, Team& team) {
+          const Call& call = *static_cast<Call*>(argument);
+          call.kernel(call.args, team);
+        },
+        &call);
+  }
+
+  const SamplingKernels& kernels_;
+  std::shared_ptr<Pool> pool_;
+  Memory own_;
+  Memory scratch_{nullptr, std::free};
+  int64_t prepared_for_ = 0;
+};
+
+}  // namespace
+
+void bind_sampling(nb::module_& module) {
+  module.attr("MOST_RANKED") = kMostRanked;
+  nb::class_<VocabularyKernels>(module, "VocabularyKernels")
+      .def(nb::init<const std::string&, std::shared_ptr<Pool>>(), "isa"_a, "pool"_a)
+      .def(
+          "bind",
+          [](VocabularyKernels& self, Column<const float> temperature, Column<const int64_t> top_k,
+             Column<const double> top_p, Column<const float> min_p, Column<const uint64_t> seed) {
+            const std::size_t size = temperature.shape(0);
+            require(top_k.shape(0) == size && top_p.shape(0) == size && min_p.shape(0) == size && seed.shape(0) == size,
+                    "columns of different lengths");
+            self.num_rows = static_cast<int64_t>(size);
+            self.columns = {temperature.data(), top_k.data(), top_p.data(), min_p.data(), seed.data()};
+          },
+          "temperature"_a.noconvert(), "top_k"_a.noconvert(), "top_p"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert())
+      .def(
+          "choose",
+          [](VocabularyKernels& self, Matrix<float> scores, Column<const int64_t> rows,
+             Column<const int64_t> numbers, Column<int64_t> tokens, bool greedy) {
+            require_rows(scores);
+            const std::size_t count = scores.shape(0);
+            require(rows.shape(0) == count && numbers.shape(0) == count && tokens.shape(0) == count,
+                    "one row, number and token for each row of scores");
+            require_below(rows.data(), static_cast<int64_t>(count), self.num_rows, "a row outside the columns");
+            ChooseArgs args{self.columns,
+                            scores.data(),
+                            scores.stride(0),
+                            static_cast<int64_t>(scores.shape(0)),
+                            static_cast<int64_t>(scores.shape(1)),
+                            rows.data(),
+                            numbers.data(),
+                            tokens.data()};
+            return self.choose(args, greedy);
+          },
+          "scores"_a.noconvert(), "rows"_a.noconvert(), "numbers"_a.noconvert(), "tokens"_a.noconvert(), "greedy"_a)
+      .def(
+          "rank",
+          [](VocabularyKernels& self, Matrix<const float> logits, Column<const int64_t> tokens,
+             Column<float> logprobs, Column<int64_t> ranks, Table<int64_t> top_tokens, Table<float> top_logprobs) {
+            require_rows(logits);
+            const std::size_t count = logits.shape(0), width = top_tokens.shape(1);
+            require(tokens.shape(0) == count && logprobs.shape(0) == count && ranks.shape(0) == count &&
+                        top_tokens.shape(0) == count && top_logprobs.shape(0) == count && top_logprobs.shape(1) == width,
+                    "one token and result for each row of logits");
+            require(width <= logits.shape(1) && width <= static_cast<std::size_t>(kMostRanked), "too many best tokens");
+            require_below(tokens.data(), static_cast<int64_t>(count), static_cast<int64_t>(logits.shape(1)),
+                          "a token outside the vocabulary");
+            self.rank(RankArgs{logits.data(), logits.stride(0), static_cast<int64_t>(logits.shape(0)),
+                               static_cast<int64_t>(logits.shape(1)), tokens.data(),
+                               static_cast<int64_t>(top_tokens.shape(1)), logprobs.data(), ranks.data(),
+                               top_tokens.data(), top_logprobs.data()});
+          },
+          "logits"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_tokens"_a.noconvert(), "top_logprobs"_a.noconvert())
+      .def(
+          "lowest_kept",
+          [](VocabularyKernels& self, Column<const float> weights, double total, int64_t top_k, double top_p,
+             float min_p) {
+            const auto count = static_cast<int64_t>(weights.shape(0));
+            return self.lowest_kept(weights.data(), count, total, top_k, top_p, min_p);
+          },
+          "weights"_a.noconvert(), "total"_a, "top_k"_a, "top_p"_a, "min_p"_a);
+}
+
 }  // namespace quire

@@ -37,8 +37,8 @@ _POLL_SECONDS = 1.0
 class LLM:
     """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
 
-    model: a directory in Hugging Face layout, a hub id, or "bundled". engine_options: see `quire.config.options`.
-    Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
+    model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
+    `quire.config.options`. Raises ConfigError, ModelLoadError or InsufficientMemoryError. Also a context manager.
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **engine_options: Any) -> None:

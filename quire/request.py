@@ -13,6 +13,7 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
+    from quire.scheduler.sharing import Wait
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +123,7 @@ class Request:
         "status",
         "stop_token_ids",
         "unforked",
+        "wait",
     )
 
     def __init__(self, request: EngineRequest, arrival_time: float) -> None:
@@ -147,6 +149,8 @@ class Request:
         self.sequences: list[Sequence] = []
         self.unforked: list[Sequence] = []
         """Live sequences that wait for the first one to compute the prompt."""
+        self.wait: Wait | None = None
+        """The running sequence whose blocks this request waits for, if it does."""
 
     @property
     def live_sequences(self) -> list[Sequence]:

@@ -33,6 +33,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0
     """Prompt tokens found."""
+    prefix_cache_waits_total: int = 0
+    """Times that a request waited for a running one to compute the prefix they share."""
     evictions_total: int = 0
     """Cached blocks whose content was given up for a new owner."""
     copied_blocks_total: int = 0

@@ -1,4 +1,4 @@
-"""How many parameters a model has: counted from its configuration, and from the headers of its safetensors files."""
+"""How many parameters a model has: counted from its configuration, and from the headers of its files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from quire.utils.gguf import GGUFFile, find_gguf
 
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_BITS = {
@@ -138,22 +139,38 @@ _COUNTERS: Mapping[str, Callable[[ModelConfig, Fields], ParameterCount]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What lies on disk. elements, bytes: stored dtype (safetensors' name) -> how many."""
+    """What lies on disk. format: "safetensors" or "GGUF". elements, bytes: stored dtype (the format's name) -> how
+    many."""
 
+    format: str
     num_files: int
     elements: Mapping[str, int]
     bytes: Mapping[str, int]
 
 
-def read_checkpoint(directory: Path) -> Checkpoint | None:
-    """Sum up the headers of the directory's safetensors files; reads no weights. None when there are no such files."""
-    files = sorted(directory.glob("*.safetensors"))
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """Sum up the headers of the safetensors files of a directory, else of its GGUF file (which may stand in the
+    directory's place); reads no weights. None when there are no such files."""
+    files = sorted(path.glob("*.safetensors"))
+    gguf = path if path.is_file() else None if files else find_gguf(path)
+    if gguf is not None:
+        return _gguf_checkpoint(gguf)
     elements: Counter[str] = Counter()
     for file in files:
         for dtype, count in _header(file):
             elements[dtype] += count
     sizes = {dtype: count * DTYPE_BITS[dtype] // 8 for dtype, count in elements.items()}
-    return Checkpoint(len(files), dict(elements), sizes) if files else None
+    return Checkpoint("safetensors", len(files), dict(elements), sizes) if files else None
+
+
+def _gguf_checkpoint(path: Path) -> Checkpoint:
+    elements: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    with GGUFFile(path) as file:
+        for entry in file.tensors.values():
+            elements[entry.type.name] += math.prod(entry.shape)
+            sizes[entry.type.name] += entry.num_bytes
+    return Checkpoint("GGUF", 1, dict(elements), dict(sizes))
 
 
 def _header(file: Path) -> list[tuple[str, int]]:

@@ -129,7 +129,7 @@ def as_text(plan: MemoryPlan, target: Target) -> str:
     ]
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
-        rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} safetensors file(s)"))
+        rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
     rows += [
         ("memory", f"{format_bytes(plan.total_memory)} ({target.title})"),
         ("activations", f"{format_bytes(plan.activation_bytes)} (estimate; the engine measures when it starts)"),

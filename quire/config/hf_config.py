@@ -1,4 +1,5 @@
-"""From a model's name to its ModelConfig: find (or fetch) the directory, read config.json, check it.
+"""From a model's name to its ModelConfig: find (or fetch) the directory, read config.json, check it. A GGUF file
+says the same in its own words.
 
 Imports no torch. What a family of models calls its sizes is data (`FAMILIES`), so a new family is one entry here and
 one in `models/registry.py`.
@@ -11,13 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.quantization import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError, nearest_name
+from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
+from quire.utils.gguf import find_gguf
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
+CONFIG_FILE = "config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*",)
 """Hub repositories keep other formats of the same weights in folders; none of them is read."""
@@ -34,23 +40,18 @@ def load_model_config(
     revision: str | None,
     config_only: bool,
 ) -> ModelConfig:
-    """Read and check the configuration of the model called `name`: "bundled", a directory or a hub id.
+    """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
     config_only: a hub id's weights are not fetched (dummy
     weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
     model cannot reach.
     """
-    path = find_model(name, revision=revision, config_only=config_only)
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelLoadError(f"{path} is not a model directory: it has no config.json")
-    raw = read_json(config_file)
-    fields = Fields(raw, str(config_file))
+    path = _described(find_model(name, revision=revision, config_only=config_only))
+    raw = read_gguf_config(path) if path.is_file() else read_json(path / CONFIG_FILE)
+    fields = Fields(raw, _where(path))
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    if "quantization_config" in raw:
-        raise fields.error("quantised checkpoints (quantization_config) are not supported yet")
     for key in family.required:
         fields.integer(key)
     num_layers = fields.integer(family.num_layers)
@@ -78,19 +79,37 @@ def load_model_config(
         sliding_windows=family.windows(fields, num_layers),
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
+        quantization=read_quantization(fields),
     )
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
-    """The local directory of a model, fetched from the hub when `name` is no directory."""
+    """The local directory or GGUF file of a model; a directory fetched from the hub when `name` is neither."""
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
+    if name and path.is_file() and path.suffix == GGUF_SUFFIX:
+        return path
     if name and path.exists():
-        raise ModelLoadError(f"{name!r} is a file: give the model's directory")
+        raise ModelLoadError(f"{name!r} is a file: give the model's directory, or a file *{GGUF_SUFFIX}")
     return _fetch(name, revision, config_only)
+
+
+def _described(path: Path) -> Path:
+    """What describes the model: the directory with its config.json, or the GGUF file of a directory without one."""
+    if path.is_file() or (path / CONFIG_FILE).is_file():
+        return path
+    found = None if any(path.glob("*.safetensors")) else find_gguf(path)
+    if found is None:
+        raise ModelLoadError(f"{path} is not a model directory: it has no {CONFIG_FILE}")
+    return found
+
+
+def _where(path: Path) -> str:
+    """What error messages call the place of a model's configuration."""
+    return str(path if path.is_file() else path / CONFIG_FILE)
 
 
 def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
@@ -253,4 +272,4 @@ FAMILIES: Mapping[str, Family] = {
 def model_fields(config: ModelConfig) -> Fields:
     """Typed access to the config.json of a resolved model, for what only its family reads."""
     values: Mapping[str, Any] = config.hf
-    return Fields(values, str(config.path / "config.json"))
+    return Fields(values, _where(config.path))

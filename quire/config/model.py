@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.quantization import QuantizationConfig
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CACHE_SCALE_BYTES = {"int8": 4}
@@ -15,9 +17,10 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape, read from its Hugging Face `config.json`.
+    """A model's shape, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
 
-    name: what the user asked for (path, hub id or `bundled`); path: the local directory.
+    name: what the user asked for (path, hub id or `bundled`); path: the local directory, or the GGUF file that is
+    the whole model.
     architecture: the entry of `architectures` that the model registry knows.
     dtype: of weights that are not quantised, resolved ("float32", "bfloat16" or "float16"). The native CPU kernels
     compute in float32 whatever it is; the plain torch path computes in it.
@@ -26,6 +29,7 @@ class ModelConfig:
     sliding_windows: per layer the window in tokens, None for full attention.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
     hf: the parsed config.json, read-only, for what only one family needs.
+    quantization: of the checkpoint's weights; None: they are floating point.
     """
 
     name: str
@@ -43,6 +47,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
+    quantization: QuantizationConfig | None = None
 
     @property
     def dtype_bytes(self) -> int:

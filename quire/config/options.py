@@ -55,15 +55,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 _PATHS = ("model", "tokenizer")
 
 HELP: dict[str, str] = {
-    "model": "directory in Hugging Face layout, hub id, or 'bundled'",
-    "tokenizer": "directory or hub id of the tokenizer (default: the model's)",
+    "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
+    "tokenizer": "directory, GGUF file or hub id of the tokenizer (default: the model's)",
     "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
     "dtype": "of the weights: auto (as stored), float32, bfloat16 or float16",
     "device": "auto or cpu",
     "seed": "seed of the engine: draws the seeds of requests that bring none",
-    "load_format": "auto, safetensors, pt, or dummy (random weights)",
+    "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "revision": "branch, tag or commit of a hub id",
-    "quantization": "weight quantisation (none is available yet)",
+    "quantization": "int8, int4 or w8a8: quantise the weights while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",
     "block_size": "tokens per KV block",
     "max_num_seqs": "most sequences that run at once",

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.quantization import QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
 from quire.utils.sizes import parse_bytes
 
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = {
     "native": ("auto", "float32", "bfloat16", "int8"),
     "torch": ("auto", "float32", "bfloat16", "float16"),
 }
 """What each attention back end stores keys and values in."""
+NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
+QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 64, "w8a8": None}
+"""Ways to quantise while loading, and how many input features then share a scale (None: all)."""
+STORED_NAMES = {
+    "gptq": ("gptq",),
+    "gptq_v2": ("gptq",),
+    "awq": ("awq",),
+    "pack-quantized": ("compressed-tensors",),
+    "int-quantized": ("compressed-tensors",),
+}
+STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -29,18 +44,10 @@ MAX_BLOCK_SIZE = 1024
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     _check_available(options)
-    backend = _attention_backend(options)
-    dtype = _choice("dtype", options.dtype, DTYPES)
+    backend, model = _backend_and_model(options)
+    model = replace(model, quantization=_quantization(options, model, backend))
     return EngineConfig(
-        model=load_model_config(
-            options.model,
-            # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
-            dtype="float32" if (dtype, backend) == ("auto", "torch") else dtype,
-            kv_cache_dtype=_choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES[backend]),
-            max_model_len=_positive("max_model_len", options.max_model_len),
-            revision=options.revision,
-            config_only=options.load_format == "dummy",
-        ),
+        model=model,
         cache=_cache(options),
         scheduler=_scheduler(options),
         load=LoadConfig(
@@ -57,24 +64,75 @@ def resolve(options: EngineOptions) -> EngineConfig:
     )
 
 
-def _attention_backend(options: EngineOptions) -> str:
-    backend = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
-    if backend == "auto":
-        return "native" if has_native_kernels() else "torch"
-    if backend == "native" and not has_native_kernels():
+def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
+    """The attention back end that `attention_backend` names, or for "auto" the native one where it was built and can
+    compute the model; and the model, whose dtypes depend on it."""
+    asked = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
+    dtype = _choice("dtype", options.dtype, DTYPES)
+    cache = _choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
+    model = load_model_config(
+        options.model,
+        dtype=dtype,
+        kv_cache_dtype=cache,
+        max_model_len=_positive("max_model_len", options.max_model_len),
+        revision=options.revision,
+        config_only=options.load_format == "dummy",
+    )
+    reason = _why_not_native(model)
+    if asked == "native" and reason:
+        raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
+    if asked != "torch" and not reason:
+        return "native", model
+    _choice("kv_cache_dtype", cache, CACHE_DTYPES["torch"])
+    # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
+    plain = "float32" if dtype == "auto" else model.dtype
+    return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
+
+
+def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
+    """What the option asks for and what the checkpoint brings, as one. A checkpoint's own quantisation may be named,
+    by its method or by the way it is stored, not changed."""
+    asked, stored = options.quantization, model.quantization
+    if asked is None:
+        return stored
+    _choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
+    if stored is not None:
+        if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
+            raise ConfigError(
+                f"quantization={asked!r} is not what the checkpoint brings: "
+                f"{stored.method} ({stored.checkpoint_format})",
+                param="quantization",
+            )
+        return stored
+    if asked not in QUANTIZATIONS:
         raise ConfigError(
-            "attention_backend='native' needs the native CPU kernels, which this installation was built without",
-            param="attention_backend",
+            f"quantization={asked!r} names a kind of checkpoint, and this one is not quantised; to quantise it while "
+            f"it is loaded, choose {', '.join(QUANTIZATIONS)}",
+            param="quantization",
         )
-    return backend
+    if backend != "native":
+        raise ConfigError(
+            f"quantization={asked!r} needs the native CPU kernels: {_why_not_native(model) or 'torch was chosen'}",
+            param="quantization",
+        )
+    return QuantizationConfig(method=asked, group_size=QUANTIZATIONS[asked])
+
+
+def _why_not_native(model: ModelConfig) -> str | None:
+    if not has_native_kernels():
+        return "this installation was built without the native CPU kernels"
+    if model.head_dim % NATIVE_HEAD_MULTIPLE or model.head_dim > NATIVE_HEAD_LIMIT:
+        return (
+            f"heads of {model.head_dim} are no multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_HEAD_LIMIT}, as its "
+            "kernels need"
+        )
+    return None
 
 
 def _check_available(options: EngineOptions) -> None:
     """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
     _choice("device", options.device, ("auto", "cpu"))
     _choice("preemption_mode", options.preemption_mode, ("recompute",))
-    if options.quantization is not None:
-        raise ConfigError(f"quantization={options.quantization!r} is not available yet", param="quantization")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)

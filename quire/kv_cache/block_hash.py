@@ -7,6 +7,7 @@ hash in this place has been an advisory elsewhere. Values are the same in every 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import sys
 from array import array
@@ -31,8 +32,19 @@ class HashChain:
         for block in range(len(hashes) - 1, num_blocks):
             hashes.append(_hash_block(hashes[-1], token_ids[block * size : (block + 1) * size]))
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks hashed so far."""
+        return len(self.hashes) - 1
+
     def block_hash(self, block: int) -> bytes:
         return self.hashes[block + 1]
+
+    def num_shared(self, other: HashChain) -> int:
+        """Leading blocks that both chains have. Logarithmic: a hash stands for all blocks before it, too."""
+        mine, others = self.hashes, other.hashes
+        known = range(1, min(len(mine), len(others)))
+        return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])
 
     def fork(self, num_blocks: int) -> HashChain:
         """A chain that shares the first `num_blocks` blocks and goes its own way after."""

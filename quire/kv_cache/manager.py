@@ -12,12 +12,13 @@ from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.groups import hit_blocks, rules_for
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.promises import Promises
 
 
 class SequenceBlocks:
     """The block tables of one sequence: per group, logical index -> physical block. Owned by the manager."""
 
-    __slots__ = ("capacity", "chain", "num_committed", "tables", "tail_shared")
+    __slots__ = ("capacity", "chain", "num_committed", "promised", "tables", "tail_shared")
 
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
@@ -26,6 +27,8 @@ class SequenceBlocks:
         self.chain = chain
         self.num_committed = 0
         """Leading blocks whose content was offered to the prefix index."""
+        self.promised: bytes | None = None
+        """Hash of the block that this sequence offers next, if its tokens are known already."""
         self.tail_shared = False
         """The last, partly filled block may have other owners: copy before writing (paper §4.4)."""
 
@@ -54,6 +57,7 @@ class KVCacheManager:
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         self._live: dict[int, SequenceBlocks] = {}
+        self._promises = Promises()
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -75,6 +79,25 @@ class KVCacheManager:
             for rules, index in zip(self._rules, self._indexes, strict=True):
                 num_blocks = rules.longest_hit(index, hashes, num_blocks)
         return num_blocks * self.block_size
+
+    def find_computing(
+        self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
+    ) -> tuple[SequenceBlocks, int] | None:
+        """Who computes the block right behind a hit, and how many leading blocks it shares with the chain.
+
+        `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when nobody does.
+        """
+        block, limit = num_cached_tokens // self.block_size, max_tokens // self.block_size
+        if chain is None or block >= limit:
+            return None
+        leader = self._promises.find(chain.block_hash(block))
+        if leader is None or leader.chain is None:
+            return None
+        return leader, min(limit, leader.chain.num_shared(chain))
+
+    def is_computing(self, blocks: SequenceBlocks, num_blocks: int) -> bool:
+        """Whether a sequence lives and has yet to commit some of its first `num_blocks` blocks."""
+        return blocks.promised is not None and blocks.num_committed < num_blocks
 
     def room_after_match(self, chain: HashChain | None, num_tokens: int) -> tuple[int, int]:
         """(allocatable blocks left after `begin` with this hit, blocks that the hit itself holds)."""
@@ -102,6 +125,7 @@ class KVCacheManager:
         blocks = SequenceBlocks(tables, num_cached_tokens, chain)
         blocks.num_committed = num_cached_tokens // self.block_size
         self._live[id(blocks)] = blocks
+        self._promises.renew(blocks)
         return blocks
 
     def append(self, blocks: SequenceBlocks, start: int, end: int) -> Growth | None:
@@ -167,10 +191,13 @@ class KVCacheManager:
                 if table[block] != NULL_BLOCK:
                     index.add(block_hash, table[block])
         blocks.num_committed = num_full
+        if blocks.promised is not None:
+            self._promises.renew(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix."""
         del self._live[id(blocks)]
+        self._promises.drop(blocks)
         for table in blocks.tables:
             for block in reversed(table):
                 if block != NULL_BLOCK:
@@ -179,6 +206,9 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content (blocks in use stay in use). Returns the number of blocks set free."""
+        # What is computed now will still be committed, but never be hit without the blocks before it.
+        for blocks in self._live.values():
+            self._promises.drop(blocks)
         return self.pool.drop_cached()
 
     # -- bounds and invariants --------------------------------------------------------------------------------------
@@ -199,6 +229,10 @@ class KVCacheManager:
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
         self.pool.check(owners)
+        for block_hash, blocks in self._promises.items():
+            assert id(blocks) in self._live, "a sequence that is gone promises a block"
+            assert blocks.chain is not None
+            assert blocks.promised == block_hash == blocks.chain.block_hash(blocks.num_committed), "a promise is stale"
 
     @property
     def num_live_sequences(self) -> int:

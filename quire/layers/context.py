@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SingleRank
-from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.integer_weight import LoadWeight
 from quire.quantization.interface import LinearMethod
 
 
@@ -39,14 +38,21 @@ class WeightSlot:
     """A place for one tensor of a checkpoint.
 
     shape: as the checkpoint has it, whole (not this rank's share). load: copies a tensor of that shape, of any
-    dtype, to where the layer keeps it. nbytes: what it takes there. dummy_mean, dummy_std: of random weights.
+    dtype, to where the layer keeps it, or an IntegerWeight of `matrix_shape`. nbytes: what it takes there. dummy_mean,
+    dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out].
     """
 
     shape: tuple[int, ...]
-    load: Callable[[WeightTensor], object]
+    load: LoadWeight
     nbytes: int
     dummy_mean: float = 0.0
     dummy_std: float = 0.02
+    transposed: bool = False
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """[out, in], which quantised checkpoints keep to whatever the plain ones of a family do."""
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 WeightSlots = dict[str, WeightSlot]

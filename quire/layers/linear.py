@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+
+import torch
 
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
-from quire.quantization.integer_weight import WeightTensor, transpose
+from quire.quantization.integer_weight import LoadWeight, WeightTensor
 from quire.quantization.interface import LinearShape
 
 
@@ -47,14 +50,15 @@ class ColumnLinear:
             rows = sum(self._parts[part] for part in parts)
             for suffix in ("weight", "bias") if self._bias else ("weight",):
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
-                slots[f"{name}.{suffix}"] = WeightSlot(
-                    shape, self._loader(suffix, parts, transposed), self._context.linear.stored_bytes(shape)
-                )
+                turned = transposed and len(shape) == 2
+                nbytes = self._context.linear.stored_bytes(shape[::-1] if turned else shape)
+                load = self._loader(suffix, parts, turned)
+                slots[f"{name}.{suffix}"] = WeightSlot(shape, load, nbytes, transposed=turned)
         return slots
 
-    def _loader(self, suffix: str, parts: range, transposed: bool) -> Callable[[WeightTensor], None]:
+    def _loader(self, suffix: str, parts: range, transposed: bool) -> LoadWeight:
         def load(tensor: WeightTensor) -> None:
-            tensor = transpose(tensor) if transposed and len(tensor.shape) == 2 else tensor
+            tensor = _outputs_first(tensor, transposed)
             start = 0
             for part in parts:
                 local = self.local_parts[part]
@@ -91,24 +95,26 @@ class RowLinear:
         out_features, in_features = self._shape
         stored_bytes = self._context.linear.stored_bytes
         shape = _weight_shape("weight", out_features, in_features, transposed)
-        slots = {
-            f"{name}.weight": WeightSlot(
-                shape, lambda tensor: self._load_weight(tensor, transposed), stored_bytes(self._shape)
-            )
-        }
+        load = partial(self._load_weight, transposed=transposed)
+        slots = {f"{name}.weight": WeightSlot(shape, load, stored_bytes(self._shape), transposed=transposed)}
         if self._bias:
             size = (out_features,)
             slots[f"{name}.bias"] = WeightSlot(size, self._load_bias, stored_bytes(size))
         return slots
 
     def _load_weight(self, tensor: WeightTensor, transposed: bool) -> None:
-        tensor = transpose(tensor) if transposed else tensor
+        tensor = _outputs_first(tensor, transposed)
         share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
         self._context.linear.load(self._parameters, "weight", share, 0, self._shape[0])
 
     def _load_bias(self, tensor: WeightTensor) -> None:
         if self._holds_bias:
             self._context.linear.load(self._parameters, "bias", tensor, 0, self._shape[0])
+
+
+def _outputs_first(tensor: WeightTensor, transposed: bool) -> WeightTensor:
+    """A checkpoint's matrix as [out, in]; an IntegerWeight is that always."""
+    return tensor.t() if transposed and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _share(size: int, num_ranks: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire.kernels.value import Value
@@ -47,4 +49,4 @@ class LayerNorm:
 
 def _slot(vector: torch.Tensor | None, mean: float) -> WeightSlot:
     assert vector is not None, "a norm with weights has this one"
-    return WeightSlot(tuple(vector.shape), lambda tensor: copy_into(vector, tensor), vector.nbytes, mean, 0.0)
+    return WeightSlot(tuple(vector.shape), partial(copy_into, vector), vector.nbytes, mean, 0.0)

@@ -29,6 +29,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "num_preemptions": ("preemptions_total", "Times that a request gave up its KV blocks to others."),
     "prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_waits": (
+        "prefix_cache_waits_total",
+        "Times that a request waited for a running one to compute the prefix they share.",
+    ),
     "prefix_cache_evictions": ("evictions_total", "Cached blocks given up for a new owner."),
     "engine_steps": ("steps_total", "Steps of the engine."),
     "recomputed_tokens": ("recomputed_tokens_total", "Tokens computed again after a preemption."),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.errors import ModelLoadError
-from quire.layers.context import WeightSlots
-from quire.quantization.integer_weight import WeightTensor
+from quire.layers.context import WeightSlot, WeightSlots
+from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,30 @@ class CheckpointNames:
     base: str
     surplus: re.Pattern[str]
 
-    def find(self, name: str, slots: WeightSlots) -> str | None:
-        """The slot of a checkpoint's tensor; None for a tensor that is not needed. Raises ModelLoadError."""
+    def find(self, name: str, slots: WeightSlots, tensor: WeightTensor) -> str | None:
+        """The slot of a checkpoint's tensor; None for a tensor that is not needed. Raises ModelLoadError.
+
+        AutoGPTQ gave every matrix a bias, of zeros where the model has none: biases of zeros without a slot are not
+        needed.
+        """
         for candidate in (name, self.base + name):
             if candidate in slots:
                 return candidate
-        if self.surplus.search(name):
+        if self.surplus.search(name) or (name.endswith(".bias") and _is_zero(tensor)):
             return None
         raise ModelLoadError(f"tensor {name!r} does not belong to this model")
 
 
 def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tuple[str, WeightTensor]]) -> None:
-    """Load every slot. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers,
-    given twice or missing."""
+    """Load every slot. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers
+    without scales, given twice or missing."""
     loaded: set[str] = set()
     for name, tensor in weights:
-        slot_name = names.find(name, slots)
+        slot_name = names.find(name, slots, tensor)
         if slot_name is None:
             continue
         slot = slots[slot_name]
-        if tuple(tensor.shape) != slot.shape:
-            raise ModelLoadError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(slot.shape)}"
-            )
-        if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
-            raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
+        _check(name, tensor, slot)
         if slot_name in loaded:
             raise ModelLoadError(f"tensor {name!r} occurs twice")
         slot.load(tensor)
@@ -55,3 +54,17 @@ def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tup
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ModelLoadError(f"tensor {missing[0]!r}{others} missing from the checkpoint")
+
+
+def _check(name: str, tensor: WeightTensor, slot: WeightSlot) -> None:
+    shape = slot.matrix_shape if isinstance(tensor, IntegerWeight) else slot.shape
+    if tuple(tensor.shape) != shape:
+        raise ModelLoadError(
+            f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(shape)}"
+        )
+    if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+        raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
+
+
+def _is_zero(tensor: WeightTensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and not bool(tensor.any())

@@ -10,14 +10,17 @@ import torch
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
+from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM
 from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights
 from quire.parallel.single import SingleRank
+from quire.quantization.checkpoints import integer_weights
 from quire.quantization.unquantized import UnquantizedLinear
 
 if TYPE_CHECKING:
@@ -33,8 +36,9 @@ def load_model(
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
 ) -> CausalLM:
-    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`; tensors
-    are streamed one at a time, so that nothing is held twice. runtime: the native CPU kernels to compute with; None
+    """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
+    quantised as `config.quantization` says; tensors are streamed one matrix at a time, so that nothing is held twice.
+    runtime: the native CPU kernels to compute with; None
     for plain torch operators.
 
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
@@ -66,17 +70,17 @@ def _torch_context(config: ModelConfig, device_type: str) -> LayerContext:
 
 def _native_context(config: ModelConfig) -> LayerContext:
     from quire.layers.native import NativeOperations
-    from quire.quantization.packed import PackedLinear, WeightFormat
+    from quire.quantization.packed import PackedLinear, weight_formats
 
-    plain = PackedLinear(WeightFormat(config.dtype))
+    linear, vocabulary, positions = (PackedLinear(each) for each in weight_formats(config))
     return LayerContext(
         dtype=torch.float32,
         device=torch.device("cpu"),
         group=SingleRank(),
         operations=NativeOperations(),
-        linear=plain,
-        vocabulary=plain,
-        positions=plain,
+        linear=linear,
+        vocabulary=vocabulary,
+        positions=positions,
     )
 
 
@@ -87,12 +91,17 @@ def _fill(model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progr
         return
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
-        _load_from(model, files, report)
+        _load_from(model, files, config.quantization, report)
 
 
-def _load_from(model: Decoder, files: WeightFiles, report: Progress) -> None:
+def _load_from(
+    model: Decoder, files: WeightFiles | GGUFWeights, quantization: QuantizationConfig | None, report: Progress
+) -> None:
     try:
-        model.load_weights(files.stream(report))
+        if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
+            model.load_weights(files.stream(report))
+        else:
+            model.load_weights(integer_weights(files.stream(report), quantization))
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

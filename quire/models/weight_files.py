@@ -14,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from quire.config.hf_json import read_json
 from quire.errors import ModelLoadError
+from quire.models.gguf.weights import GGUFWeights
+from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
+from quire.utils.gguf import find_gguf
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -53,9 +56,13 @@ class WeightFiles:
         report(total, total)
 
 
-def find_weights(directory: Path, load_format: str) -> WeightFiles:
-    """The weight files of a directory: safetensors before .bin, sharded before single ("auto"), or one kind alone.
-    Raises ModelLoadError when there are none."""
+def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:
+    """The weight files of a directory: safetensors before .bin before GGUF, sharded before single ("auto"), or one
+    kind alone. A GGUF file may stand in the directory's place. Raises ModelLoadError when there are none."""
+    if directory.is_file():
+        if load_format not in ("auto", "gguf"):
+            raise ModelLoadError(f"{directory} is a GGUF file, which load_format={load_format!r} does not read")
+        return GGUFWeights(directory)
     tried = []
     if load_format in ("auto", "safetensors"):
         tried += ["model.safetensors.index.json", "model.safetensors", "*.safetensors"]
@@ -67,6 +74,11 @@ def find_weights(directory: Path, load_format: str) -> WeightFiles:
             if pattern.endswith(".index.json"):
                 return WeightFiles(directory, _read_index(found[0]))
             return WeightFiles(directory, {path: set() for path in found})
+    if load_format in ("auto", "gguf"):
+        tried.append(f"*{GGUF_SUFFIX}")
+        gguf = find_gguf(directory)
+        if gguf is not None:
+            return GGUFWeights(gguf)
     raise ModelLoadError(f"{directory} holds no weights (looked for {', '.join(tried)})")
 
 

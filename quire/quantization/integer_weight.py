@@ -36,7 +36,7 @@ class IntegerWeight:
 
     def __post_init__(self) -> None:
         self._check_values()
-        _, columns = self.shape
+        columns = self.shape[1]
         if self.group_size < 1 or columns % self.group_size:
             raise ModelLoadError(f"groups of {self.group_size} do not divide the {columns} input features")
         self._check_grid("scales", self.scales)
@@ -154,10 +154,3 @@ def copy_into(target: torch.Tensor, source: WeightTensor) -> None:
     assert tuple(target.shape) == source.shape, "a slot takes a matrix of its own shape"
     for start, block in source.row_blocks():
         target[start : start + block.shape[0]].copy_(block.dequantize())
-
-
-def transpose(weight: WeightTensor) -> torch.Tensor:
-    """[K, N] -> [N, K]. Raises ModelLoadError for an IntegerWeight: no quantised checkpoint keeps matrices that way."""
-    if not isinstance(weight, torch.Tensor):
-        raise ModelLoadError("quantised matrices of a model that keeps its matrices as [in, out] are not supported")
-    return weight.t()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.config.model import DTYPE_BYTES
+from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
@@ -38,13 +38,33 @@ INTEGER_TYPES = {8: _native.WeightType.I8, 4: _native.WeightType.I4}
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """bits: 0 keeps floating point in `dtype`; 8 and 4 quantise, in groups of at most `group_size` input features
-    (None: one group a row). integer_activations: activations are rounded to 8 bits as well."""
+    """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
+    input features (None: one group a row). rounded_activations: the bits of weights whose activations are rounded to
+    8 bits as well, which then multiply as integers. A checkpoint's own integers are kept whatever `bits` is."""
 
     dtype: str
     bits: int = 0
     group_size: int | None = None
-    integer_activations: bool = False
+    rounded_activations: tuple[int, ...] = (4,)
+
+
+def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
+    """Of linear layers, of the vocabulary's matrices, and of learned positions.
+
+    Quantising at load leaves the vocabulary at 8 bits: it is both the first thing that a token goes through and the
+    last, and 4 bits there cost more than in all layers together.
+    """
+    quantization = config.quantization
+    plain = WeightFormat(config.dtype)
+    if quantization is None:
+        return plain, plain, plain
+    rounded = (8, 4) if quantization.method == "w8a8" else (4,)
+    if quantization.checkpoint_format is not None:
+        stored = WeightFormat(config.dtype, rounded_activations=rounded)
+        return stored, stored, plain
+    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded)
+    vocabulary = WeightFormat(config.dtype, 8, None, () if quantization.method == "int8" else (8,))
+    return linear, vocabulary, plain
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +104,7 @@ class PackedLinear:
             parameters.pending.clear()
             return
         if isinstance(tensor, torch.Tensor):
-            part = quantize_rows(tensor, self._format.bits, self._format.group_size)
+            part = quantize_rows(tensor, self._format.bits, self._format.group_size, name="weight")
         else:
             part = tensor
         if parameters.matrix is not None:  # of floating point: another part came as that
@@ -153,9 +173,7 @@ class PackedLinear:
             shape.out_features,
             group_size=first.group_size,
             gated=shape.gated,
-            # Offsets of 8-bit values come from fusing them with 4-bit ones; the integer kernels know none.
-            integer_activations=self._format.integer_activations
-            and not (first.bits == 8 and first.offsets is not None),
+            integer_activations=first.bits in self._format.rounded_activations,
             with_offsets=first.offsets is not None,
         )
         row = 0

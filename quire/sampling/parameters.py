@@ -28,6 +28,15 @@ class Feature(enum.IntFlag):
     LOGPROBS = enum.auto()
 
 
+EDITS = (
+    Feature.LOGIT_BIAS
+    | Feature.REPETITION_PENALTY
+    | Feature.OUTPUT_PENALTIES
+    | Feature.MIN_TOKENS
+    | Feature.BAD_WORDS
+    | Feature.ALLOWED_TOKENS
+)
+"""Features that change single scores before a token is chosen."""
 NEEDS_INDEX_OF_ROW = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.ALLOWED_TOKENS
 
 

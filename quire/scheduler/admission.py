@@ -30,10 +30,10 @@ def refuse_impossible(request: Request, kv: KVCacheManager, max_num_seqs: int, m
         )
 
 
-def has_room(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_chunk: int, *, is_alone: bool) -> bool:
-    """Whether the pool can take all tokens known now (and one more a sequence), not just the first chunk.
+def blocks_to_start(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_chunk: int) -> int:
+    """How many blocks fewer others could take, if the request had all that its known tokens need (and one more each).
 
-    Admitting by the first chunk alone would start requests that are preempted halfway, work thrown away.
+    Not just the first chunk's: that would start requests that are preempted halfway, work thrown away.
     """
     sequences = request.live_sequences
     # One more token each than known, but never more than the bound of `refuse_impossible`.
@@ -42,10 +42,14 @@ def has_room(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_c
         needed = kv.most_blocks(lengths[0], max_chunk)
     else:
         needed = _blocks_of_siblings(request, kv, lengths)
-    chain = sequences[0].chain
-    free, held = kv.room_after_match(chain, num_cached_tokens)
+    free, held = kv.room_after_match(sequences[0].chain, num_cached_tokens)
+    return kv.pool.num_allocatable - free + max(0, needed - held)
+
+
+def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
+    """Whether a request that takes `num_blocks` may start when the pool has `room` blocks for it."""
     reserve = 0 if is_alone else int(WATERMARK * kv.pool.num_usable)
-    return max(0, needed - held) + reserve <= free
+    return num_blocks + reserve <= room
 
 
 def _blocks_of_siblings(request: Request, kv: KVCacheManager, lengths: list[int]) -> int:

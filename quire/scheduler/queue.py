@@ -14,6 +14,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._returned: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -23,18 +24,22 @@ class RequestQueue:
 
     def put_back(self, request: Request) -> None:
         """Return a request that ran, preempted or with its leader aborted: before all that arrived later."""
+        self._returned.add(request.request_id)
         arrival = request.sequences[0].seq_id
         earlier = list(itertools.takewhile(lambda other: other.sequences[0].seq_id < arrival, self))
         for other in (request, *reversed(earlier)):
             self._requests[other.request_id] = other
             self._requests.move_to_end(other.request_id, last=False)
 
-    def peek(self) -> Request | None:
-        return next(iter(self._requests.values()), None)
-
     def remove(self, request: Request) -> None:
         """Remove a request; it is no error if it is not here."""
         self._requests.pop(request.request_id, None)
+        self._returned.discard(request.request_id)
+
+    @property
+    def num_returned(self) -> int:
+        """How many of those that wait ran before."""
+        return len(self._returned)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())

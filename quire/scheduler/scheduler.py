@@ -19,9 +19,10 @@ from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.admission import has_room, refuse_impossible
+from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue
+from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
 from quire.step import NewSequence, StepPlan, StepResult
@@ -53,6 +54,10 @@ class Scheduler:
         self._num_unforked = 0
         """Sequences of running requests that wait for their prompt: they have a claim, not yet a row."""
         self._released: list[int] = []
+        self._refused: Request | None = None
+        """The waiting request that did not fit ..."""
+        self._refused_room = 0
+        """... into so many blocks."""
         self._in_flight: dict[int, _InFlight] = {}
         self._seq_ids = itertools.count()
         self._step_ids = itertools.count()
@@ -79,6 +84,7 @@ class Scheduler:
         if request is None:
             return
         aborted = [s for s in request.live_sequences if index is None or s.index == index]
+        self._refused = None  # with a sequence fewer it may fit
         lost_leader = bool(request.unforked) and any(s.blocks is not None for s in aborted)
         for sequence in aborted:
             if sequence in request.unforked:
@@ -196,27 +202,43 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits."""
-        while builder.budget > 0:
-            request = self._waiting.peek()
-            if request is None:
-                return
+        """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
+
+        One whose prefix is being computed waits too, but others may pass it (quire/scheduler/sharing.py).
+        """
+        passed = PassedOver(self.kv)
+        started = []
+        for request in self._waiting:
             sequences = request.live_sequences
-            if len(self._running) + self._num_unforked + len(sequences) > self._max_num_seqs:
-                return
+            rows = len(self._running) + self._num_unforked + passed.num_rows + len(sequences)
+            if builder.budget <= 0 or rows > self._max_num_seqs:
+                break
             if any(sequence.num_pending_tokens for sequence in sequences):
-                return  # preempted with a sample in flight: its value comes with the next update
+                break  # preempted with a sample in flight: its value comes with the next update
+            if passed.still(request):
+                continue
+            room = self.kv.pool.num_allocatable - passed.num_blocks
+            if request is self._refused and room <= self._refused_room and self._running:
+                break  # its prefix need not be looked up again in every step
             leader = sequences[0]
-            known = len(leader.token_ids)
-            end = request.num_prompt_tokens if len(sequences) > 1 else known
+            end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
             num_cached = self.kv.match_prefix(leader.chain, leader.token_ids, end - 1)
-            is_alone = not self._running
-            if not has_room(request, self.kv, num_cached, self._max_chunk, is_alone=is_alone):
-                return
-            self._waiting.remove(request)
-            self._start(builder, request, leader, num_cached, now)
+            num_blocks = blocks_to_start(request, self.kv, num_cached, self._max_chunk)
+            if passed.begin(request, num_cached, end - 1, num_blocks):
+                self._stats.prefix_cache_waits_total += 1
+                continue
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
+            if passed and num_cached + num_tokens < end:
+                break
+            if not has_room(num_blocks, room, self.kv, is_alone=not self._running):
+                self._refused, self._refused_room = request, room
+                break
+            self._refused = None
+            started.append(request)
+            self._start(builder, request, leader, num_cached, now)
             self._grow_new(builder, leader, num_tokens)
+        for request in started:
+            self._waiting.remove(request)
 
     def _start(self, builder: PlanBuilder, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
         """Move a request from the queue to the running set; it owns the blocks of its prefix hit."""
@@ -355,9 +377,7 @@ class Scheduler:
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
-        # They stand at the front: looking at the whole queue would make every step as long as the queue.
-        preempted = itertools.takewhile(lambda request: request.status is RequestStatus.PREEMPTED, self._waiting)
-        stats.num_preempted = sum(1 for _ in preempted)
+        stats.num_preempted = self._waiting.num_returned
         return copy.copy(stats)
 
     def _num_empty_slots(self) -> int:

@@ -16,7 +16,9 @@ from quire.config.hf_config import find_model
 from quire.config.hf_json import read_json
 from quire.errors import ModelLoadError, UserError
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
+from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
+from quire.utils.gguf import GGUFFile, find_gguf
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -126,7 +128,8 @@ def check_unicode(text: str, *, param: str | None = None) -> None:
 
 
 def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a directory, a hub id or "bundled". Raises ModelLoadError with one clear line."""
+    """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear
+    line."""
     path = find_model(str(path_or_id), revision=revision, config_only=True)
     config = _optional_json(path / "tokenizer_config.json")
     special_tokens = _special_tokens(config | _optional_json(path / "special_tokens_map.json"))
@@ -136,10 +139,15 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
         backend = _byte_level_bpe(path, config, special_tokens)
     elif any((path / name).is_file() for name in SENTENCEPIECE_FILES):
         backend = _convert_with_transformers(path)
+    elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
+        with GGUFFile(gguf) as file:
+            backend, own = read_gguf_tokenizer(file)
+        config = own | config
+        special_tokens = _special_tokens(own) | special_tokens
     else:
         raise ModelLoadError(
-            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model); "
-            "name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
+            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model, *.gguf);"
+            " name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
         )
     _apply_bos_eos(backend, config, special_tokens)
     return Tokenizer(

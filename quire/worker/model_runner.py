@@ -12,6 +12,7 @@ from quire.errors import QuireError
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.step import PromptLogprobs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
@@ -45,7 +46,7 @@ class ModelRunner:
         self._pages = pages
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling)
+        self._sampler = Sampler(requests.sampling, PlainChooser(requests.sampling))
         self._prompt_slice_rows = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
 
     def execute(self, plan: StepPlan) -> StepResult:

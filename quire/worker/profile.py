@@ -13,6 +13,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
@@ -102,4 +103,5 @@ def _sample_dummy(logits: torch.Tensor) -> None:
     for row in range(num_seqs):
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
-    Sampler(rows).sample(logits, SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32)))
+    batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
+    Sampler(rows, PlainChooser(rows)).sample(logits, batch)

@@ -130,8 +130,8 @@ def test_a_misspelt_choice_gets_a_suggestion(model: str) -> None:
 
 
 def test_unknown_load_format_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"load_format must be one of auto, safetensors, pt, dummy, not 'gguf'"):
-        resolve(EngineOptions(model=model, load_format="gguf"))
+    with pytest.raises(ConfigError, match=r"load_format must be one of auto, safetensors, pt, gguf, dummy, not 'ggml'"):
+        resolve(EngineOptions(model=model, load_format="ggml"))
 
 
 def test_each_running_sequence_must_get_its_token(model: str) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import make_chooser
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
+
+RUNTIME: Any = None
+"""The native kernels that `sample` uses; None: the plain twins. Set by the fixture `plain_and_native`."""
 
 
 class Case:
@@ -33,7 +38,11 @@ class Case:
 
 
 def sample(
-    logits: torch.Tensor, cases: Sequence[Case], *, rows: Sequence[int] | None = None, num_rows: int | None = None
+    logits: torch.Tensor,
+    cases: Sequence[Case],
+    *,
+    rows: Sequence[int] | None = None,
+    num_rows: int | None = None,
 ) -> SampledTokens:
     """Sample `cases` from a copy of `logits`; rows: where they live in the table (default: 0, 1, ...)."""
     where = np.arange(len(cases)) if rows is None else np.array(rows, np.int64)
@@ -49,7 +58,7 @@ def sample(
         num_prompt_tokens=np.array([len(case.prompt) for case in cases]),
         token_ids=tokens,
     )
-    return Sampler(table).sample(logits.clone(), batch)
+    return Sampler(table, make_chooser(table, RUNTIME)).sample(logits.clone(), batch)
 
 
 def sample_one(logits: torch.Tensor, case: Case) -> int:

@@ -10,6 +10,8 @@ from quire.sampling.draw import compute_weights, cumulative_blocks, draw
 from quire.sampling_params import SamplingParams
 from tests.sampling.helpers import Case, naive_probabilities, sample
 
+pytestmark = pytest.mark.usefixtures("plain_and_native")
+
 PARAMETERS = [
     {},
     {"temperature": 0.5},
@@ -134,5 +136,5 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_in_slices(monkeypatch: pytest
     logits = torch.randn(17, 90, generator=torch.Generator().manual_seed(1))
     cases = [Case(SamplingParams(top_p=0.9 if seed % 2 else 1.0), seed=seed) for seed in range(17)]
     whole = sample(logits, cases).token_ids.tolist()
-    monkeypatch.setattr("quire.sampling.sampler.SLICE_ELEMENTS", 200)
+    monkeypatch.setattr("quire.sampling.plain.SLICE_ELEMENTS", 200)
     assert sample(logits, cases).token_ids.tolist() == whole

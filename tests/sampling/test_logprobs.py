@@ -13,6 +13,8 @@ from quire.sampling.logprobs import log_probabilities, token_logprobs
 from quire.sampling_params import SamplingParams
 from tests.sampling.helpers import Case, sample
 
+pytestmark = pytest.mark.usefixtures("plain_and_native")
+
 
 def test_raw_whatever_the_sampling_does() -> None:
     logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(0)) * 3

@@ -12,6 +12,8 @@ from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from tests.sampling.helpers import Case, naive_scores, sample, sample_one
 
+pytestmark = pytest.mark.usefixtures("plain_and_native")
+
 VOCAB = 30
 
 

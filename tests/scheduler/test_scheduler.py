@@ -398,8 +398,9 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
     assert list(queue) == requests
     queue.remove(requests[1])
     queue.remove(requests[1])
-    assert queue.peek() is requests[0]
+    assert list(queue) == [requests[0], *requests[2:]]
     assert len(queue) == 3
+    assert queue.num_returned == 2
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])

@@ -27,7 +27,7 @@ from tests.fakes.core import CoreDriver, generate_alone, make_config
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 330
+MAX_EXAMPLES = 200
 STEPS_PER_EXAMPLE = 100
 
 
@@ -72,12 +72,34 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests[name] = request
         self.driver.add(name, salt=salt, **request)
 
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.lists(st.integers(8, 40), min_size=2, max_size=3),
+        own=st.integers(1, 90),
+        max_tokens=st.integers(1, 6),
+        n=st.sampled_from([1, 1, 1, 2]),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        stranger=st.booleans(),
+    )
+    def add_together(self, family, shared, own, salt, stranger, **request) -> None:  # type: ignore[no-untyped-def]
+        """Several with one prefix, of which each takes a part; the last may be somebody else."""
+        for index, length in enumerate(shared):
+            its_family = family + 1 if stranger and index + 1 == len(shared) else family
+            name = f"r{len(self.requests)}"
+            prompt = [*_PREFIXES[its_family % 3][:length], (own + index) % 90 + 1]
+            self.requests[name] = {"prompt": prompt, "temperature": 1.0, **request}
+            self.driver.add(name, salt=salt, **self.requests[name])
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            if self.driver.core.has_work:
+            core = self.driver.core
+            if core.has_work:
+                may_be_empty = bool(core._in_flight) or not self.driver.scheduler.has_requests
+                planned = core.stats().steps_total
                 self.driver.step()
                 self.driver.scheduler.check()
+                assert may_be_empty or core.stats().steps_total > planned, "requests wait, and nothing is computed"
 
     @rule(data=st.data(), whole=st.booleans())
     def abort(self, data, whole: bool) -> None:  # type: ignore[no-untyped-def]
@@ -136,5 +158,6 @@ def test_random_schedules() -> None:
     assert totals["preemptions_total"] > 100
     assert totals["copied_blocks_total"] > 100
     assert totals["prefix_cache_hits_total"] > 1000
+    assert totals["prefix_cache_waits_total"] > 100
     assert totals["evictions_total"] > 1000
     assert totals["aborts"] > 100

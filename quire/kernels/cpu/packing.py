@@ -11,8 +11,8 @@ import torch
 
 from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import WeightType
+from quire.kernels.cpu.memory import allocate
 
-_ALIGNMENT = 64
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _PANEL = 32
 
@@ -22,7 +22,7 @@ class PackedMatrix:
 
     `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
     is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
-    8 bits and multiply integers. `with_offsets` (I4, or I8 without integer activations) makes room for offsets:
+    8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets:
     weight = scale * value + offset.
     """
 
@@ -46,8 +46,6 @@ class PackedMatrix:
             raise ValueError("only integer weights have groups, offsets or integer activations")
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group of {group_size} inputs is not possible")
-        if with_offsets and type == WeightType.I8 and integer_activations:
-            raise ValueError("8-bit weights with integer activations have no offsets")
         self.type = type
         self.in_features = in_features
         self.out_features = out_features
@@ -56,12 +54,12 @@ class PackedMatrix:
         self.integer_activations = integer_activations
         panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
         self.padded_columns = panels * _PANEL
-        self.data = _aligned_zeros(panels * panel_bytes, torch.uint8)
+        self.data = _zeros(panels * panel_bytes, torch.uint8)
         count = panels * self.num_groups * _PANEL
-        self.scales = _aligned_zeros(count, torch.float32) if self.is_integer else None
-        self.offsets = _aligned_zeros(count, torch.float32) if with_offsets else None
+        self.scales = _zeros(count, torch.float32) if self.is_integer else None
+        self.offsets = _zeros(count, torch.float32) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
-        self.column_sums = _aligned_zeros(count, torch.int32) if sums else None
+        self.column_sums = _zeros(count, torch.int32) if sums else None
         self.column_order: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
 
@@ -121,7 +119,7 @@ class PackedMatrix:
         if bias.ndim != 1 or first_row < 0 or first_row + len(bias) > self.out_features:
             raise ValueError(f"a bias {list(bias.shape)} does not fit rows {first_row} to {self.out_features}")
         if self.bias is None:
-            self.bias = _aligned_zeros(self.padded_columns, torch.float32)
+            self.bias = _zeros(self.padded_columns, torch.float32)
         self.bias[self._columns(first_row, len(bias))] = bias.to(torch.float32)
 
     def set_column_order(self, order: torch.Tensor) -> None:
@@ -170,12 +168,9 @@ class PackedMatrix:
         return inside // width * _PANEL + side * width + inside % width
 
 
-def _aligned_zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed tensor [count] that starts at a multiple of 64 bytes."""
-    spare = _ALIGNMENT // dtype.itemsize
-    memory = torch.zeros(count + spare, dtype=dtype)
-    skip = -memory.data_ptr() % _ALIGNMENT // dtype.itemsize
-    return memory[skip : skip + count]
+def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A zeroed tensor [count] that starts at a page."""
+    return allocate(count * dtype.itemsize).view(dtype)
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

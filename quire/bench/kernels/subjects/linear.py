@@ -99,7 +99,7 @@ class LinearSubject:
         if self._weights is None or self._key != key:
             self._weights = None
             matrix = matrices(case.model)[case.shape]
-            self._weights = Weights(matrix, _values(matrix))
+            self._weights = Weights(matrix, drawn_values(matrix))
             self._key = key
         for name in set(self._weights.packed) - set(case.variants):
             del self._weights.packed[name]
@@ -221,7 +221,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, matrix: Matrix) -> torch.Ten
     return F.silu(gate) * up
 
 
-def _values(matrix: Matrix) -> torch.Tensor:
+def drawn_values(matrix: Matrix) -> torch.Tensor:
     """[out_features, in_features] int8. Rows repeat after a while: drawing a large matrix would take seconds."""
     distinct = min(matrix.out_features, DISTINCT_ROWS)
     rows = torch.randint(-LARGEST, LARGEST + 1, (distinct, matrix.in_features), dtype=torch.int8)

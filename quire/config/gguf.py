@@ -1,0 +1,271 @@
+"""What a GGUF file says about its model, in the words of a Hugging Face config.json.
+
+The metadata's keys begin with the architecture's name ("llama.block_count"); tensors have short names of their own
+("blk.0.attn_q.weight"). A model is as large as its file's tensors: sizes that the metadata claims are compared with
+them here, before anything of that size is made.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.hf_json import Fields
+from quire.utils.gguf import GGUFFile
+
+EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""End of text, of turn and of message, under "tokenizer.ggml."."""
+MAX_CONTEXT = 2**24
+"""Positions are not backed by tensors, but buffers of that length are made."""
+ROPE_FACTORS = "rope_freqs.weight"
+
+_TOP_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+_TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Keys that change what a model computes in a way that is not supported, with the values that change nothing."""
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """name: its class in Hugging Face's words. interleaved: queries and keys have the two elements of each rotated
+    pair side by side, where Hugging Face has them half a head apart. head_norms: queries and keys are normed.
+    qkv_bias: there are always biases on query, key and value, and no others. mlp_bias: there may be biases in the MLP.
+    """
+
+    name: str
+    interleaved: bool = False
+    head_norms: bool = False
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+
+
+ARCHITECTURES: Mapping[str, _Architecture] = {
+    "llama": _Architecture("LlamaForCausalLM", interleaved=True, mlp_bias=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": _Architecture("Qwen3ForCausalLM", head_norms=True),
+}
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """num_heads, num_kv_heads: of queries and of keys. interleaved: as in `_Architecture`."""
+
+    num_heads: int
+    num_kv_heads: int
+    interleaved: bool
+
+
+def hf_name(name: str) -> str | None:
+    """Hugging Face's name of a tensor, or None for one that LLaMA-like models do not have."""
+    layer = _LAYER_TENSOR.fullmatch(name)
+    if layer is not None and layer[2] in _LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    top = _TOP_TENSOR.fullmatch(name)
+    if top is not None and top[1] in _TOP_NAMES:
+        return f"{_TOP_NAMES[top[1]]}.{top[2]}"
+    return None
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """The config.json that the model of a GGUF file would have. Raises ModelLoadError for a model that is not
+    supported, and for metadata that is missing, absurd or contradicts the tensors."""
+    with GGUFFile(path) as file:
+        keys = _Keys(file)
+        traits = ARCHITECTURES[keys.architecture]
+        config = _sizes(file, keys)
+        layout = head_layout(file)
+        config |= {
+            "num_attention_heads": layout.num_heads,
+            "num_key_value_heads": layout.num_kv_heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "attention_bias": not traits.qkv_bias and "blk.0.attn_q.bias" in file.tensors,
+            "mlp_bias": traits.mlp_bias and "blk.0.ffn_up.bias" in file.tensors,
+            "eos_token_id": _eos_token_ids(file),
+        }
+        window = keys.optional_integer("attention.sliding_window", minimum=0)
+        if window:
+            if keys.architecture != "llama":
+                raise keys.error("attention.sliding_window is not supported for this architecture")
+            # Files call Mistral's models "llama" as well; they have no biases.
+            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+            config |= {"attention_bias": False, "mlp_bias": False}
+        _check_tensors(file, config)
+        config["rope_parameters"] = _rope(file, keys, config)
+        return config
+
+
+def head_layout(file: GGUFFile) -> HeadLayout:
+    """How the rows of query and key matrices are shared out and ordered."""
+    keys = _Keys(file)
+    num_heads = keys.integer("attention.head_count")
+    return HeadLayout(
+        num_heads=num_heads,
+        num_kv_heads=keys.optional_integer("attention.head_count_kv") or num_heads,
+        interleaved=ARCHITECTURES[keys.architecture].interleaved,
+    )
+
+
+class _Keys:
+    """Typed access to the keys of the file's architecture, named without it."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        everything = Fields(file.metadata, str(file.path))
+        if everything.optional_integer("split.count", minimum=0) not in (None, 0, 1):
+            raise file.error("it is one part of a model that is split over several files, which is not supported")
+        self.architecture = everything.choice("general.architecture", list(ARCHITECTURES))
+        prefix = f"{self.architecture}."
+        own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        fields = Fields(own, f"{file.path} ({self.architecture})")
+        self.error, self.integer, self.optional_integer = fields.error, fields.integer, fields.optional_integer
+        self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
+        for key, values in _NEUTRAL.items():
+            if key in own and own[key] not in values:
+                raise fields.error(f"{key} {own[key]!r} is not supported")
+
+
+def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
+    hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.optional_integer("attention.key_length")
+    if head_dim is None:
+        head_dim = hidden_size // num_heads
+    if head_dim < 2:
+        raise keys.error(f"heads cannot have {head_dim} elements")
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise keys.error("value heads of another size than key heads are not supported")
+    if keys.integer("rope.dimension_count", head_dim) != head_dim:
+        raise keys.error("rotating a part of each head is not supported")
+    context = keys.integer("context_length")
+    if context > MAX_CONTEXT:
+        raise keys.error(f"context_length {context} is more than {MAX_CONTEXT}")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise file.error("the tensor 'token_embd.weight' is missing")
+    return {
+        "architectures": [ARCHITECTURES[keys.architecture].name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+    }
+
+
+def _eos_token_ids(file: GGUFFile) -> list[int]:
+    fields = Fields(file.metadata, str(file.path))
+    found = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0) for key in EOS_KEYS)
+    return sorted({token_id for token_id in found if token_id is not None})
+
+
+def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
+    """Every tensor of the model is there in the shape that the metadata says, and no other."""
+    num_layers = config["num_hidden_layers"]
+    if num_layers > len(file.tensors):
+        raise file.error(f"block_count is {num_layers}, and there are {len(file.tensors)} tensors")
+    expected = _expected_shapes(file, config)
+    for name, shape in expected.items():
+        entry = file.tensors.get(name)
+        if entry is None:
+            raise file.error(f"the tensor {name!r} is missing")
+        if entry.shape != shape:
+            raise file.error(f"tensor {name!r} has shape {list(entry.shape)}, the metadata asks for {list(shape)}")
+    for name in file.tensors:
+        if name not in expected and name != ROPE_FACTORS:
+            raise file.error(f"tensor {name!r} does not belong to a model of its architecture")
+
+
+def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    traits = ARCHITECTURES[file.metadata["general.architecture"]]
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    qkv_bias = traits.qkv_bias or config["attention_bias"]
+    # Name: rows, columns, and whether there is a bias.
+    matrices = {
+        "attn_q": (query, hidden, qkv_bias),
+        "attn_k": (key, hidden, qkv_bias),
+        "attn_v": (key, hidden, qkv_bias),
+        "attn_output": (hidden, query, config["attention_bias"]),
+        "ffn_gate": (inner, hidden, config["mlp_bias"]),
+        "ffn_up": (inner, hidden, config["mlp_bias"]),
+        "ffn_down": (hidden, inner, config["mlp_bias"]),
+    }
+    layer: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
+    if traits.head_norms:
+        layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+    for name, (rows, columns, bias) in matrices.items():
+        layer[f"{name}.weight"] = (rows, columns)
+        if bias:
+            layer[f"{name}.bias"] = (rows,)
+    embedding = (config["vocab_size"], hidden)
+    expected: dict[str, tuple[int, ...]] = {"token_embd.weight": embedding, "output_norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        expected["output.weight"] = embedding
+    for index in range(config["num_hidden_layers"]):
+        expected |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
+    return expected
+
+
+def _rope(file: GGUFFile, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The RoPE settings in Transformers' words."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
+    factors = file.tensors.get(ROPE_FACTORS)
+    if kind != "none":
+        if factors is not None:
+            raise keys.error(f"rope.scaling.type {kind!r} together with the tensor {ROPE_FACTORS!r} is not supported")
+        rope |= {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
+        rope["beta_fast"] = keys.number("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = keys.number("rope.scaling.yarn_beta_slow", 1.0)
+    if factors is not None:
+        # LLaMA 3.1's scaling, worked out: a divisor for each frequency, whatever the length. That is what longrope
+        # does when its long and short factors are the same and cos and sin are not scaled.
+        if factors.type.name != "F32" or factors.shape != (config["head_dim"] // 2,):
+            raise file.error(f"{ROPE_FACTORS} must be {config['head_dim'] // 2} numbers of type F32")
+        divisors = list(struct.unpack(f"<{factors.shape[0]}f", file.data(factors)))
+        rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
+        rope |= {"short_factor": divisors, "long_factor": divisors}
+    return rope

@@ -1,0 +1,100 @@
+"""The tensors of a GGUF file, streamed under Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.config.gguf import ROPE_FACTORS, HeadLayout, head_layout, hf_name
+from quire.errors import ModelLoadError
+from quire.models.gguf.blocks import FORMATS, Bytes
+from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+from quire.utils.gguf import BlockType, GGUFFile, TensorEntry
+
+_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK_BYTES = 2**18
+"""Blocks taken apart at once: what that needs besides the result stays in the processor's cache."""
+
+
+class GGUFWeights:
+    """One file. directory: where error messages place the weights, here the file itself.
+
+    Plain tensors are views of the file, quantised ones are made one at a time; the pages of a tensor are dropped when
+    the next one is asked for, so that the file is never in memory as a whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path
+        self.current: Path | None = path
+
+    def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
+        """All tensors, quantised matrices as integers. report: called with (bytes done, bytes in all). Raises
+        ModelLoadError."""
+        with GGUFFile(self.directory) as file:
+            layout = head_layout(file)
+            done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
+            for entry in file.tensors.values():
+                if entry.name != ROPE_FACTORS:  # a part of the configuration, read with it
+                    name = hf_name(entry.name)
+                    if name is None:
+                        raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
+                    yield name, _weight(file, entry, layout)
+                    file.release(entry)
+                done += entry.num_bytes
+                report(done, total)
+
+
+def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
+    """[rows, columns] for a matrix, [size] for a norm's weight or a bias."""
+    if len(entry.shape) > 2:
+        raise ModelLoadError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions")
+    # The elements of a vector may be permuted like the rows of a matrix.
+    num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
+    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
+    num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(entry.name.split(".")[-2])
+    if layout.interleaved and num_heads is not None:
+        rows = _halves_apart(rows, num_heads, entry.name)
+    dtype = _PLAIN_DTYPES.get(entry.type.name)
+    if dtype is not None:
+        return torch.from_numpy(rows).view(dtype).view(entry.shape)
+    weight = _integer_weight(rows, entry.type)
+    return weight if len(entry.shape) == 2 else weight.dequantize()[0]
+
+
+def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
+    """Of each head the even rows first, then the odd ones: the elements of a rotated pair are neighbours in the file
+    and half a head apart in Hugging Face's order. [n, bytes of a row] -> the same, a copy."""
+    count = len(rows)
+    if count % (2 * num_heads):
+        raise ModelLoadError(f"tensor {name!r} has {count} rows, which {num_heads} heads cannot share in pairs")
+    return rows.reshape(num_heads, count // num_heads // 2, 2, -1).swapaxes(1, 2).reshape(count, -1)
+
+
+def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
+    """rows: [n, bytes of a row], whole blocks."""
+    stored = FORMATS[block.name]
+    num_rows, row_bytes = rows.shape
+    num_columns = row_bytes // block.num_bytes * block.values
+    values = np.empty((num_rows, num_columns), dtype=np.int8 if stored.bits == 8 else np.uint8)
+    scales = np.empty((num_rows, num_columns // stored.group_size), dtype=np.float32)
+    offsets = None
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        some = slice(first, first + step)
+        with np.errstate(invalid="ignore"):  # a damaged scale is infinite: its weights become NaN, without a warning
+            part_values, part_scales, part_offsets = stored.unpack(rows[some].reshape(-1, block.num_bytes))
+        values[some] = part_values.reshape(-1, num_columns)
+        scales[some] = part_scales.reshape(-1, scales.shape[1])
+        if part_offsets is not None:
+            offsets = np.empty_like(scales) if offsets is None else offsets
+            offsets[some] = part_offsets.reshape(-1, scales.shape[1])
+    return IntegerWeight(
+        values=torch.from_numpy(values),
+        bits=stored.bits,
+        group_size=stored.group_size,
+        scales=torch.from_numpy(scales),
+        offsets=None if offsets is None else torch.from_numpy(offsets),
+    )

@@ -1,0 +1,32 @@
+"""Quantised checkpoints: from the stored tensors to matrices of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from quire.config.quantization import QuantizationConfig
+from quire.quantization.awq import awq_format
+from quire.quantization.compressed_tensors import compressed_tensors_format
+from quire.quantization.gptq import gptq_format
+from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.parts import assemble
+
+FORMATS = {
+    "gptq": gptq_format,
+    "gptq_v2": gptq_format,
+    "awq": awq_format,
+    "pack-quantized": compressed_tensors_format,
+    "int-quantized": compressed_tensors_format,
+}
+
+
+def integer_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: QuantizationConfig | None
+) -> Iterator[tuple[str, WeightTensor]]:
+    """The stream of a checkpoint's tensors with each quantised matrix put together as `<module>.weight`. Tensors that
+    belong to no such matrix pass through. Raises ModelLoadError as `assemble` does."""
+    if config is None or config.checkpoint_format is None:
+        return iter(tensors)
+    return assemble(tensors, FORMATS[config.checkpoint_format](config))

@@ -1,0 +1,72 @@
+"""Matrices of GPTQ checkpoints.
+
+Of a matrix with K input features, N output rows and G groups, with words of 32 bits that hold 32 / bits numbers each,
+the first in the lowest bits:
+
+    qweight  [K * bits / 32, N] int32    word r of row n holds the features r * 32 / bits and on, in their own order
+    qzeros   [G, N * bits / 32] int32    zero points; format gptq stores each less one, modulo 2 ** bits
+    scales   [G, N]
+    g_idx    [K] int32                   the group of each feature
+
+    w[n, k] = scales[g_idx[k], n] * (q[n, k] - zero[g_idx[k], n])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.config.quantization import QuantizationConfig
+from quire.quantization.integer_weight import IntegerWeight
+from quire.quantization.packing import per_word, recentre, unpack_rows
+from quire.quantization.parts import INTEGRAL, MatrixFormat, Parts, by_group
+
+PARTS = frozenset(("qweight", "qzeros", "scales"))
+
+
+def gptq_format(config: QuantizationConfig) -> MatrixFormat:
+    """Without act-order g_idx may be there, and must then say what goes without saying."""
+
+    def build(parts: Parts) -> IntegerWeight:
+        return _build(parts, config)
+
+    def is_plain(group_of: torch.Tensor) -> bool:
+        features = torch.arange(group_of.numel())
+        return torch.equal(group_of.long(), features // (config.group_size or max(1, group_of.numel())))
+
+    if config.reordered:
+        return MatrixFormat(PARTS | {"g_idx"}, build)
+    return MatrixFormat(PARTS, build, {"g_idx": is_plain})
+
+
+def _build(parts: Parts, config: QuantizationConfig) -> IntegerWeight:
+    bits, fields = config.bits, per_word(config.bits)
+    words = parts.take("qweight", (torch.int32,), (None, None))
+    columns, rows = words.shape[0] * fields, words.shape[1]
+    group_size = parts.group_size("qweight", columns, config.group_size)
+    groups = columns // group_size
+    if rows % fields:
+        raise parts.error("qweight", f"has {rows} output rows, which are no multiple of {fields}")
+    zeros = unpack_rows(parts.take("qzeros", (torch.int32,), (groups, rows // fields)), bits)
+    if config.checkpoint_format == "gptq":
+        zeros = (zeros + 1) & (2**bits - 1)
+    scales = parts.scales("scales", (groups, rows)).t().contiguous()
+    values, order = unpack_rows(words.t(), bits), None
+    if config.reordered:
+        values, order = by_group(values, parts.take("g_idx", INTEGRAL, (columns,)).long(), group_size)
+    return with_zero_points(values, bits, group_size, scales, zeros.t(), order)
+
+
+def with_zero_points(
+    values: torch.Tensor,
+    bits: int,
+    group_size: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    order: torch.Tensor | None = None,
+) -> IntegerWeight:
+    """w = scale * (value - zero). values: [N, K] uint8; scales: [N, G] float32; zeros: [N, G] uint8."""
+    if bits == 4:
+        return IntegerWeight(values, 4, group_size, scales, -scales * zeros, order)
+    centre = 128
+    offsets = None if bool((zeros == centre).all()) else scales * (centre - zeros.float())
+    return IntegerWeight(recentre(values), 8, group_size, scales, offsets, order)

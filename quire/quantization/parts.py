@@ -1,0 +1,127 @@
+"""Putting together the tensors of a checkpoint that make up one quantised matrix, as they stream by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32)
+INTEGRAL = (torch.int32, torch.int64)
+
+
+@dataclass
+class Parts:
+    """What has come so far of the matrix `<module>.weight`."""
+
+    module: str
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, part: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> torch.Tensor:
+        """One part, of one of the dtypes and of this shape (None: any size). Raises ModelLoadError naming it."""
+        tensor = self.tensors[part]
+        fits = len(tensor.shape) == len(shape) and all(
+            wanted in (None, size) for size, wanted in zip(tensor.shape, shape, strict=True)
+        )
+        if not fits or tensor.dtype not in dtypes:
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.error(
+                part, f"is {list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}, not [{sizes}] of {names}"
+            )
+        return tensor
+
+    def scales(self, part: str, shape: Sequence[int]) -> torch.Tensor:
+        """Scales of any floating dtype, as float32."""
+        return self.take(part, FLOATING, shape).float()
+
+    def error(self, part: str, message: str) -> ModelLoadError:
+        return ModelLoadError(f"tensor '{self.module}.{part}' {message}")
+
+    def group_size(self, part: str, columns: int, wanted: int | None) -> int:
+        """The features of a group: all for None. Raises ModelLoadError when groups do not divide the columns."""
+        size = columns if wanted is None else wanted
+        if columns % size:
+            raise self.error(part, f"has {columns} input features, which are no multiple of the group size {size}")
+        return size
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """required: names of the parts that make up a matrix. harmless: parts that a checkpoint may hold for nothing, each
+    with a test that it says nothing. build: from the required parts to the matrix."""
+
+    required: frozenset[str]
+    build: Callable[[Parts], IntegerWeight]
+    harmless: Mapping[str, Callable[[torch.Tensor], bool]] = field(default_factory=dict)
+
+    def owns(self, part: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of this name is a part of a matrix. A plain weight has the name of an int8 one."""
+        if part == "weight":
+            return part in self.required and tensor.dtype == torch.int8
+        return part in self.required or part in self.harmless
+
+
+def assemble(
+    tensors: Iterable[tuple[str, torch.Tensor]], matrix_format: MatrixFormat
+) -> Iterator[tuple[str, WeightTensor]]:
+    """Yield each matrix as `<module>.weight` as soon as its last part has come, and every other tensor as it comes.
+
+    Parts of a matrix may come in any order and with other tensors between them; only matrices that lack a part are
+    held. Raises ModelLoadError, naming the tensor, for parts that are missing, given twice or do not fit.
+    """
+    pending: dict[str, Parts] = {}
+    done: set[str] = set()
+    harmless: dict[str, str] = {}
+    for name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        if not matrix_format.owns(part, tensor):
+            yield name, tensor
+            continue
+        if part in matrix_format.harmless:
+            if not matrix_format.harmless[part](tensor):
+                raise ModelLoadError(f"tensor {name!r} contradicts the quantization_config of config.json")
+            harmless[module] = name
+            continue
+        parts = pending.setdefault(module, Parts(module))
+        if module in done or part in parts.tensors:
+            raise ModelLoadError(f"tensor {name!r} occurs twice")
+        parts.tensors[part] = tensor
+        if len(parts.tensors) == len(matrix_format.required):
+            del pending[module]
+            done.add(module)
+            yield f"{module}.weight", _build(parts, matrix_format)
+    for module, parts in pending.items():
+        missing = min(matrix_format.required - parts.tensors.keys())
+        raise ModelLoadError(f"tensor '{module}.{missing}' missing from the checkpoint")
+    for module, name in harmless.items():
+        if module not in done:
+            raise ModelLoadError(f"tensor {name!r} belongs to no quantised matrix")
+
+
+def _build(parts: Parts, matrix_format: MatrixFormat) -> IntegerWeight:
+    try:
+        return matrix_format.build(parts)
+    except ModelLoadError as error:
+        if parts.module in error.message:
+            raise
+        raise ModelLoadError(f"tensor '{parts.module}.weight': {error.message}") from None
+
+
+def by_group(values: torch.Tensor, group_of: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bring columns of the same group side by side. values: [N, K]; group_of: [K], the group of each input feature.
+    Returns the values and the column order (None when nothing moves). Raises ModelLoadError for groups that are not
+    of equal size."""
+    columns = values.shape[1]
+    if torch.equal(group_of, torch.arange(columns) // group_size):
+        return values, None
+    num_groups = columns // group_size
+    in_range = bool(((group_of >= 0) & (group_of < num_groups)).all())
+    if not in_range or not bool((torch.bincount(group_of, minlength=num_groups) == group_size).all()):
+        raise ModelLoadError(f"its input features do not fall into {num_groups} groups of {group_size}")
+    order = torch.argsort(group_of, stable=True)
+    return values[:, order], order.int()

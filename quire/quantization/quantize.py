@@ -1,0 +1,141 @@
+"""Rounding a floating-point matrix to integers, without looking at any activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.quantization.integer_weight import MAX_UINT4, IntegerWeight
+
+GROUP_SIZES = (128, 64, 32)
+MAX_INT8 = 127
+CLIPPING = (1.0, 0.87, 0.75)
+"""Shares of a group's range that the search for 4 bits starts from: finer steps can outweigh the values cut off."""
+NUDGES = (
+    (1.06, 0.0), (0.94, 0.0), (1.0, 0.3), (1.0, -0.3), (1.03, 0.0), (0.97, 0.0), (1.0, 0.15), (1.0, -0.15),
+)  # fmt: skip
+"""Changes that are then tried on the best so far: (factor of the step, shift in steps). On trained weights they lower
+the squared error by a further 7 %; 64 more starts in their place do no better."""
+WORKING_ELEMENTS = 2**18
+"""Weights that are searched at once, which bounds the working memory to some megabytes."""
+
+
+def fitting_group_size(in_features: int, requested: int) -> int:
+    """The largest of 128, 64 and 32 that is not above `requested` and divides `in_features`. Raises ModelLoadError,
+    with the arithmetic, when none does."""
+    for size in GROUP_SIZES:
+        if size <= requested and in_features % size == 0:
+            return size
+    smallest = GROUP_SIZES[-1]
+    if requested < smallest:
+        raise ModelLoadError(f"groups of {requested} are not supported: the smallest size is {smallest}")
+    count, left = divmod(in_features, smallest)
+    raise ModelLoadError(
+        f"{in_features} input features are {count} groups of {smallest} and {left} left over: 4-bit weights need "
+        f"a multiple of {smallest}"
+    )
+
+
+def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str) -> IntegerWeight:
+    """Quantise [N, K] of any floating dtype.
+
+    8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row). 4 bits: a scale
+    and an offset for each group of `fitting_group_size(K, group_size)`, chosen to keep the squared error small.
+    name: of the tensor, for errors. Raises ModelLoadError for infinities, NaN and sizes that do not fit.
+    """
+    assert tensor.dim() == 2, "only matrices are quantised"
+    assert bits == 8 or group_size is not None, "4-bit weights are quantised in groups"
+    rows, columns = tensor.shape
+    try:
+        size = columns if group_size is None else fitting_group_size(columns, group_size)
+        values = torch.empty(rows, columns, dtype=torch.int8 if bits == 8 else torch.uint8)
+        scales = torch.empty(rows, columns // size)
+        offsets = None if bits == 8 else torch.empty_like(scales)
+        for start, stop in _row_blocks(rows, columns):
+            groups = tensor[start:stop].float().reshape(-1, size)
+            whole, scale, offset = _int8(groups) if bits == 8 else _int4(groups)
+            values[start:stop] = whole.view(stop - start, columns)
+            scales[start:stop] = scale.view(stop - start, -1)
+            if offsets is not None:
+                offsets[start:stop] = offset.view(stop - start, -1)
+        return IntegerWeight(values, bits, size, scales, offsets)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"tensor {name!r}: {error.message}") from None
+
+
+def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, WORKING_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _peaks(groups: torch.Tensor) -> torch.Tensor:
+    """[M, 1]: the largest magnitude in each row of [M, G], 1 where all are zero."""
+    peak = groups.abs().amax(1, keepdim=True)
+    if not bool(torch.isfinite(peak).all()):
+        raise ModelLoadError("holds infinities or NaN, which cannot be quantised")
+    return torch.where(peak > 0, peak, 1.0)
+
+
+def _int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[M, G] -> values of -127 to 127, scales and (zero) offsets [M, 1]."""
+    peak = _peaks(groups)
+    values = (groups / peak).mul_(MAX_INT8).round_()
+    return values, peak / MAX_INT8, torch.zeros_like(peak)
+
+
+def _int4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[M, G] -> values of 0 to 15, scales and offsets [M, 1].
+
+    A candidate is a step and a start: the group is rounded to them, and both are fitted anew to the rounded values by
+    least squares. The candidate that leaves the smallest squared error wins, for each group by itself.
+    """
+    peak = _peaks(groups)
+    x = groups / peak
+    mean = x.mean(1, keepdim=True)
+    x -= mean
+    low, high = torch.aminmax(x, dim=1, keepdim=True)
+    best = _fit(x, _round(x, (high - low) / MAX_UINT4, low))
+    for share in CLIPPING[1:]:
+        step = (high - low) * (share / MAX_UINT4)
+        best = _better(best, _fit(x, _round(x, step, low * share)))
+    for factor, shift in NUDGES:
+        step = best.step * factor
+        start = best.start + best.step * (shift + (1 - factor) * MAX_UINT4 / 2)
+        best = _better(best, _fit(x, _round(x, step, start)))
+    values = _round(x, best.step, best.start)
+    final = _fit(x, values)
+    return values, final.step * peak, (final.start + mean) * peak
+
+
+class _Line(NamedTuple):
+    """x = start + step * value, each [M, 1]; explained: the part of x's sum of squares that it accounts for."""
+
+    step: torch.Tensor
+    start: torch.Tensor
+    explained: torch.Tensor
+
+
+def _better(first: _Line, second: _Line) -> _Line:
+    """Of each row the line that explains more."""
+    wins = second.explained > first.explained
+    return _Line(*(torch.where(wins, new, old) for new, old in zip(second, first, strict=True)))
+
+
+def _round(x: torch.Tensor, step: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The nearest of 0 to 15 to (x - start) / step; all 0 where step is 0."""
+    per_step = torch.where(step > 0, 1 / step, 0.0)
+    return torch.addcmul(-start * per_step, x, per_step).clamp_(0, MAX_UINT4).round_()
+
+
+def _fit(x: torch.Tensor, values: torch.Tensor) -> _Line:
+    """Least squares of x (rows of mean zero) against the values."""
+    mean = values.mean(1, keepdim=True)
+    covariance = torch.linalg.vecdot(values, x).unsqueeze(1)
+    variance = torch.linalg.vector_norm(values, dim=1, keepdim=True).square() - mean.square() * x.shape[1]
+    # Values that are all the same leave a rounding error here, not zero; two that differ leave at least 0.5.
+    step = torch.where(variance > 0.25, covariance / variance, 0.0)
+    return _Line(step, -step * mean, step * covariance)

@@ -1,0 +1,50 @@
+"""Choosing tokens and computing log-probabilities over the whole vocabulary: what the sampler leaves to a chooser.
+
+Two exist: `PlainChooser` defines the semantics in NumPy and torch, `NativeChooser` does the same with native kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain import PlainChooser
+from quire.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
+
+
+class Chooser(Protocol):
+    """Bound to the rows of one worker. Row i of every result depends on row i of the arguments alone, bit by bit."""
+
+    def choose(self, scores: np.ndarray, batch: SampleBatch, used: int) -> np.ndarray:
+        """A token for each row: the best one of greedy rows (of several equal ones the lowest), a drawn one of others.
+
+        scores: [R, vocab_size] float32, the elements of a row side by side; may be overwritten. used: the union of
+        `Feature` over the batch. Returns [R] int64. Raises NonFiniteLogitsError, naming the rows, when rows have NaN
+        or plus infinity, or no finite score at all.
+        """
+        ...
+
+    def logprobs(self, logits: np.ndarray, token_ids: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """Log-probability and rank of one token per row, and the `num_top[i]` (at most MAX_LOGPROBS) best tokens of
+        row i.
+
+        logits: [N, vocab_size] float32, the elements of a row side by side; token_ids: [N] int64. Raises
+        NonFiniteLogitsError with the indices of rows that hold NaN or plus infinity, or whose token is impossible.
+        """
+        ...
+
+
+def make_chooser(rows: SamplingRows, runtime: NativeRuntime | None) -> Chooser:
+    """runtime: the native kernels that the worker computes with; None: plain operators."""
+    if runtime is None:
+        return PlainChooser(rows)
+    from quire.sampling.native import NativeChooser
+
+    return NativeChooser(rows, runtime)

@@ -1,0 +1,39 @@
+"""The native chooser: one kernel call for a batch, whatever its rows ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kernels.cpu.sampling import VocabularyKernels
+from quire.sampling.batch import SampleBatch
+from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.parameters import Feature, SamplingRows
+from quire.step import TokenLogprobs
+
+
+class NativeChooser:
+    """See `quire.sampling.chooser.Chooser`."""
+
+    def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
+        self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
+
+    def choose(self, scores: np.ndarray, batch: SampleBatch, used: int) -> np.ndarray:
+        token_ids = self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=not used & Feature.RANDOM)
+        if len(token_ids) and token_ids.min() < 0:
+            raise NonFiniteLogitsError(np.flatnonzero(token_ids < 0).tolist())
+        return token_ids
+
+    def logprobs(self, logits: np.ndarray, token_ids: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        chosen, ranks, top_tokens, top_values = self._kernels.rank(logits, token_ids, max(num_top, default=0))
+        bad = np.flatnonzero(np.isnan(chosen))
+        if bad.size:
+            raise NonFiniteLogitsError(bad.tolist())
+        columns = (token_ids, chosen, top_tokens, top_values, ranks)
+        entries = zip(*(column.tolist() for column in columns), num_top, strict=True)
+        return [
+            TokenLogprobs([token, *tokens[:count]], [value, *values[:count]], rank)
+            for token, value, tokens, values, rank, count in entries
+        ]

@@ -1,0 +1,73 @@
+"""Sharing in flight: of requests that arrive together with the same new prefix, one computes it.
+
+A waiting request whose next blocks a running sequence computes is passed over: it starts when they are there, with a
+prefix hit. It is looked at again in every step, in its place in the queue, and nothing can keep it there:
+
+- It waits for one live sequence to commit a given number of blocks. Running sequences get tokens in every step, so that
+  sequence advances; if it is aborted or preempted instead, the wait is over, and the request is the first to compute
+  the blocks itself.
+- A step is never empty because of it: the sequence that is waited for is in this step's plan, or in one in flight.
+- Whoever passes it takes nothing that it needs. Rows and blocks for the whole request are set aside, and only a prompt
+  that fits into what is left of the step may pass, which takes one token a step afterwards.
+- After the wait it is first again. It may have to wait once more, if by then a sequence computes further blocks that it
+  shares; but each wait leaves it fewer to wait for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.request import Request
+
+MIN_SHARED_BLOCKS = 2
+"""To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
+
+
+class Wait(NamedTuple):
+    """What a request waits for, and what is set aside for it meanwhile."""
+
+    leader: SequenceBlocks
+    num_blocks: int
+    """The wait ends when the leader has committed so many."""
+    claimed_blocks: int
+
+
+class PassedOver:
+    """The requests that wait in one pass of `Scheduler.schedule`, and their claims."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self.num_rows = 0
+        self.num_blocks = 0
+
+    def __bool__(self) -> bool:
+        return self.num_rows > 0
+
+    def still(self, request: Request) -> bool:
+        """Whether a request waits on, decided in constant time."""
+        wait = request.wait
+        if wait is None:
+            return False
+        if self._kv.is_computing(wait.leader, wait.num_blocks):
+            self._claim(request, wait)
+            return True
+        request.wait = None
+        return False
+
+    def begin(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
+        """Whether a request has to wait from now on.
+
+        num_cached_tokens: its prefix hit, looked up with `max_tokens`. num_blocks: what it would need to start now.
+        """
+        chain = request.live_sequences[0].chain
+        found = self._kv.find_computing(chain, num_cached_tokens, max_tokens)
+        if found is None or found[1] - num_cached_tokens // self._kv.block_size < MIN_SHARED_BLOCKS:
+            return False
+        request.wait = Wait(*found, num_blocks)
+        self._claim(request, request.wait)
+        return True
+
+    def _claim(self, request: Request, wait: Wait) -> None:
+        self.num_rows += len(request.live_sequences)
+        self.num_blocks += wait.claimed_blocks

@@ -1,0 +1,156 @@
+"""The tokenizer that a GGUF file carries: its vocabulary, merges and the name of the rule that splits words.
+
+Byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo) is built from these. A sentencepiece vocabulary (LLaMA 2,
+Mistral 7B) is not: there a tokenizer must be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from quire.config.hf_json import Fields
+from quire.utils.gguf import GGUFFile
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Kinds of tokens. UNUSED ones fill a vocabulary up to the size of the embedding."""
+SPECIAL_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # the format's spelling
+    "pad_token": "padding_token_id",
+    "mask_token": "mask_token_id",
+}
+
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+)
+
+
+@dataclass(frozen=True)
+class _Splitting:
+    """How a text becomes words. pattern: what a word is; None is GPT-2's own. single_digits: digits are split off one
+    by one before. whole_words: a word that is a token is not taken apart. nfc: the text is composed first.
+    adds_bos: the beginning-of-sequence token is prepended unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    single_digits: bool = False
+    whole_words: bool = False
+    nfc: bool = False
+    adds_bos: bool = False
+
+
+_LLAMA3 = _Splitting(rf"{_WORD}|\p{{N}}{{1,3}}|{_TAIL}", whole_words=True, adds_bos=True)
+_QWEN2 = _Splitting(rf"{_WORD}|\p{{N}}|{_TAIL}", nfc=True)
+_TEKKEN = _Splitting(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}", whole_words=True, adds_bos=True)
+_SPLITTINGS: Mapping[str, _Splitting] = {
+    "gpt-2": _Splitting(),
+    "smollm": _Splitting(single_digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+"""By the name that a file gives in tokenizer.ggml.pre."""
+
+
+def read_gguf_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer, and what a tokenizer_config.json would say of it. Raises ModelLoadError when the file has no
+    tokenizer, one of another kind, or a damaged one."""
+    fields = Fields(
+        {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
+    )
+    instead = "name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
+    kind = fields.values.get("ggml.model")
+    if kind is None:
+        raise file.error(f"it carries no tokenizer; {instead}")
+    if kind != "gpt2":
+        what = "a sentencepiece vocabulary" if kind == "llama" else f"a tokenizer of the kind {kind!r}"
+        raise file.error(f"it carries {what}, which cannot be read from GGUF; {instead}")
+    rule = fields.text("ggml.pre", "(none)")
+    if rule not in _SPLITTINGS:
+        raise file.error(f"its pre-tokenizer {rule!r} is not known (known: {', '.join(_SPLITTINGS)}); {instead}")
+    splitting = _SPLITTINGS[rule]
+    tokens, kinds = _vocabulary(file)
+    config: dict[str, Any] = _special_tokens(fields, tokens)
+    config["add_bos_token"] = fields.boolean("ggml.add_bos_token", splitting.adds_bos)
+    config["add_eos_token"] = fields.boolean("ggml.add_eos_token", False)
+    if fields.values.get("chat_template") is not None:
+        config["chat_template"] = fields.text("chat_template")
+    return _backend(file, tokens, kinds, splitting), config
+
+
+def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
+    """Tokens by id, and their kinds."""
+    tokens = file.strings("tokenizer.ggml.tokens")
+    if not tokens:
+        raise file.error("tokenizer.ggml.tokens is missing or empty")
+    kinds = file.numbers("tokenizer.ggml.token_type")
+    if kinds is None:
+        kinds = [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise file.error(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
+    return tokens, kinds
+
+
+def _backend(
+    file: GGUFFile, tokens: list[str], kinds: list[int | float], splitting: _Splitting
+) -> tokenizers.Tokenizer:
+    vocabulary: dict[str, int] = {}
+    for token_id, token in enumerate(tokens):
+        if kinds[token_id] == UNUSED:
+            continue
+        if token in vocabulary:
+            raise file.error(f"tokenizer.ggml.tokens has {token!r} twice, as {vocabulary[token]} and {token_id}")
+        vocabulary[token] = token_id
+    merges = []
+    for merge in file.strings("tokenizer.ggml.merges") or []:
+        left, _, right = merge.partition(" ")
+        if not left or not right or " " in right:
+            raise file.error("tokenizer.ggml.merges must be pairs of tokens with one space between them")
+        merges.append((left, right))
+    try:
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting.whole_words)
+    except Exception as error:  # the library raises plain Exception
+        raise file.error(f"its vocabulary and merges do not fit together: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    if splitting.nfc:
+        backend.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None)
+    if splitting.pattern is not None:
+        first = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    elif splitting.single_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    else:
+        backend.pre_tokenizer = byte_level
+    backend.decoder = decoders.ByteLevel()
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        texts = [token for token, own in zip(tokens, kinds, strict=True) if own == kind and token]
+        backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
+    return backend
+
+
+def _special_tokens(fields: Fields, tokens: list[str]) -> dict[str, str]:
+    found = {}
+    for name, key in SPECIAL_KEYS.items():
+        token_id = fields.optional_integer(f"ggml.{key}", minimum=0)
+        if token_id is None:
+            continue
+        if token_id >= len(tokens):
+            raise fields.error(f"ggml.{key} is {token_id}, and there are {len(tokens)} tokens")
+        found[name] = tokens[token_id]
+    return found

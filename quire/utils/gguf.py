@@ -1,0 +1,353 @@
+"""Reading GGUF files: header, metadata and the table of tensors, every number checked before it is used.
+
+A file is a header (magic, version, two counts), that many pairs of key and typed value, that many tensor entries, and
+the tensors' data, each at a multiple of the alignment. All numbers are little-endian. The file is mapped; values are
+decoded when they are small, arrays when they are asked for, tensors are handed out as views of the mapping. Imports
+neither torch nor numpy: the control plane reads a model's configuration and its tokenizer with this.
+
+A file may come from anywhere, so whatever is wrong with it ends in a ModelLoadError: nothing is read outside the file,
+nothing is allocated that the file does not hold, and the work is bounded by the limits below.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from quire.errors import ModelLoadError
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 2**20
+MAX_HEADER_BYTES = 2**28
+"""Header, metadata and tensor table together: some ten times those of the largest vocabularies."""
+MAX_STRINGS = 2**22
+"""Elements of all string arrays together: each takes a step of a Python loop."""
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**16
+MAX_KEY_BYTES = 2**16 - 1
+MAX_NAME_BYTES = 256
+MAX_DIMENSIONS = 4
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+"""Value types of fixed size, as the struct module spells them."""
+_LEAST_PAIR_BYTES = 8 + 4 + 1
+_LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How numbers are stored: blocks of `values` consecutive ones of a row, in `num_bytes` bytes."""
+
+    name: str
+    values: int
+    num_bytes: int
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+}
+"""By the number that the file format gives them."""
+OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Types that exist and are not read here, for the error's sake."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """shape: outermost dimension first, as torch has it (the file lists the innermost first). start: where its data
+    begins in the file. num_bytes: of its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: BlockType
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Array:
+    """An array value, not decoded: `count` elements of the type from `start` on."""
+
+    type: int
+    count: int
+    start: int
+
+    def __repr__(self) -> str:
+        return f"a list of {self.count}"
+
+
+class GGUFFile:
+    """An open file. metadata: values by key; of an array only a placeholder, `strings` and `numbers` read it.
+    tensors: by name, in the file's order.
+
+    The mapping is private and its pages may be dropped (`release`) when a tensor has been copied. Views stay valid as
+    long as they are held; a context closes the file as soon as none is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open and check the whole header. Raises ModelLoadError naming the file."""
+        self.path = path
+        self._map = _map_file(path)
+        try:
+            reader = _HeaderReader(self._map, path)
+            self.metadata = reader.metadata()
+            self.tensors = reader.tensors(self.metadata)
+        except BaseException:
+            self.close()
+            raise
+
+    def error(self, message: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {message}")
+
+    def strings(self, key: str) -> list[str] | None:
+        """An array of strings, or None when the key is absent."""
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.type != _STRING:
+            raise self.error(f"{key} must be a list of strings")
+        found, position, data = [], array.start, self._map
+        for _ in range(array.count):
+            (length,) = _U64.unpack_from(data, position)
+            position += _U64.size + length
+            found.append(data[position - length : position])
+        try:
+            return [text.decode() for text in found]
+        except UnicodeDecodeError:
+            raise self.error(f"{key} holds a string that is not valid UTF-8") from None
+
+    def numbers(self, key: str) -> list[int | float] | None:
+        """An array of numbers, or None when the key is absent."""
+        array = self._array(key)
+        if array is None:
+            return None
+        if array.type not in _SCALARS:
+            raise self.error(f"{key} must be a list of numbers")
+        return list(struct.unpack_from(f"<{array.count}{_SCALARS[array.type]}", self._map, array.start))
+
+    def data(self, entry: TensorEntry) -> memoryview:
+        """The bytes of a tensor, in the mapping. They are not to be written."""
+        return memoryview(self._map)[entry.start : entry.start + entry.num_bytes]
+
+    def release(self, entry: TensorEntry) -> None:
+        """Let go of the memory that holds a tensor's pages. Views of it stay valid: the pages are read again."""
+        first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (entry.start + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def close(self) -> None:
+        """Give the mapping back, unless views of it are held: then it goes with the last of them."""
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
+        self.close()
+
+    def _array(self, key: str) -> _Array | None:
+        value = self.metadata.get(key)
+        if value is None or isinstance(value, _Array):
+            return value
+        raise self.error(f"{key} must be a list, not {type(value).__name__}")
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory, None when it holds none. Raises ModelLoadError when it holds several."""
+    found = sorted(path for path in directory.glob(f"*{SUFFIX}") if path.is_file())
+    if len(found) > 1:
+        raise ModelLoadError(f"{directory} holds {len(found)} GGUF files: name the one to load, such as {found[0]}")
+    return found[0] if found else None
+
+
+class _HeaderReader:
+    """Walks from the first byte to the end of the tensor table. `position` never passes `limit`."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._size = len(data)
+        self._limit = min(self._size, MAX_HEADER_BYTES)
+        self._position = 0
+        self._num_strings = 0
+        if data[: len(MAGIC)] != MAGIC:
+            raise ModelLoadError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
+        self._position = len(MAGIC)
+        version = self._number(_U32)
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            why = "it is big-endian" if swapped in VERSIONS else f"its version is {version}"
+            raise ModelLoadError(f"{path}: {why}; little-endian files of version 2 and 3 are supported")
+        self._num_tensors = self._count("tensors", MAX_TENSORS, _LEAST_TENSOR_BYTES)
+        self._num_pairs = self._count("metadata keys", MAX_KEYS, _LEAST_PAIR_BYTES)
+
+    def metadata(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for _ in range(self._num_pairs):
+            key = self._text("a metadata key", MAX_KEY_BYTES)
+            if key in values:
+                raise self._error(f"metadata key {key!r} occurs twice")
+            values[key] = self._value(key, self._number(_U32))
+        return values
+
+    def tensors(self, values: dict[str, Any]) -> dict[str, TensorEntry]:
+        """The table, with places in the file. Raises for data that lies outside the file, off the alignment or over
+        another tensor's."""
+        alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise self._error(f"general.alignment must be a power of two from 8 to {MAX_ALIGNMENT}, not {alignment!r}")
+        entries: dict[str, TensorEntry] = {}
+        for _ in range(self._num_tensors):
+            entry = self._tensor(alignment)
+            if entry.name in entries:
+                raise self._error(f"tensor {entry.name!r} occurs twice")
+            entries[entry.name] = entry
+        data_start = -(-self._position // alignment) * alignment
+        placed = {
+            name: TensorEntry(name, entry.shape, entry.type, data_start + entry.start, entry.num_bytes)
+            for name, entry in entries.items()
+        }
+        end = data_start
+        for entry in sorted(placed.values(), key=lambda entry: entry.start):
+            if entry.start < end:
+                raise self._error(f"the data of tensor {entry.name!r} overlaps another tensor's")
+            end = entry.start + entry.num_bytes
+            if end > self._size:
+                raise self._error(f"the data of tensor {entry.name!r} ends at byte {end} of {self._size}: truncated?")
+        return placed
+
+    def _tensor(self, alignment: int) -> TensorEntry:
+        """One entry; its start is still relative to the first tensor's."""
+        name = self._text("a tensor's name", MAX_NAME_BYTES)
+        num_dimensions = self._number(_U32)
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise self._error(f"tensor {name!r} has {num_dimensions} dimensions")
+        sizes = [self._number(_U64) for _ in range(num_dimensions)]
+        number, start = self._number(_U32), self._number(_U64)
+        block = BLOCK_TYPES.get(number)
+        if block is None:
+            what = OTHER_TYPES.get(number, f"the unknown type {number}")
+            known = ", ".join(sorted(known.name for known in BLOCK_TYPES.values()))
+            raise self._error(f"tensor {name!r} is stored as {what}, which is not supported (known: {known})")
+        num_values = math.prod(sizes)
+        if num_values < 1 or sizes[0] % block.values:
+            raise self._error(f"tensor {name!r} of {block.name} cannot have the shape {sizes[::-1]}")
+        if start % alignment:
+            raise self._error(f"tensor {name!r} lies at {start}, which is no multiple of the alignment {alignment}")
+        return TensorEntry(name, tuple(sizes[::-1]), block, start, num_values // block.values * block.num_bytes)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text(key, self._limit)
+        if kind == _ARRAY:
+            return self._array(key)
+        if kind not in _SCALARS:
+            raise self._error(f"{key} is of the unknown type {kind}")
+        value = self._number(struct.Struct("<" + _SCALARS[kind]))
+        if kind != _BOOL:
+            return value
+        if value > 1:
+            raise self._error(f"{key} must be true (1) or false (0), not {value}")
+        return bool(value)
+
+    def _array(self, key: str) -> _Array:
+        kind, count = self._number(_U32), self._number(_U64)
+        array = _Array(kind, count, self._position)
+        if kind == _STRING:
+            self._skip_strings(key, count)
+        elif kind in _SCALARS:
+            self._skip(count * struct.calcsize("<" + _SCALARS[kind]), key)
+        else:
+            raise self._error(f"{key} is a list of the type {kind}, which is not supported")
+        return array
+
+    def _skip_strings(self, key: str, count: int) -> None:
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            raise self._error(f"{key} has {count} strings; there may be {MAX_STRINGS} in all")
+        position, last, data = self._position, self._limit - _U64.size, self._data
+        for _ in range(count):
+            if position > last:
+                raise self._past_the_end(key)
+            position += _U64.size + _U64.unpack_from(data, position)[0]
+        self._skip(position - self._position, key)
+
+    def _text(self, what: str, longest: int) -> str:
+        length = self._number(_U64)
+        if length > longest:
+            raise self._error(f"{what} has {length} bytes, more than {longest}")
+        start = self._position
+        self._skip(length, what)
+        try:
+            return self._data[start : self._position].decode()
+        except UnicodeDecodeError:
+            raise self._error(f"{what} is not valid UTF-8") from None
+
+    def _count(self, what: str, most: int, least_bytes: int) -> int:
+        count: int = self._number(_U64)
+        if count > most or count * least_bytes > self._limit - self._position:
+            raise self._error(f"it claims to have {count} {what}")
+        return count
+
+    def _number(self, kind: struct.Struct) -> Any:
+        start = self._position
+        self._skip(kind.size, "the header")
+        return kind.unpack_from(self._data, start)[0]
+
+    def _skip(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self._limit - self._position:
+            raise self._past_the_end(what)
+        self._position += num_bytes
+
+    def _past_the_end(self, what: str) -> ModelLoadError:
+        if self._limit < self._size:
+            return self._error(f"{what} reaches beyond the {self._limit} bytes that a header may have")
+        return self._error(f"{what} reaches beyond the end of the file: truncated?")
+
+    def _error(self, message: str) -> ModelLoadError:
+        return ModelLoadError(f"{self._path} is not a valid GGUF file: {message}")
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    if not path.is_file():
+        raise ModelLoadError(f"{path} is not a file")
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size < len(MAGIC):
+                raise ModelLoadError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes")
+            # Private and writable: torch warns of tensors over read-only memory, and a write to them would end the
+            # process. Nothing is written, so no memory need be set aside for it.
+            return mmap.mmap(
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}") from None

@@ -1,0 +1,240 @@
+"""Writes GGUF files: the format spelt out a second time, number by number, for the reader to be held against."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)
+CODES = {
+    UINT8: "B", INT8: "b", UINT16: "H", INT16: "h", UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q",
+    INT64: "q", FLOAT64: "d",
+}  # fmt: skip
+TYPE_NUMBERS = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "BF16": 30,
+}  # fmt: skip
+BLOCKS = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
+    "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+"""Values and bytes of a block."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A metadata value with its type number; for a list, that of its elements."""
+
+    kind: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """shape: outermost first, as in torch."""
+
+    type: int
+    shape: Sequence[int]
+    data: bytes
+
+
+@dataclass
+class GGUFWriter:
+    metadata: dict[str, Typed] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    version: int = 3
+    alignment: int = 32
+
+    def to_bytes(self) -> bytes:
+        head = b"GGUF" + struct.pack("<IQQ", self.version, len(self.tensors), len(self.metadata))
+        for key, typed in self.metadata.items():
+            head += string(key) + value(typed)
+        data = b""
+        for name, tensor in self.tensors.items():
+            head += string(name) + struct.pack("<I", len(tensor.shape))
+            head += b"".join(struct.pack("<Q", size) for size in reversed(tensor.shape))
+            head += struct.pack("<IQ", tensor.type, len(data))
+            data += padded(tensor.data, self.alignment)
+        return padded(head, self.alignment) + data
+
+    def write(self, path: Path) -> Path:
+        path.write_bytes(self.to_bytes())
+        return path
+
+
+def padded(data: bytes, alignment: int) -> bytes:
+    return data + bytes(-len(data) % alignment)
+
+
+def string(text: str | bytes) -> bytes:
+    encoded = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def value(typed: Typed) -> bytes:
+    if isinstance(typed.value, list):
+        items = b"".join(
+            string(item) if typed.kind == STRING else struct.pack("<" + CODES[typed.kind], item) for item in typed.value
+        )
+        return struct.pack("<IIQ", ARRAY, typed.kind, len(typed.value)) + items
+    if typed.kind == STRING:
+        return struct.pack("<I", STRING) + string(typed.value)
+    return struct.pack("<I" + CODES[typed.kind], typed.kind, typed.value)
+
+
+def typed(plain: object) -> Typed:
+    """The usual type for a Python value."""
+    sample = plain[0] if isinstance(plain, list) else plain
+    kinds: dict[type, int] = {bool: BOOL, int: UINT32, float: FLOAT32, str: STRING}
+    return Typed(kinds[type(sample)], plain)
+
+
+# Single weights, by the definition of each block.
+
+
+def half(block: bytes, start: int) -> float:
+    (number,) = struct.unpack_from("<e", block, start)
+    return float(number)
+
+
+def nibble(byte: int, upper: bool) -> int:
+    return byte >> 4 if upper else byte & 15
+
+
+def q8_0(block: bytes, i: int) -> float:
+    (quantum,) = struct.unpack_from("<b", block, 2 + i)
+    return half(block, 0) * quantum
+
+
+def q4_0(block: bytes, i: int) -> float:
+    return half(block, 0) * (nibble(block[2 + i % 16], i >= 16) - 8)
+
+
+def q4_1(block: bytes, i: int) -> float:
+    return half(block, 0) * nibble(block[4 + i % 16], i >= 16) + half(block, 2)
+
+
+def q5_0(block: bytes, i: int) -> float:
+    (fifth,) = struct.unpack_from("<I", block, 2)
+    return half(block, 0) * (nibble(block[6 + i % 16], i >= 16) + 16 * (fifth >> i & 1) - 16)
+
+
+def q5_1(block: bytes, i: int) -> float:
+    (fifth,) = struct.unpack_from("<I", block, 4)
+    return half(block, 0) * (nibble(block[8 + i % 16], i >= 16) + 16 * (fifth >> i & 1)) + half(block, 2)
+
+
+def six_bit_pair(packed: bytes, group: int) -> tuple[int, int]:
+    """Scale and subtrahend of a group, out of the twelve bytes of Q4_K and Q5_K."""
+    if group < 4:
+        return packed[group] & 63, packed[group + 4] & 63
+    low, over_scale, over_subtrahend = packed[group + 4], packed[group - 4] >> 6, packed[group] >> 6
+    return (low & 15) + 16 * over_scale, (low >> 4) + 16 * over_subtrahend
+
+
+def q4_k(block: bytes, i: int) -> float:
+    scale, subtrahend = six_bit_pair(block[4:16], i // 32)
+    quantum = nibble(block[16 + i // 64 * 32 + i % 32], i % 64 >= 32)
+    return half(block, 0) * scale * quantum - half(block, 2) * subtrahend
+
+
+def q5_k(block: bytes, i: int) -> float:
+    scale, subtrahend = six_bit_pair(block[4:16], i // 32)
+    quantum = nibble(block[48 + i // 64 * 32 + i % 32], i % 64 >= 32) + 16 * (block[16 + i % 32] >> i // 32 & 1)
+    return half(block, 0) * scale * quantum - half(block, 2) * subtrahend
+
+
+def q6_k(block: bytes, i: int) -> float:
+    start, place = i // 128, i % 128
+    low = nibble(block[64 * start + place % 64], place >= 64)
+    high = block[128 + 32 * start + place % 32] >> 2 * (place // 32) & 3
+    (scale,) = struct.unpack_from("<b", block, 192 + i // 16)
+    return half(block, 208) * scale * (low + 16 * high - 32)
+
+
+WEIGHT: Mapping[str, Callable[[bytes, int], float]] = {
+    "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+}  # fmt: skip
+
+
+def dequantize(type_name: str, data: bytes, shape: Sequence[int]) -> torch.Tensor:
+    """What the stored bytes stand for, [shape] float32."""
+    if type_name in ("F32", "F16", "BF16"):
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type_name]
+        return torch.frombuffer(bytearray(data), dtype=dtype).float().reshape(tuple(shape))
+    values, size = BLOCKS[type_name]
+    weight = WEIGHT[type_name]
+    blocks = [data[start : start + size] for start in range(0, len(data), size)]
+    return torch.tensor([weight(block, i) for block in blocks for i in range(values)]).reshape(tuple(shape))
+
+
+# Quantisers: any that fill the blocks sensibly will do.
+
+
+def quantize(type_name: str, weight: torch.Tensor) -> bytes:
+    """[..., K] float32 with K a multiple of the block's values."""
+    if type_name == "F32":
+        return weight.numpy().astype("<f4").tobytes()
+    if type_name == "F16":
+        return weight.numpy().astype("<f2").tobytes()
+    if type_name == "BF16":
+        return weight.bfloat16().contiguous().view(torch.int16).numpy().astype("<i2").tobytes()
+    quantizer = {"Q8_0": to_q8_0, "Q4_0": to_q4_0, "Q4_K": to_q4_k, "Q6_K": to_q6_k}[type_name]
+    rows = weight.numpy().reshape(-1, BLOCKS[type_name][0])
+    return b"".join(quantizer(row) for row in rows)
+
+
+def to_q8_0(row: np.ndarray) -> bytes:
+    scale = np.float16(np.abs(row).max() / 127)
+    quanta = np.clip(np.rint(row / max(float(scale), 1e-9)), -128, 127).astype(np.int8)
+    return scale.tobytes() + quanta.tobytes()
+
+
+def to_q4_0(row: np.ndarray) -> bytes:
+    scale = np.float16(np.abs(row).max() / 7)
+    quanta = np.clip(np.rint(row / max(float(scale), 1e-9)) + 8, 0, 15).astype(np.uint8)
+    return scale.tobytes() + bytes(int(quanta[i]) | int(quanta[i + 16]) << 4 for i in range(16))
+
+
+def to_q4_k(row: np.ndarray) -> bytes:
+    groups = row.reshape(8, 32)
+    lows = np.maximum(-groups.min(axis=1), 0)
+    steps = (groups.max(axis=1) + lows) / 15
+    scale, subtrahend = np.float16(steps.max() / 63), np.float16(lows.max() / 63)
+    scales = np.rint(steps / max(float(scale), 1e-9)).astype(int).clip(0, 63)
+    subtrahends = np.rint(lows / max(float(subtrahend), 1e-9)).astype(int).clip(0, 63)
+    packed = bytearray(12)
+    for group in range(4):
+        packed[group] = scales[group] | scales[group + 4] >> 4 << 6
+        packed[group + 4] = subtrahends[group] | subtrahends[group + 4] >> 4 << 6
+        packed[group + 8] = scales[group + 4] & 15 | (subtrahends[group + 4] & 15) << 4
+    quanta = np.zeros(256, dtype=np.uint8)
+    for group in range(8):
+        step = max(float(scale) * scales[group], 1e-9)
+        shifted = groups[group] + float(subtrahend) * subtrahends[group]
+        quanta[32 * group : 32 * group + 32] = np.rint(shifted / step).clip(0, 15)
+    values = bytearray(128)
+    for i in range(256):
+        values[i // 64 * 32 + i % 32] |= int(quanta[i]) << (4 if i % 64 >= 32 else 0)
+    return scale.tobytes() + subtrahend.tobytes() + bytes(packed) + bytes(values)
+
+
+def to_q6_k(row: np.ndarray) -> bytes:
+    groups = row.reshape(16, 16)
+    steps = np.abs(groups).max(axis=1) / 31
+    scale = np.float16(steps.max() / 127)
+    scales = np.rint(steps / max(float(scale), 1e-9)).astype(int).clip(-128, 127)
+    lower, upper = bytearray(128), bytearray(64)
+    for i in range(256):
+        step = max(float(scale) * scales[i // 16], 1e-9)
+        quantum = int(np.rint(row[i] / step).clip(-32, 31)) + 32
+        start, place = i // 128, i % 128
+        lower[64 * start + place % 64] |= (quantum & 15) << (4 if place >= 64 else 0)
+        upper[32 * start + place % 32] |= quantum >> 4 << 2 * (place // 32)
+    return bytes(lower) + bytes(upper) + scales.astype(np.int8).tobytes() + scale.tobytes()

@@ -1,0 +1,129 @@
+"""Runs one native linear layer over buffers with guards around them, and packs random weights for it."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.cpu import _native
+from quire.kernels.cpu._native import Activation, WeightType
+from quire.kernels.cpu.packing import PackedMatrix
+
+ISAS = _native.available_isas()
+KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded")
+_TYPES = {
+    "f32": WeightType.F32,
+    "bf16": WeightType.BF16,
+    "f16": WeightType.F16,
+    "i8": WeightType.I8,
+    "i4": WeightType.I4,
+}
+_GUARD = -12345.678
+_POOLS: dict[int, _native.Pool] = {}
+
+
+def pool(threads: int) -> _native.Pool:
+    """One pool for each number of threads: starting threads is what costs time."""
+    if threads not in _POOLS:
+        _POOLS[threads] = _native.Pool(threads, False)
+    return _POOLS[threads]
+
+
+class GuardedRows:
+    """float32 rows with memory before, after and beside them that no kernel may change."""
+
+    def __init__(self, rows: int, width: int, values: torch.Tensor | None = None) -> None:
+        self.stride = (width + 15) // 16 * 16 + 16
+        self.memory = torch.full(((rows + 4) * self.stride + 16,), _GUARD)
+        skip = -self.memory.data_ptr() % 64 // 4
+        whole = self.memory[skip : skip + (rows + 4) * self.stride].view(rows + 4, self.stride)
+        self.values = whole[2 : rows + 2, :width]
+        self.values.copy_(torch.full((rows, width), float("nan")) if values is None else values)
+
+    def address(self) -> int:
+        return self.values.data_ptr()
+
+    def check(self) -> None:
+        """Fails when something outside the rows was written."""
+        inside = self.values.clone()
+        self.values.fill_(_GUARD)
+        assert bool((self.memory == _GUARD).all()), "a kernel wrote outside its rows"
+        self.values.copy_(inside)
+
+
+def random_matrix(
+    kind: str,
+    in_features: int,
+    out_features: int,
+    *,
+    group_size: int | None = None,
+    gated: bool = False,
+    offsets: bool = False,
+    bias: bool = False,
+    seed: int = 0,
+) -> PackedMatrix:
+    """A packed matrix of random weights with values of about 1 / sqrt(in_features)."""
+    random = torch.Generator().manual_seed(seed)
+    rounded = kind.endswith("_rounded")
+    type_name = kind.removesuffix("_rounded")
+    size = in_features**-0.5
+    if type_name in ("f32", "bf16", "f16"):
+        matrix = PackedMatrix(_TYPES[kind], in_features, out_features, gated=gated)
+        matrix.load_dense(torch.randn(out_features, in_features, generator=random) * size)
+    else:
+        matrix = PackedMatrix(
+            _TYPES[type_name],
+            in_features,
+            out_features,
+            group_size=group_size,
+            gated=gated,
+            integer_activations=rounded,
+            with_offsets=offsets,
+        )
+        low, high, dtype = (-128, 128, torch.int8) if type_name == "i8" else (0, 16, torch.uint8)
+        values = torch.randint(low, high, (out_features, in_features), generator=random, dtype=dtype)
+        scales = (torch.rand(out_features, matrix.num_groups, generator=random) + 0.5) * (size / high)
+        shifts = torch.randn(out_features, matrix.num_groups, generator=random) * size if offsets else None
+        matrix.load_integer(values, scales, shifts)
+    if bias:
+        matrix.load_bias(torch.randn(out_features, generator=random))
+    return matrix
+
+
+def run_linear(
+    matrix: PackedMatrix,
+    x: torch.Tensor,
+    *,
+    isa: str,
+    threads: int = 1,
+    activation: Activation = Activation.NONE,
+    residual: torch.Tensor | None = None,
+    in_place: bool = False,
+    max_rows: int | None = None,
+) -> torch.Tensor:
+    """x: [rows, in_features]. in_place: the residual lies where the output goes."""
+    rows = x.shape[0]
+    width = matrix.out_features // 2 if matrix.gated else matrix.out_features
+    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1))
+    given, out = GuardedRows(rows, matrix.in_features, x), GuardedRows(rows, width)
+    beside = GuardedRows(rows, width, residual)
+    if in_place:
+        out.values.copy_(beside.values)
+    places = (_native.Ref(0, 0, given.stride), _native.Ref(1, 0, out.stride), _native.Ref(2, 0, beside.stride))
+    no_residual = _native.Ref()
+    program.linear(
+        matrix.as_native(),
+        0 if matrix.bias is None else matrix.bias.data_ptr(),
+        places[0],
+        no_residual if residual is None else places[1] if in_place else places[2],
+        places[1],
+        activation,
+    )
+    scratch = torch.full((program.scratch_bytes + 128,), 99, dtype=torch.uint8)
+    start = -scratch.data_ptr() % 64
+    program.run(rows, 0, 0, [], [given.address(), out.address(), beside.address()], scratch.data_ptr() + start)
+    for guarded in (given, out, beside):
+        guarded.check()
+    assert bool((scratch[:start] == 99).all())
+    assert bool((scratch[start + program.scratch_bytes :] == 99).all())
+    assert torch.equal(given.values, x) or bool(x.isnan().any())
+    return out.values.clone()

@@ -1,0 +1,214 @@
+"""Native linear layers against float64, against exact integers, and against themselves at other row counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from quire.kernels.cpu._native import Activation, WeightType
+from quire.kernels.cpu.packing import PackedMatrix
+from tests.kernels.cpu.linear_calls import ISAS, KINDS, random_matrix, run_linear
+
+ROWS = (1, 2, 3, 7, 8, 12, 13, 31, 32, 100)
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.NONE: lambda x: x,
+    Activation.RELU: torch.relu,
+    Activation.SILU: functional.silu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+}
+# (in_features, out_features, group_size): odd ones, whole panels, groups that do not divide the inputs.
+SHAPES = ((37, 45, None), (64, 64, 16), (256, 96, 64), (200, 33, 128), (577, 70, 32), (1, 1, None))
+
+
+def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers and scales [rows, 1] that the kernels make of activations."""
+    values = x.numpy()
+    largest = np.abs(values).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    return torch.from_numpy(np.rint(values * inverse)), torch.from_numpy(largest / np.float32(127))
+
+
+def _seen_by_kernel(matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+    """x in float64 as the products see it."""
+    if not matrix.integer_activations:
+        return x.double()
+    integers, scales = _rounded(x)
+    return integers.double() * scales.double()
+
+
+def _reference(
+    matrix: PackedMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> torch.Tensor:
+    out = _seen_by_kernel(matrix, x) @ matrix.dequantize().double().T
+    if bias is not None:
+        out = out + bias.double()
+    if not matrix.gated:
+        return ACTIVATIONS[activation](out)
+    gate, up = out.chunk(2, dim=1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _bias_of(matrix: PackedMatrix) -> torch.Tensor | None:
+    return None if matrix.bias is None else matrix.bias[matrix._columns(0, matrix.out_features)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_float64(kind: str, isa: str) -> None:
+    for index, (in_features, out_features, group_size) in enumerate(SHAPES):
+        offsets = kind.startswith("i4") or (kind.startswith("i8") and index % 2 == 1)
+        matrix = random_matrix(kind, in_features, out_features, group_size=group_size, offsets=offsets, seed=index)
+        for rows in ROWS:
+            x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
+            out = run_linear(matrix, x, isa=isa, threads=1 + rows % 3)
+            torch.testing.assert_close(out.double(), _reference(matrix, x, None, Activation.NONE), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_epilogues(kind: str, isa: str) -> None:
+    case = 0
+    for gated in (False, True):
+        for activation in ACTIVATIONS:
+            for beside in ("none", "residual", "in place"):
+                case += 1
+                rows, out_features = ROWS[case % len(ROWS)], (70, 64, 18)[case % 3]
+                matrix = random_matrix(
+                    kind, 66, out_features, group_size=32, gated=gated, bias=case % 4 != 0, seed=case
+                )
+                x = torch.randn(rows, 66, generator=torch.Generator().manual_seed(case)) * 3
+                expected = _reference(matrix, x, _bias_of(matrix), activation)
+                residual = None if beside == "none" else torch.randn(expected.shape)
+                if residual is not None:
+                    expected = expected + residual
+                out = run_linear(
+                    matrix,
+                    x,
+                    isa=isa,
+                    threads=1 + case % 2,
+                    activation=activation,
+                    residual=residual,
+                    in_place=beside == "in place",
+                )
+                torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != Activation.NONE])
+def test_activation_functions_over_their_range(activation: Activation, isa: str) -> None:
+    """Within 3e-7 of the true value, relative to max(1, |x|), from deep saturation through zero."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, 3e4])])
+    matrix = PackedMatrix(WeightType.F32, 1, 1)
+    matrix.load_dense(torch.ones(1, 1))
+    out = run_linear(matrix, x[:, None], isa=isa, activation=activation)[:, 0].double()
+    error = (out - ACTIVATIONS[activation](x.double())).abs() / x.double().abs().clamp(min=1)
+    assert error.max() < 3e-7
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["i8_rounded", "i4_rounded"])
+def test_integer_sums_are_exact(kind: str, isa: str) -> None:
+    """Scales that are powers of two: one rounding is left, and every bit of the result is known. Extreme values."""
+    random = torch.Generator().manual_seed(3)
+    dtype, low, high = (torch.int8, -128, 127) if kind == "i8_rounded" else (torch.uint8, 0, 15)
+    for in_features, out_features, rows in ((577, 70, 13), (31, 5, 1), (512, 33, 40)):
+        values = torch.randint(low, high + 1, (out_features, in_features), generator=random, dtype=dtype)
+        values[0], values[-1] = low, high
+        scales = 2.0 ** torch.randint(-9, 4, (out_features, 1), generator=random)
+        matrix = PackedMatrix(
+            WeightType.I8 if low else WeightType.I4, in_features, out_features, integer_activations=True
+        )
+        matrix.load_integer(values, scales)
+        x = torch.randn(rows, in_features, generator=random)
+        x[0] = 5.0
+        x[-1] = -5.0
+        integers, row_scales = _rounded(x)
+        sums = integers.long() @ values.long().T
+        expected = (sums.float() * scales[:, 0]) * row_scales
+        assert torch.equal(run_linear(matrix, x, isa=isa, threads=2), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_any_company(kind: str, isa: str) -> None:
+    """Whatever the row count, the row's place and the threads: also where activations are shared between threads."""
+    for in_features, out_features, gated in ((577, 102, False), (1030, 68, True)):
+        matrix = random_matrix(kind, in_features, out_features, group_size=64, gated=gated, bias=True)
+        x = torch.randn(130, in_features, generator=torch.Generator().manual_seed(5))
+        alone = torch.cat([run_linear(matrix, row[None], isa=isa, activation=Activation.SILU) for row in x[:16]])
+        for rows in (2, 5, 11, 13, 24, 37, 130):
+            for threads in (1, 2, 3):
+                for first in {0, rows - 16 if rows > 16 else 0}:
+                    batch = torch.roll(x[:rows], first, 0) if first else x[:rows]
+                    out = run_linear(matrix, batch, isa=isa, threads=threads, activation=Activation.SILU)
+                    count = min(rows, 16)
+                    assert torch.equal(out[first : first + count], alone[:count]), (rows, threads, first)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_and_infinity_stay_in_their_rows(kind: str, isa: str) -> None:
+    matrix = random_matrix(kind, 70, 40, group_size=32, offsets=kind.startswith("i4"))
+    for rows in (4, 20):
+        x = torch.randn(rows, 70, generator=torch.Generator().manual_seed(1))
+        clean = run_linear(matrix, x, isa=isa)
+        x[1, 69], x[3, 0] = float("nan"), float("inf")
+        out = run_linear(matrix, x, isa=isa)
+        assert out[1].isnan().all()
+        assert not out[3].isfinite().any()
+        others = [row for row in range(rows) if row not in (1, 3)]
+        assert torch.equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_zeros_give_the_bias(kind: str, isa: str) -> None:
+    matrix = random_matrix(kind, 70, 40, group_size=32, offsets=kind.startswith("i4"), bias=True)
+    for x in (torch.zeros(3, 70), torch.full((3, 70), -0.0), torch.full((3, 70), 1e-41)):
+        out = run_linear(matrix, x, isa=isa)
+        assert matrix.bias is not None
+        torch.testing.assert_close(out, matrix.bias[:40].expand(3, 40), rtol=0, atol=1e-37)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_rows(isa: str) -> None:
+    assert run_linear(random_matrix("bf16", 64, 64), torch.zeros(0, 64), isa=isa).shape == (0, 64)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_column_order(kind: str, isa: str) -> None:
+    random = torch.Generator().manual_seed(9)
+    for in_features in (70, 600):
+        matrix = random_matrix(kind, in_features, 40, group_size=32, offsets=kind.startswith("i4"))
+        matrix.set_column_order(torch.randperm(in_features, generator=random))
+        for rows in (1, 2, 20):
+            x = torch.randn(rows, in_features, generator=random)
+            out = run_linear(matrix, x, isa=isa, threads=2)
+            expected = _reference(matrix, x, None, Activation.NONE)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_and_panels(kind: str, isa: str) -> None:
+    """Several blocks of rows, dealt to three threads, with fewer rows than the program allows."""
+    matrix = random_matrix(kind, 1100, 150, group_size=128, bias=True)
+    x = torch.randn(260, 1100, generator=torch.Generator().manual_seed(2))
+    out = run_linear(matrix, x, isa=isa, threads=3, max_rows=300)
+    expected = _reference(matrix, x, _bias_of(matrix), Activation.NONE)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_integer_kernels_agree_between_instruction_sets(isa: str) -> None:
+    """The sums are integers: where no more than one rounding follows, all instruction sets give the same bits."""
+    matrix = random_matrix("i8_rounded", 333, 50)
+    x = torch.randn(9, 333, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(run_linear(matrix, x, isa=isa), run_linear(matrix, x, isa=ISAS[0]))

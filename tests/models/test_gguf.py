@@ -1,0 +1,267 @@
+"""GGUF checkpoints: every block type against its definition, number by number, and whole models against the same
+weights in a Hugging Face directory."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from quire import LLM, SamplingParams
+from quire.config.hf_config import load_model_config
+from quire.config.load import LoadConfig
+from quire.errors import ModelLoadError
+from quire.models.gguf.weights import GGUFWeights
+from quire.models.loader import load_model
+from quire.quantization.integer_weight import IntegerWeight
+from tests.fakes.gguf import BLOCKS, TYPE_NUMBERS, GGUFWriter, StoredTensor, dequantize, typed
+from tests.fakes.gguf_model import MIXED, WIDE, halves_apart, metadata, rope_divisors, save_stored, to_gguf
+from tests.models.families import llama, mistral, qwen2, qwen3, rope
+from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize
+
+HALF_PLACES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}  # fmt: skip
+"""Where a block has half-precision numbers."""
+STORED = {
+    "Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32), "Q8_0": (8, 32), "Q4_K": (4, 32),
+    "Q5_K": (8, 32), "Q6_K": (8, 16),
+}  # fmt: skip
+"""Bits and group size of the integer weight."""
+PROMPTS = random_prompts([5, 1, 23, 12], 97)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
+
+
+def random_blocks(type_name: str, count: int, seed: int = 0) -> bytes:
+    """Any bytes, with finite scales of both signs."""
+    generator = np.random.default_rng(seed)
+    data = generator.integers(0, 256, (count, BLOCKS[type_name][1]), dtype=np.uint8)
+    for place in HALF_PLACES[type_name]:
+        data[:, place : place + 2] = generator.normal(0, 0.1, count).astype("<f2").view(np.uint8).reshape(-1, 2)
+    return data.tobytes()
+
+
+def file_of(tensors: dict[str, StoredTensor], path: Path, architecture: str = "qwen2") -> Path:
+    keys = {"general.architecture": architecture, f"{architecture}.attention.head_count": 2}
+    return GGUFWriter({key: typed(value) for key, value in keys.items()}, tensors).write(path)
+
+
+def read(path: Path) -> dict[str, torch.Tensor | IntegerWeight]:
+    found = {}
+    for name, weight in GGUFWeights(path).stream(lambda done, total: None):
+        found[name] = weight if isinstance(weight, IntegerWeight) else weight.clone()
+    return found
+
+
+@pytest.mark.parametrize("type_name", list(BLOCKS))
+@pytest.mark.parametrize(("rows", "blocks_per_row"), [(1, 1), (7, 3), (2500, 2)])
+def test_blocks_are_what_their_definition_says(type_name: str, rows: int, blocks_per_row: int, tmp_path: Path) -> None:
+    shape = (rows, blocks_per_row * BLOCKS[type_name][0])
+    if rows > 1000:
+        shape = (rows // (BLOCKS[type_name][0] // 32), shape[1])  # several chunks, and not too long a test
+    count = shape[0] * blocks_per_row
+    data = random_blocks(type_name, count)
+    tensor = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
+    weight = read(file_of({"output.weight": tensor}, tmp_path / "model.gguf"))["lm_head.weight"]
+    assert isinstance(weight, IntegerWeight)
+    assert (weight.bits, weight.group_size) == STORED[type_name]
+    assert torch.equal(weight.dequantize(), dequantize(type_name, data, shape))
+
+
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
+def test_plain_tensors_are_views_of_the_file(type_name: str, tmp_path: Path) -> None:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type_name]
+    weight = torch.randn(6, 10).to(dtype)
+    data = weight.view(torch.uint8).numpy().tobytes()
+    path = file_of({"output.weight": StoredTensor(TYPE_NUMBERS[type_name], (6, 10), data)}, tmp_path / "model.gguf")
+    stream = GGUFWeights(path).stream(lambda done, total: None)
+    name, found = next(stream)
+    assert (name, found.dtype) == ("lm_head.weight", dtype)  # type: ignore[union-attr]
+    assert torch.equal(found, weight)  # type: ignore[arg-type]
+    found[0, 0] = 7  # type: ignore[index]  # the mapping is private
+    assert list(stream) == []
+    assert torch.equal(read(path)["lm_head.weight"], weight)  # type: ignore[arg-type]
+
+
+def test_a_view_outlives_the_file(tmp_path: Path) -> None:
+    """Pages are dropped after each tensor; a view that is still held reads them again."""
+    weight = torch.arange(40000, dtype=torch.float32).reshape(200, 200)
+    tensor = StoredTensor(TYPE_NUMBERS["F32"], (200, 200), weight.numpy().tobytes())
+    path = file_of({"output.weight": tensor}, tmp_path / "model.gguf")
+    ((_, held),) = list(GGUFWeights(path).stream(lambda done, total: None))
+    path.unlink()
+    assert isinstance(held, torch.Tensor)
+    assert torch.equal(held, weight)
+
+
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    tensor = StoredTensor(TYPE_NUMBERS["F32"], (8,), bytes(32))
+    path = file_of({"output_norm.weight": tensor, "rope_freqs.weight": tensor}, tmp_path / "model.gguf")
+    seen = []
+    names = [name for name, _ in GGUFWeights(path).stream(lambda done, total: seen.append((done, total)))]
+    assert (names, seen) == (["model.norm.weight"], [(32, 64), (64, 64)])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("type_name", ["F32", "Q4_K", "Q6_K"])
+def test_rows_of_rotated_pairs_are_parted(architecture: str, type_name: str, tmp_path: Path) -> None:
+    shape = (16, 256)
+    data = np.arange(4096, dtype="<f4").tobytes() if type_name == "F32" else random_blocks(type_name, 16)
+    tensor = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
+    bias = StoredTensor(TYPE_NUMBERS["F32"], (16,), np.arange(16, dtype="<f4").tobytes())
+    tensors = {"blk.3.attn_q.weight": tensor, "blk.3.attn_q.bias": bias, "blk.3.attn_v.weight": tensor}
+    stored = read(file_of(tensors, tmp_path / "m.gguf", architecture))
+    found = {
+        name: weight if isinstance(weight, torch.Tensor) else weight.dequantize() for name, weight in stored.items()
+    }
+    whole = dequantize(type_name, data, shape)
+    moved = halves_apart(whole, 2) if architecture == "llama" else whole
+    assert torch.equal(found["model.layers.3.self_attn.q_proj.weight"], moved)
+    assert torch.equal(found["model.layers.3.self_attn.v_proj.weight"], whole)
+    expected = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15] if architecture == "llama" else list(range(16))
+    assert found["model.layers.3.self_attn.q_proj.bias"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.0.ffn_gate_inp.weight": ((2, 32), "Q8_0")}, "'blk.0.ffn_gate_inp.weight' does not belong"),
+        ({"output.weight": ((2, 2, 32), "Q8_0")}, "'output.weight' has 3 dimensions"),
+        ({"blk.0.attn_q.weight": ((6, 32), "Q8_0")}, "6 rows, which 2 heads cannot share"),
+    ],
+)
+def test_tensors_that_no_model_has(
+    tensors: dict[str, tuple[tuple[int, ...], str]], message: str, tmp_path: Path
+) -> None:
+    stored = {
+        name: StoredTensor(TYPE_NUMBERS[kind], shape, random_blocks(kind, int(np.prod(shape)) // 32))
+        for name, (shape, kind) in tensors.items()
+    }
+    with pytest.raises(ModelLoadError, match=message):
+        read(file_of(stored, tmp_path / "model.gguf", "llama"))
+
+
+def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
+    data = struct.pack("<e", float("inf")) + bytes(32)
+    path = file_of({"output.weight": StoredTensor(TYPE_NUMBERS["Q8_0"], (1, 32), data)}, tmp_path / "model.gguf")
+    with pytest.raises(ModelLoadError, match="infinities or NaN"):
+        read(path)
+
+
+# Whole models.
+
+MODELS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
+    "llama": ("llama", lambda: llama(**WIDE)),
+    "llama-tied": ("llama", lambda: llama(**WIDE, tie_word_embeddings=True)),
+    "qwen3": ("qwen3", lambda: qwen3(**WIDE, head_dim=32)),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_greedy_tokens_are_those_of_the_dequantised_directory(name: str, tmp_path: Path) -> None:
+    architecture, make = MODELS[name]
+    model = randomize(make())
+    writer, stored = to_gguf(model, architecture, MIXED)
+    path = writer.write(tmp_path / "model.gguf")
+    directory = save_stored(model, stored, tmp_path / "directory")
+    expected = generate(directory)
+    assert len({token for tokens, _ in expected for token in tokens}) > 3  # not stuck
+    assert generate(path) == expected
+    (tmp_path / "only").mkdir()
+    shutil.move(path, tmp_path / "only" / "any-name.gguf")
+    assert generate(tmp_path / "only") == expected
+    shutil.copy(directory / "config.json", tmp_path / "only")
+    assert generate(tmp_path / "only", load_format="gguf") == expected
+
+
+def generate(model: Path, **options: object) -> list[tuple[list[int], float]]:
+    """Tokens, and their summed log-probability: equal only for weights that are equal bit by bit."""
+    with LLM(str(model), num_blocks_override=64, num_threads=1, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob) for output in outputs]
+
+
+PLAIN_MODELS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
+    "llama-biases": ("llama", lambda: llama(attention_bias=True, mlp_bias=True, head_dim=12)),
+    "mistral-window": ("llama", lambda: mistral(sliding_window=20)),
+    "qwen2": ("qwen2", qwen2),
+    "qwen3-biases": ("qwen3", lambda: qwen3(attention_bias=True)),
+    "linear": ("llama", lambda: rope("linear", factor=4.0)),
+    "yarn": ("qwen2", lambda: qwen2(rope_parameters=YARN)),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", list(PLAIN_MODELS))
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    architecture, make = PLAIN_MODELS[name]
+    model = randomize(make())
+    writer, _ = to_gguf(model, architecture)
+    add_extras(writer, architecture, model)
+    assert_logits(writer.write(tmp_path / "model.gguf"), model)
+
+
+def test_llama3_frequencies_come_as_divisors(tmp_path: Path) -> None:
+    settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = randomize(rope("llama3", **settings))
+    writer, _ = to_gguf(model, "llama")
+    writer.tensors["rope_freqs.weight"] = rope_divisors(8, 500.0, 8.0, 1.0, 4.0, 64)
+    assert_logits(writer.write(tmp_path / "model.gguf"), model)
+
+
+def add_extras(writer: GGUFWriter, architecture: str, model: PreTrainedModel) -> None:
+    """What goes beyond the sizes."""
+    keys: dict[str, object] = {}
+    if getattr(model.config, "sliding_window", None) and architecture == "llama":
+        keys["attention.sliding_window"] = model.config.sliding_window
+    settings = model.config.rope_parameters
+    if settings["rope_type"] != "default":
+        keys |= {"rope.scaling.type": settings["rope_type"], "rope.scaling.factor": settings["factor"]}
+    if settings["rope_type"] == "yarn":
+        keys["rope.scaling.original_context_length"] = settings["original_max_position_embeddings"]
+    writer.metadata |= {f"{architecture}.{key}": typed(value) for key, value in keys.items()}
+
+
+def assert_logits(path: Path, model: PreTrainedModel) -> None:
+    config = load_model_config(str(path), dtype="float32", max_model_len=None, revision=None, config_only=False)
+    prompts = random_prompts([70, 3, 41], 97)
+    found = chunked_logits(PagedRunner(load_model(config, LoadConfig("auto", 0))), prompts, 16)
+    for prompt, logits in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0]
+        assert torch.allclose(logits, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_the_test_of_logits_sees_unparted_rows(tmp_path: Path) -> None:
+    """Queries and keys of a LLaMA file that are not put back give other logits."""
+    model = randomize(llama())
+    writer, _ = to_gguf(model, "qwen3")
+    writer.metadata = metadata(model, "llama")
+    with pytest.raises(AssertionError):
+        assert_logits(writer.write(tmp_path / "model.gguf"), model)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "message"),
+    [("safetensors", "is a GGUF file, which load_format='safetensors' does not read"), ("pt", "load_format='pt'")],
+)
+def test_another_format_is_asked_for(load_format: str, message: str, tmp_path: Path) -> None:
+    writer, _ = to_gguf(llama(), "llama")
+    path = writer.write(tmp_path / "model.gguf")
+    config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=False)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(config, LoadConfig(load_format, 0))
+
+
+def test_dummy_weights_need_no_data(tmp_path: Path) -> None:
+    writer, _ = to_gguf(llama(), "llama")
+    path = writer.write(tmp_path / "model.gguf")
+    config = load_model_config(str(path), dtype="auto", max_model_len=None, revision=None, config_only=True)
+    assert load_model(config, LoadConfig("dummy", 0)).weight_bytes() > 0
