@@ -42,6 +42,9 @@ def _flags(parser: Parser) -> None:
     method = parser.add_argument_group("method")
     method.add_argument("--seconds", metavar="S", type=_seconds, help="begin no case after this long (no end)")
     count_flag(method, "--threads", None, "threads of both sides (default: QUIRE_NUM_THREADS, else one a core)")
+    method.add_argument(
+        "--twins", action=argparse.BooleanOptionalAction, default=True, help="time torch's side too (yes)"
+    )
     json_flag(method)
 
 
@@ -52,7 +55,8 @@ def _run(namespace: argparse.Namespace) -> int:
     report.check_writable(namespace.json)
     cases = select(_selection(namespace))
     seconds = namespace.seconds or (QUICK_SECONDS if namespace.quick else None)
-    bench, machine = _bench(namespace.threads or envs.num_threads() or envs.affinity_cores())
+    threads = namespace.threads or envs.num_threads() or envs.affinity_cores()
+    bench, machine = _bench(threads, with_twins=namespace.twins)
     results: list[Result] = []
     skipped: list[Skipped] = []
     with report.progress_bar("cases", len(cases)) as tick:
@@ -81,7 +85,7 @@ def _run(namespace: argparse.Namespace) -> int:
     return 0 if results and all(result.sound for result in results) else 1
 
 
-def _bench(num_threads: int) -> tuple[Bench, dict[str, Any]]:
+def _bench(num_threads: int, *, with_twins: bool) -> tuple[Bench, dict[str, Any]]:
     """What measures, and what a reader must know of the machine."""
     envs.limit_openmp_spinning()
     with interrupts_deferred():
@@ -97,6 +101,7 @@ def _bench(num_threads: int) -> tuple[Bench, dict[str, Any]]:
         limits=machine.limits(),
         subject=load_subjects(machine),
         memory=int(available_memory() * MEMORY_SHARE),
+        with_twins=with_twins,
     )
     return bench, {"isa": machine.runtime.isa, "threads": num_threads, "cache_bytes": machine.cache_bytes}
 

@@ -202,6 +202,19 @@ def embed_cases(model: ModelShape) -> Iterator[Case]:
         yield Case("embed", model, "vocab", rows, variants)
 
 
+def choose_cases(model: ModelShape) -> Iterator[Case]:
+    """A token for each row of logits: the best one, or one drawn from the best 50 and 90 % of what they weigh."""
+    for shape in ("greedy", "filtered"):
+        for rows in DECODE_ROWS:
+            yield Case("choose", model, shape, rows, {"f32": Work(rows * model.vocab * FLOAT_BYTES)})
+
+
+def logprobs_cases(model: ModelShape) -> Iterator[Case]:
+    """Log-probability and rank of one token of each row, and the five best."""
+    for rows in DECODE_ROWS:
+        yield Case("logprobs", model, "top5", rows, {"f32": Work(rows * model.vocab * FLOAT_BYTES)})
+
+
 KERNELS: Mapping[str, Callable[[ModelShape], Iterator[Case]]] = {
     "linear": linear_cases,
     "decode": decode_cases,
@@ -211,9 +224,13 @@ KERNELS: Mapping[str, Callable[[ModelShape], Iterator[Case]]] = {
     "norm": norm_cases,
     "rotation": rotation_cases,
     "embed": embed_cases,
+    "choose": choose_cases,
+    "logprobs": logprobs_cases,
 }
 ATTENTION_KERNELS = ("decode", "prefill", "write", "copy")
-"""Of these, models with the same heads are one case."""
+"""Of these, models with the same heads are one case ..."""
+SAMPLING_KERNELS = ("choose", "logprobs")
+"""... and of these, models with the same vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +245,9 @@ class Selection:
 
 
 QUICK = Selection(
-    models=("135M", "0.6B"), shapes=("gate_up", "down", "1024", "prompt", "hidden"), rows=(1, 8, 128, 512)
+    models=("135M", "0.6B"),
+    shapes=("gate_up", "down", "1024", "prompt", "hidden", "greedy", "filtered"),
+    rows=(1, 8, 128, 512),
 )
 
 
@@ -263,13 +282,17 @@ def every_case() -> list[Case]:
 
 
 def _without_repeats(cases: Sequence[Case]) -> list[Case]:
-    """Attention of models with the same heads: the first of them."""
+    """Of models for which a kernel does the same, the first."""
     seen = set()
     kept = []
     for case in cases:
         model = case.model
-        heads = (model.num_heads, model.num_kv_heads, model.head_dim)
-        key = (case.kernel, heads if case.kernel in ATTENTION_KERNELS else model.name, case.shape, case.rows)
+        alike: object = model.name
+        if case.kernel in ATTENTION_KERNELS:
+            alike = (model.num_heads, model.num_kv_heads, model.head_dim)
+        elif case.kernel in SAMPLING_KERNELS:
+            alike = model.vocab
+        key = (case.kernel, alike, case.shape, case.rows)
         if key not in seen:
             kept.append(case)
         seen.add(key)

@@ -21,6 +21,8 @@ SUBJECTS = {
     "norm": "quire.bench.kernels.subjects.layers:NormSubject",
     "rotation": "quire.bench.kernels.subjects.layers:RotationSubject",
     "embed": "quire.bench.kernels.subjects.layers:EmbedSubject",
+    "choose": "quire.bench.kernels.subjects.sampling:ChooseSubject",
+    "logprobs": "quire.bench.kernels.subjects.sampling:LogprobsSubject",
 }
 READ, FLOAT_PEAK, INTEGER_PEAK = "limit read", "limit float", "limit integer"
 
@@ -61,12 +63,13 @@ Outcome = Result | Skipped
 @dataclass(frozen=True, slots=True)
 class Bench:
     """limits: runners by READ, FLOAT_PEAK and INTEGER_PEAK, of which a unit is a byte or an operation. subject: by
-    kernel. memory: bytes that a case may take."""
+    kernel. memory: bytes that a case may take. with_twins: the plain twins are timed too."""
 
     method: Method
     limits: Mapping[str, Runner]
     subject: Callable[[str], Subject]
     memory: int
+    with_twins: bool = True
 
     def run(self, cases: Sequence[Case], seconds: float | None, case_seconds: float) -> Iterator[list[Outcome]]:
         """What came of each case. seconds: for all cases together (None: no end), shared evenly among those to come;
@@ -92,10 +95,11 @@ class Bench:
             yield Skipped(part, f"needs {format_bytes(subject.memory_bytes(part))}")
 
     def _measure_part(self, case: Case, prepared: Prepared, seconds: float) -> Iterator[Result]:
+        plain = prepared.twins if self.with_twins else {}
         runners = {
             **self.limits,
             **{f"native {name}": runner for name, runner in prepared.natives.items()},
-            **{f"twin {name}": runner for name, runner in prepared.twins.items()},
+            **{f"twin {name}": runner for name, runner in plain.items()},
         }
         timings = self.method.measure(runners, seconds)
         limits = Limits(
@@ -104,7 +108,7 @@ class Bench:
                 for field, name in (("read", READ), ("float_peak", FLOAT_PEAK), ("integer_peak", INTEGER_PEAK))
             }
         )
-        twins: dict[str, Timing] = {name: timings[f"twin {name}"] for name in prepared.twins}
+        twins: dict[str, Timing] = {name: timings[f"twin {name}"] for name in plain}
         for name in prepared.natives:
             error = prepared.errors[name]
             yield Result(

@@ -235,7 +235,7 @@ class _Twin:
         if problem.filled:
             rows, batch = problem.filling()
             heads = rows.view(len(rows), -1, layer.head_dim)
-            _, key, value = torch.split(heads, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), dim=1)
+            _, key, value = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
             reference.write_kv(pages[0], reference.key_rows(batch.slot_mapping[0], BLOCK_SIZE), key, value)
             repeat_blocks(pages[0])
             pages[1:] = pages[0]
