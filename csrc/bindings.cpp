@@ -163,6 +163,7 @@ NB_MODULE(_native, module) {
   quire::bind_weight(module);
   quire::bind_attention(module);
   quire::bind_program(module);
+  quire::bind_limits(module);
   quire::bind_packing(module);
   quire::bind_sampling(module);
 }

@@ -13,12 +13,14 @@ namespace quire {
 #define QUIRE_DECLARE(isa)                  \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
+  extern const LimitKernels kLimits;        \
   }
 #define QUIRE_DECLARE_ALL(isa)              \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
   extern const LayerKernels kLayers;        \
   extern const AttentionKernels kAttention; \
+  extern const LimitKernels kLimits;        \
   extern const SamplingKernels kSampling;   \
   }
 
@@ -42,21 +44,23 @@ QUIRE_DECLARE(amx_emulated)
 namespace {
 
 const Kernels kTables[] = {
-    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kSampling},
+    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kSampling, portable::kLimits},
 #if defined(QUIRE_HAVE_AVX2)
-    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kSampling},
+    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kSampling, avx2::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512)
-    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling},
+    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling},
+    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+     avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling},
+    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
-    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling},
+    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+     avx512_vnni::kLimits},
 #endif
 };
 

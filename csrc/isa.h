@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "limits.h"
 
 namespace quire {
 
@@ -17,6 +18,7 @@ struct Kernels {
   LayerKernels layers;
   AttentionKernels attention;
   SamplingKernels sampling;
+  LimitKernels limits;
 };
 
 const char* isa_name(Isa isa);

@@ -37,10 +37,10 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
         yield tick
 
 
-def _console() -> Console:
+def console() -> Console:
     """On stdout. A file or a pipe gets lines of one fixed width, so that nothing is cut or wrapped."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -50,7 +50,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(justify="right")
     for name, value in rows:
         table.add_row(name, value)
-    _console().print(table)
+    console().print(table)
 
 
 def print_distributions(title: str, distributions: Mapping[str, Distribution | None], *, factor: float) -> None:
@@ -65,7 +65,7 @@ def print_distributions(title: str, distributions: Mapping[str, Distribution | N
         table.add_column(column, justify="right")
     for name, values in scaled.items():
         table.add_row(name, *(f"{values[column]:,.2f}" for column in columns))
-    _console().print(table)
+    console().print(table)
 
 
 def print_serving_report(report: ServingReport, metrics: Sequence[str], *, title: str) -> None:

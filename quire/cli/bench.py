@@ -1,4 +1,4 @@
-"""`quire bench`: latency and throughput of the engine in this process, and of any OpenAI-compatible server."""
+"""`quire bench`: latency and throughput of the engine in this process, of any OpenAI-compatible server, of kernels."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from quire import envs
 from quire.bench.arrivals import arrival_offsets
 from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_messages, as_text, read_dataset
 from quire.bench.metrics import METRICS, parse_goodput, summarize
+from quire.cli.bench_kernels import KERNELS_MODE
+from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.session import import_executor
@@ -38,32 +40,25 @@ def main(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if name not in MODES:
         raise UserError(f"unknown benchmark {name!r}{nearest_name(name, MODES)} (known: {', '.join(MODES)})")
-    make_parser, run, _ = MODES[name]
-    return run(make_parser().parse(arguments[1:]))
+    return MODES[name].main(name, arguments[1:])
 
 
 def _usage() -> str:
-    lines = [f"  {name:<11} {text}" for name, (_, _, text) in MODES.items()]
+    lines = [f"  {name:<11} {mode.summary}" for name, mode in MODES.items()]
     return "\n".join(
         ["usage: quire bench MODE [options]", "", *lines, "", "`quire bench MODE --help` lists the options."]
     )
 
 
-def _latency_parser() -> Parser:
-    parser = Parser(
-        prog="quire bench latency",
-        usage="quire bench latency [MODEL] [options]",
-        description="Time one batch of a fixed shape, from generate() to the last token, several times.",
-    )
+def _latency_flags(parser: Parser) -> None:
     group = parser.add_argument_group("benchmark options")
-    _count(group, "--input-len", 32, "prompt tokens of each sequence")
-    _count(group, "--output-len", 128, "generated tokens of each sequence (end-of-sequence is ignored)")
-    _count(group, "--batch-size", 8, "sequences in the batch")
-    _count(group, "--num-warmups", 2, "repeats before the timed ones", minimum=0)
-    _count(group, "--num-repeats", 10, "timed repeats")
-    _json(group)
+    count_flag(group, "--input-len", 32, "prompt tokens of each sequence")
+    count_flag(group, "--output-len", 128, "generated tokens of each sequence (end-of-sequence is ignored)")
+    count_flag(group, "--batch-size", 8, "sequences in the batch")
+    count_flag(group, "--num-warmups", 2, "repeats before the timed ones", minimum=0)
+    count_flag(group, "--num-repeats", 10, "timed repeats")
+    json_flag(group)
     add_engine_flags(parser)
-    return parser
 
 
 def _latency(namespace: argparse.Namespace) -> int:
@@ -102,7 +97,7 @@ def _latency(namespace: argparse.Namespace) -> int:
         namespace.json,
         {
             "benchmark": "latency",
-            "options": _options_json(namespace),
+            "options": options_json(namespace),
             "seconds": list(result.seconds),
             "latency_seconds": report.distribution_json(result.distribution, 1.0),
             "output_throughput": result.output_throughput,
@@ -112,20 +107,14 @@ def _latency(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _throughput_parser() -> Parser:
-    parser = Parser(
-        prog="quire bench throughput",
-        usage="quire bench throughput [MODEL] [options]",
-        description="Give the engine all prompts at once; time from generate() to the last token.",
-    )
+def _throughput_flags(parser: Parser) -> None:
     group = parser.add_argument_group("benchmark options")
     _prompt_flags(group, num_prompts=64, ids_help="range of the random token ids (default: the whole vocabulary)")
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="generate all of the output length"
     )
-    _json(group)
+    json_flag(group)
     add_engine_flags(parser)
-    return parser
 
 
 def _throughput(namespace: argparse.Namespace) -> int:
@@ -153,7 +142,7 @@ def _throughput(namespace: argparse.Namespace) -> int:
         namespace.json,
         {
             "benchmark": "throughput",
-            "options": _options_json(namespace),
+            "options": options_json(namespace),
             "duration": result.seconds,
             "num_requests": result.num_requests,
             "num_prompt_tokens": result.num_prompt_tokens,
@@ -167,12 +156,7 @@ def _throughput(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _serve_parser() -> Parser:
-    parser = Parser(
-        prog="quire bench serve",
-        usage="quire bench serve [--base-url URL] [options]",
-        description="Send streaming requests to any OpenAI-compatible server and time every chunk.",
-    )
+def _serve_flags(parser: Parser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="with or without /v1")
     server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
@@ -194,7 +178,7 @@ def _serve_parser() -> Parser:
     load.add_argument(
         "--burstiness", metavar="K", type=float, default=1.0, help="gamma shape of the gaps: 1 Poisson, < 1 burstier"
     )
-    _count(load, "--max-concurrency", None, "requests open at once (default: no limit)")
+    count_flag(load, "--max-concurrency", None, "requests open at once (default: no limit)")
     load.add_argument("--seed", metavar="N", type=int, default=0, help="of prompts and arrivals (0)")
     result = parser.add_argument_group("results")
     result.add_argument(
@@ -204,8 +188,7 @@ def _serve_parser() -> Parser:
         "--percentile-metrics", metavar="LIST", default=",".join(METRICS), help=f"of {','.join(METRICS)}"
     )
     result.add_argument("--metric-percentiles", metavar="LIST", default="50,90,99", help="default: 50,90,99")
-    _json(result)
-    return parser
+    json_flag(result)
 
 
 def _serve(namespace: argparse.Namespace) -> int:
@@ -254,7 +237,7 @@ def _serve(namespace: argparse.Namespace) -> int:
     report.print_serving_report(result, metrics, title=f"{model} at {base_url}")
     report.write_json(
         namespace.json,
-        {"benchmark": "serve", "options": _options_json(namespace) | {"model": model, "base_url": base_url}}
+        {"benchmark": "serve", "options": options_json(namespace) | {"model": model, "base_url": base_url}}
         | report.serving_json(result, metrics),
     )
     return 0 if result.num_completed else 1
@@ -281,11 +264,11 @@ def _as_is(prompt: PromptSpec) -> PromptSpec:
 
 
 def _prompt_flags(group: argparse._ArgumentGroup, *, num_prompts: int, ids_help: str) -> None:
-    _count(group, "--num-prompts", None, f"requests (default: {num_prompts}, or the whole data set)")
+    count_flag(group, "--num-prompts", None, f"requests (default: {num_prompts}, or the whole data set)")
     group.set_defaults(default_num_prompts=num_prompts)
     group.add_argument("--input-len", metavar="N|LO:HI", help="random prompt tokens, without the prefix (128)")
     group.add_argument("--output-len", metavar="N|LO:HI", default="128", help="generated tokens at most (128)")
-    _count(group, "--prefix-len", None, "tokens that all random prompts share in front (0)", minimum=0)
+    count_flag(group, "--prefix-len", None, "tokens that all random prompts share in front (0)", minimum=0)
     group.add_argument("--token-ids", metavar="LO:HI", help=ids_help)
     group.add_argument("--dataset", metavar="FILE", type=Path, help="prompts of a .jsonl or .json file instead")
     group.add_argument("--workload", metavar="NAME", help="which workload of a .json file of workloads")
@@ -326,22 +309,6 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
         yield generate
 
 
-def _count(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:
-    def parse(value: str) -> int:
-        number = int(value)
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {number}")
-        return number
-
-    parse.__name__ = "int"
-    suffix = "" if default is None else f" ({default})"
-    group.add_argument(flag, metavar="N", type=parse, default=default, help=text + suffix)
-
-
-def _json(group: Any) -> None:
-    group.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
-
-
 def _json_object(text: str) -> dict[str, Any]:
     import json
 
@@ -376,18 +343,27 @@ def _percentiles(text: str) -> list[float]:
     return values
 
 
-def _options_json(namespace: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as plain data, without the secret."""
-    hidden = ("json", "api_key")
-    return {
-        name: str(value) if isinstance(value, Path) or value == math.inf else value
-        for name, value in vars(namespace).items()
-        if name not in hidden
-    }
-
-
-MODES: Mapping[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace], int], str]] = {
-    "latency": (_latency_parser, _latency, "one batch of a fixed shape, repeated"),
-    "throughput": (_throughput_parser, _throughput, "all prompts at once, offline"),
-    "serve": (_serve_parser, _serve, "any OpenAI-compatible server, at a request rate"),
+MODES: Mapping[str, Mode] = {
+    "latency": Mode(
+        summary="one batch of a fixed shape, repeated",
+        arguments="[MODEL] [options]",
+        description="Time one batch of a fixed shape, from generate() to the last token, several times.",
+        add_flags=_latency_flags,
+        run=_latency,
+    ),
+    "throughput": Mode(
+        summary="all prompts at once, offline",
+        arguments="[MODEL] [options]",
+        description="Give the engine all prompts at once; time from generate() to the last token.",
+        add_flags=_throughput_flags,
+        run=_throughput,
+    ),
+    "serve": Mode(
+        summary="any OpenAI-compatible server, at a request rate",
+        arguments="[--base-url URL] [options]",
+        description="Send streaming requests to any OpenAI-compatible server and time every chunk.",
+        add_flags=_serve_flags,
+        run=_serve,
+    ),
+    "kernels": KERNELS_MODE,
 }

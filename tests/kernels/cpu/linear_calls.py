@@ -10,7 +10,7 @@ from quire.kernels.cpu.packing import PackedMatrix
 
 
 def _emulated() -> list[str]:
-    """Kernels for instructions that this machine may lack, where the build has them and the machine can run the rest."""
+    """Kernels for instructions that this machine may lack, where the build has them and the rest runs here."""
     try:
         return [_native.resolve_isa("amx_emulated")]
     except ValueError:

@@ -1,0 +1,108 @@
+// The yardsticks of `quire bench kernels`. Compiled once for each instruction set.
+#include "limits.h"
+
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Enough independent sums to cover latency times ports, few enough to stay in registers with their operands.
+#if defined(__AVX512F__)
+constexpr int kChains = 24;
+#else
+constexpr int kChains = 12;
+#endif
+constexpr int kTurns = 1024;  // of one unit: some 10 microseconds
+
+// From here on the compiler takes `value` for changed, so that it neither moves nor merges what is made of it.
+template <class V>
+QUIRE_INLINE void hide(V& value) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(value));
+#elif defined(__x86_64__)
+  asm volatile("" : "+x"(value));
+#else
+  asm volatile("" : "+m"(value));
+#endif
+}
+
+void read(const ReadLimitArgs& args, Team& team) {
+  constexpr int kSums = 8;
+  vu sums[kSums] = {};
+  const int64_t pieces = args.bytes / kReadPiece;
+  for (int64_t piece = team.take(); piece < pieces; piece = team.take()) {
+    const std::byte* data = args.data + piece * kReadPiece;
+    for (int64_t at = 0; at < kReadPiece; at += kSums * sizeof(vu)) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) sums[i] += load_as<vu>(data + at + i * static_cast<int>(sizeof(vu)));
+    }
+  }
+  vu total = {};
+  for (int i = 0; i < kSums; ++i) total += sums[i];
+  uint32_t words[kLanes];
+  std::memcpy(words, &total, sizeof(words));
+  uint32_t* place = args.sums + team.index() * 16;
+  *place = 0;
+  for (int lane = 0; lane < kLanes; ++lane) *place += words[lane];
+}
+
+void float_peak(const PeakLimitArgs& args, Team& team) {
+  const vf a = broadcast(args.factor), b = broadcast(1.0f - args.factor);  // every chain goes to 1
+  vf chain[kChains];
+  for (int i = 0; i < kChains; ++i) chain[i] = broadcast(static_cast<float>(i));
+  while (team.take() < args.units)
+    for (int turn = 0; turn < kTurns; ++turn) {
+#pragma GCC unroll 32  // else the sums live in memory
+      for (int i = 0; i < kChains; ++i) chain[i] = fma(chain[i], a, b);
+    }
+  for (int i = 1; i < kChains; ++i) chain[0] += chain[i];
+  store(reinterpret_cast<float*>(team.scratch()), chain[0]);
+}
+
+// The instruction set's best way to add products of unsigned and signed bytes, four to a 32-bit sum.
+#if defined(__AVX512VNNI__)
+QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s); }
+constexpr int kProductsPerLane = 4;
+#elif defined(__AVX512BW__)
+QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) {
+  __m512i pairs = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
+  return sum + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+constexpr int kProductsPerLane = 4;
+#elif defined(__AVX2__)
+QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) {
+  __m256i pairs = _mm256_maddubs_epi16((__m256i)u, (__m256i)s);
+  return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+constexpr int kProductsPerLane = 4;
+#elif defined(__SSE2__)
+// Bytes that were widened to 16 bits before.
+QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) { return sum + (vi)_mm_madd_epi16((__m128i)u, (__m128i)s); }
+constexpr int kProductsPerLane = 2;
+#else
+QUIRE_INLINE vi dot_bytes(vi sum, vi u, vi s) { return sum + u * s; }
+constexpr int kProductsPerLane = 1;
+#endif
+
+void integer_peak(const PeakLimitArgs& args, Team& team) {
+  vi u = broadcast_int(args.bytes), s = broadcast_int(args.bytes);
+  vi chain[kChains] = {};
+  while (team.take() < args.units)
+    for (int turn = 0; turn < kTurns; ++turn) {
+#pragma GCC unroll 32  // else the sums live in memory
+      for (int i = 0; i < kChains; ++i) {
+        hide(u);
+        chain[i] = dot_bytes(chain[i], u, s);
+      }
+    }
+  for (int i = 1; i < kChains; ++i) chain[0] += chain[i];
+  std::memcpy(team.scratch(), &chain[0], sizeof(vi));
+}
+
+}  // namespace
+
+extern const LimitKernels kLimits;
+const LimitKernels kLimits = {read, float_peak, integer_peak, int64_t{2} * kTurns* kChains* kLanes,
+                              int64_t{2} * kTurns* kChains* kLanes* kProductsPerLane};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,1 @@
+"""`quire bench kernels`: every native kernel beside its plain torch twin and the limits of the machine."""

@@ -1,0 +1,126 @@
+"""From times to shares of the machine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.kernels.cases import Case, Work
+from quire.bench.kernels.measure import Timing
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine did in the rounds of a case: bytes, and operations on floats and on 8-bit integers, a
+    second."""
+
+    read: float
+    float_peak: float
+    integer_peak: float
+
+    def seconds(self, work: Work) -> float:
+        """The least time that `work` takes: that of whatever it needs most of."""
+        return max(
+            work.bytes / self.read,
+            work.float_operations / self.float_peak + work.integer_operations / self.integer_peak,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One kernel in one type. twins: seconds of a call of each plain twin. error: largest difference from the twin's
+    result, as a share of that result's largest value; sound: within what the type explains."""
+
+    case: Case
+    type: str
+    timing: Timing
+    twins: Mapping[str, Timing]
+    limits: Limits
+    error: float
+    sound: bool
+
+    @property
+    def work(self) -> Work:
+        return self.case.variants[self.type]
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.type}"
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.median
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.work.bytes / self.seconds
+
+    @property
+    def rate(self) -> float:
+        """Operations a second, of floats and integers together."""
+        return (self.work.float_operations + self.work.integer_operations) / self.seconds
+
+    @property
+    def bandwidth_share(self) -> float:
+        return self.bandwidth / self.limits.read
+
+    @property
+    def peak_share(self) -> float:
+        """Of the floating-point peak, also for integer operations: integers may exceed it."""
+        return self.rate / self.limits.float_peak
+
+    @property
+    def roofline_share(self) -> float:
+        """Of the speed that the limits allow."""
+        return self.limits.seconds(self.work) / self.seconds
+
+    def speedup(self, twin: str) -> float | None:
+        """How many times faster than a twin; None where there is no such twin."""
+        return self.twins[twin].median / self.seconds if twin in self.twins else None
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """Plain data: seconds, bytes, operations; rates a second."""
+    case, work, limits = result.case, result.work, result.limits
+    return {
+        "kernel": case.kernel,
+        "model": case.model.name,
+        "shape": case.shape,
+        "rows": case.rows,
+        "type": result.type,
+        "bytes": work.bytes,
+        "float_operations": work.float_operations,
+        "integer_operations": work.integer_operations,
+        "seconds": result.seconds,
+        "samples": list(result.timing.samples),
+        "bandwidth": result.bandwidth,
+        "bandwidth_share": result.bandwidth_share,
+        "rate": result.rate,
+        "peak_share": result.peak_share,
+        "roofline_share": result.roofline_share,
+        "limits": limits_json(limits),
+        "twin_seconds": {name: timing.median for name, timing in result.twins.items()},
+        "speedup": {name: result.speedup(name) for name in result.twins},
+        "error": result.error,
+        "sound": result.sound,
+    }
+
+
+def limits_json(limits: Limits) -> dict[str, float]:
+    return {"read": limits.read, "float_peak": limits.float_peak, "integer_peak": limits.integer_peak}
+
+
+def overall_limits(results: Sequence[Result]) -> Limits:
+    """The medians over all cases."""
+    from statistics import median
+
+    every = list({id(result.limits): result.limits for result in results}.values())
+    return Limits(
+        read=median(limits.read for limits in every),
+        float_peak=median(limits.float_peak for limits in every),
+        integer_peak=median(limits.integer_peak for limits in every),
+    )

@@ -1,0 +1,58 @@
+"""What the modes of `quire bench` have in common."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.cli.parser import Parser
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One benchmark. arguments: what stands behind its name in the usage line."""
+
+    summary: str
+    arguments: str
+    description: str
+    add_flags: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
+
+    def main(self, name: str, arguments: Sequence[str]) -> int:
+        """Parse and run; returns the exit status."""
+        command = f"quire bench {name}"
+        parser = Parser(prog=command, usage=f"{command} {self.arguments}", description=self.description)
+        self.add_flags(parser)
+        return self.run(parser.parse(arguments))
+
+
+def count_flag(group: Any, flag: str, default: int | None, text: str, *, minimum: int = 1) -> None:
+    """A flag for a whole number of at least `minimum`."""
+
+    def parse(value: str) -> int:
+        number = int(value)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {number}")
+        return number
+
+    parse.__name__ = "int"
+    suffix = "" if default is None else f" ({default})"
+    group.add_argument(flag, metavar="N", type=parse, default=default, help=text + suffix)
+
+
+def json_flag(group: Any) -> None:
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the result there too")
+
+
+def options_json(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as plain data, without the secret."""
+    hidden = ("json", "api_key")
+    return {
+        name: str(value) if isinstance(value, Path) or value == math.inf else value
+        for name, value in vars(namespace).items()
+        if name not in hidden
+    }
