@@ -26,8 +26,8 @@ BITS = {method: bits for names in (WEIGHT_ONLY, ROUNDED) for bits, method in nam
 class QuantizationConfig:
     """How the linear layers' weights are quantised.
 
-    method: "int8" or "int4" (weights alone), "w8a8" or "w4a8" (activations are rounded to 8 bits token by token too, and
-    integers are multiplied).
+    method: "int8" or "int4" (weights alone), "w8a8" or "w4a8" (activations are rounded to 8 bits token by token too,
+    and integers are multiplied).
     group_size: input features that share a scale, None: all those of an output row.
     checkpoint_format: "gptq" (zero points stored less one), "gptq_v2", "awq", "pack-quantized" or "int-quantized" when
     the checkpoint holds integers, None when it holds floating point that is to be quantised while it is loaded.
