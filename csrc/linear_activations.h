@@ -41,6 +41,7 @@ namespace {
 typedef float v4 __attribute__((vector_size(16)));
 
 inline constexpr int64_t kChunk = 256;
+inline constexpr int64_t kPackChunk = 128;
 
 QUIRE_INLINE int64_t row_pitch(int64_t rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
 
@@ -126,22 +127,28 @@ inline void pack_float_tile(const PackedWeight& weight, const float* x, int64_t 
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t first = group * weight.group_size, length = group_length(weight, group);
     const int64_t padded = rounded_up(rounded_up(length, align), 4);
-    for (int64_t k = 0; k < padded; k += 4, out += 4 * pitch) {
-      const v4 factors = place_factors(weight.type, k);
-      if (rows == 1) {
-        v4 value = quad_at(x, order, first + k, length - k) * factors;
+    if (rows == 1) {
+      for (int64_t k = 0; k < padded; k += 4, out += 4) {
+        const v4 value = quad_at(x, order, first + k, length - k) * place_factors(weight.type, k);
         std::memcpy(out, &value, sizeof(value));
-        continue;
       }
-      for (int64_t base = 0; base < rows; base += 4) {
-        v4 part[4];
-        for (int i = 0; i < 4; ++i) {
-          const int64_t row = base + i < rows ? base + i : rows - 1;  // what pads the tile is not looked at
-          part[i] = quad_at(x + row * stride, order, first + k, length - k) * factors;
+    } else {
+      // Four rows at a time: rows may lie a power of two apart, where the cache holds few lines of all of them.
+      for (int64_t start = 0; start < padded; start += kPackChunk) {
+        const int64_t end = padded - start < kPackChunk ? padded : start + kPackChunk;
+        for (int64_t base = 0; base < rows; base += 4) {
+          const float* row[4];  // what pads the tile is not looked at
+          for (int i = 0; i < 4; ++i) row[i] = x + (base + i < rows ? base + i : rows - 1) * stride;
+          for (int64_t k = start; k < end; k += 4) {
+            const v4 factors = place_factors(weight.type, k);
+            v4 part[4];
+            for (int i = 0; i < 4; ++i) part[i] = quad_at(row[i], order, first + k, length - k) * factors;
+            transpose(part[0], part[1], part[2], part[3]);
+            for (int i = 0; i < 4; ++i) std::memcpy(out + (k + i) * pitch + base, &part[i], sizeof(v4));
+          }
         }
-        transpose(part[0], part[1], part[2], part[3]);
-        for (int i = 0; i < 4; ++i) std::memcpy(out + i * pitch + base, &part[i], sizeof(v4));
       }
+      out += padded * pitch;
     }
     if (weight.offsets)
       for (int64_t row = 0; row < rows; ++row)
@@ -159,7 +166,7 @@ inline RowScale row_scale(const float* x, int64_t count) {
   vi largest = {};
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t k = 0; k < whole; k += kLanes) {
-    vi bits = load_as<vi>(x + k) & 0x7fffffff;
+    const vi bits = load_as<vi>(x + k) & 0x7fffffff;
     largest = bits > largest ? bits : largest;
   }
   if (whole < count) {
@@ -208,31 +215,68 @@ QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values, [[maybe_unused
 #endif
 }
 
+// `count` rounded values (a multiple of 4) of four rows, `row_bytes` apart, to four places of a tile.
+inline void store_four_rows(uint32_t* out, int64_t pitch, const int8_t* values, int64_t row_bytes, int64_t count,
+                            WeightType type) {
+  int64_t k = 0;
+#if !defined(QUIRE_DOT_PAIRS)
+  for (; k + 16 <= count; k += 16) {
+    v4 part[4];
+    for (int i = 0; i < 4; ++i) {
+      typedef uint32_t u4 __attribute__((vector_size(16)));
+      u4 words = load_as<u4>(values + i * row_bytes + k);
+#if defined(QUIRE_DOT_BYTES)
+      if (type == WeightType::kI8) words ^= 0x80808080u;
+#endif
+      part[i] = bit_cast<v4>(words);
+    }
+    transpose(part[0], part[1], part[2], part[3]);
+    for (int i = 0; i < 4; ++i) std::memcpy(out + (k / 4 + i) * pitch, &part[i], sizeof(v4));
+  }
+#endif
+  for (; k < count; k += 4)
+    for (int i = 0; i < 4; ++i)
+      store_quad(out + k / 4 * pitch * kWordsPerQuad + i * kWordsPerQuad, values + i * row_bytes + k, type);
+}
+
 inline void round_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
+  constexpr int64_t kRowBytes = kChunk + kLanes;
   const TileLayout layout = tile_layout(weight);
   float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
   float* scales = reinterpret_cast<float*>(tile + layout.scales_offset);
   const int64_t groups = num_groups(weight), pitch = row_pitch(rows), align = group_alignment(weight.type);
   alignas(64) float buffer[kChunk];
-  alignas(64) int8_t rounded[kChunk + kLanes];
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* values = x + row * stride;
-    const RowScale scale = row_scale(values, weight.in_features);
-    scales[row] = scale.scale;
-    uint32_t* out = reinterpret_cast<uint32_t*>(tile) + row * kWordsPerQuad;
+  alignas(64) int8_t rounded[4 * kRowBytes] = {};
+  for (int64_t base = 0; base < rows; base += 4) {
+    const int64_t height = rows - base < 4 ? rows - base : 4;
+    RowScale scale[4];
+    for (int64_t i = 0; i < height; ++i) {
+      scale[i] = row_scale(x + (base + i) * stride, weight.in_features);
+      scales[base + i] = scale[i].scale;
+    }
+    uint32_t* out = reinterpret_cast<uint32_t*>(tile) + base * kWordsPerQuad;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = group * weight.group_size, length = group_length(weight, group);
       const int64_t padded = rounded_up(length, align);
-      int32_t sum = 0;
+      int32_t sum[4] = {};
       for (int64_t k = 0; k < padded; k += kChunk) {
         const int64_t count = length - k < kChunk ? length - k : kChunk;
         const int64_t end = padded - k < kChunk ? padded - k : kChunk;
-        for (int64_t i = rounded_up(count, kLanes); i < end; ++i) rounded[i] = 0;
-        sum += round_values(contiguous(values, weight.column_order, first + k, count, buffer), count, scale.inverse,
-                            rounded);
-        for (int64_t i = 0; i < end; i += 4, out += pitch * kWordsPerQuad) store_quad(out, rounded + i, weight.type);
+        for (int64_t i = 0; i < height; ++i) {
+          int8_t* row = rounded + i * kRowBytes;
+          for (int64_t pad = rounded_up(count, kLanes); pad < end; ++pad) row[pad] = 0;
+          const float* values = x + (base + i) * stride;
+          sum[i] += round_values(contiguous(values, weight.column_order, first + k, count, buffer), count,
+                                 scale[i].inverse, row);
+        }
+        if (pitch == 1)
+          for (int64_t i = 0; i < end; i += 4) store_quad(out + i / 4 * kWordsPerQuad, rounded + i, weight.type);
+        else
+          store_four_rows(out, pitch, rounded, kRowBytes, end, weight.type);
+        out += end / 4 * pitch * kWordsPerQuad;
       }
-      if (weight.offsets) sums[group * pitch + row] = static_cast<float>(sum);
+      if (weight.offsets)
+        for (int64_t i = 0; i < height; ++i) sums[group * pitch + base + i] = static_cast<float>(sum[i]);
     }
   }
 }
