@@ -213,8 +213,9 @@ void attend_split(const Work& work, int64_t split) {
   Scratch& scratch = work.scratch;
   const int64_t num_rows = work.item.rows, window = args.window;
   const int64_t item_low = window > 0 ? larger(0, work.position(0) - window + 1) : 0;
+  const int64_t item_high = smaller(work.item.last_split * kSplitKeys, work.position(num_rows - 1) + 1);
   const int64_t low = larger(split * kSplitKeys, item_low);
-  const int64_t high = smaller((split + 1) * kSplitKeys, work.position(num_rows - 1) + 1);
+  const int64_t high = smaller((split + 1) * kSplitKeys, item_high);
   const bool small_blocks = args.block_size < kSubtile;
   const bool widened = small_blocks || (T != CacheType::kF32 && num_rows > kTileRows);
   start_split(work);
@@ -222,7 +223,7 @@ void attend_split(const Work& work, int64_t split) {
   int turn = 0;
   auto find = [&](int64_t first) {
     turn ^= 1;
-    return find_tile(work.blocks, first, larger(low - first, 0), smaller(high - first, kKeyTile),
+    return find_tile(work.blocks, first, larger(item_low - first, 0), smaller(item_high - first, kKeyTile),
                      scratch.key_scales[turn], scratch.value_scales[turn]);
   };
   const int64_t begin = low / kKeyTile * kKeyTile;
@@ -236,7 +237,7 @@ void attend_split(const Work& work, int64_t split) {
                                   scaled ? scratch.value_scales[0] : nullptr);
     } else {
       found = next;
-      if (first + kKeyTile < high) next = find(first + kKeyTile);
+      if (first + kKeyTile < item_high) next = find(first + kKeyTile);  // of the next split, too: to be prefetched
       if (widened) {
         widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
         found = scratch_tile(scratch, args.head_dim, found.key_scales, found.value_scales);
