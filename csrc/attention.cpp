@@ -33,9 +33,11 @@ struct HeadBlocks {
   const std::byte* base;
   const int32_t* table;
   int64_t block_bytes, block_size, depth;
+  int shift;  // block_size = 1 << shift
   CacheType type;
 
-  const std::byte* block(int64_t position) const { return base + table[position / block_size] * block_bytes; }
+  const std::byte* block(int64_t position) const { return base + table[position >> shift] * block_bytes; }
+  int64_t inside(int64_t position) const { return position & (block_size - 1); }
   const std::byte* keys(const std::byte* block) const { return block + keys_offset(block_size, type); }
   const std::byte* values(const std::byte* block) const { return block + values_offset(block_size, depth, type); }
 };
@@ -48,7 +50,7 @@ KeyTile find_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t 
   const int64_t bytes = element_bytes(blocks.type);
   const int64_t first_live = low / kSubtile, last_live = (high - 1) / kSubtile;
   for (int64_t s = first_live; s <= last_live; ++s) {
-    const int64_t position = first + s * kSubtile, inside = position % blocks.block_size;
+    const int64_t position = first + s * kSubtile, inside = blocks.inside(position);
     const std::byte* block = blocks.block(position);
     tile.keys[s] = blocks.keys(block) + inside * blocks.depth * bytes;
     tile.values[s] = blocks.values(block) + inside * blocks.depth * bytes;
@@ -89,7 +91,7 @@ void gather_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t h
   const int64_t depth = blocks.depth, size = blocks.block_size;
   for (int64_t key = low; key < high; ++key) {
     const std::byte* block = blocks.block(first + key);
-    const int64_t inside = (first + key) % size;
+    const int64_t inside = blocks.inside(first + key);
     float* keys = scratch.keys + key / kSubtile * kSubtile * depth + key % kSubtile;
     for (int64_t d = 0; d < depth; ++d) keys[d * kSubtile] = element<T>(blocks.keys(block), d * size + inside);
     widen<T>(blocks.values(block) + inside * depth * element_bytes(T), depth, scratch.values + key * depth);
@@ -127,7 +129,10 @@ void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& 
   const int64_t low = rows[0].low, high = rows[count - 1].high;
   float decay[16];
   score_rows<T, R>(scratch.query + first * kRowStride, tile, next, low, high, args.head_dim, scratch.scores);
-  weigh_rows(tile, count, args.soft_cap, scratch.scores, rows, decay);
+  if (tile.key_scales != nullptr)
+    weigh_rows<true>(tile, count, args.soft_cap, scratch.scores, rows, decay);
+  else
+    weigh_rows<false>(tile, count, args.soft_cap, scratch.scores, rows, decay);
   value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, scratch.sums + first * kRowStride);
 }
 
@@ -170,14 +175,22 @@ struct Work {
 
 void load_queries(const Work& work, const Step& step) {
   const AttentionArgs& args = work.args;
-  const float* qkv = step.at(args.qkv);
+  const float* token = step.at(args.qkv) + work.token(0) * args.qkv.stride + work.head * work.group * args.head_dim;
   const vf scale = broadcast(args.scale);
+  int64_t position = work.position(0);
+  int64_t inside = work.item.first_row % work.group;
   for (int64_t r = 0; r < work.item.rows; ++r) {
-    const float* from = qkv + work.token(r) * args.qkv.stride + work.query_head(r) * args.head_dim;
+    const float* from = token + inside * args.head_dim;
     float* to = work.scratch.query + r * kRowStride;
     int64_t d = 0;
     for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * scale);
     for (; d < args.head_dim; ++d) to[d] = from[d] * args.scale;
+    work.scratch.rows[r].position = position;
+    if (++inside == work.group) {
+      inside = 0;
+      ++position;
+      token += args.qkv.stride;
+    }
   }
   // Rows that only fill a register tile up.
   for (int64_t r = work.item.rows; r % kTileRows != 0 && r < kItemRows; ++r)
@@ -200,8 +213,9 @@ void attend_split(const Work& work, int64_t split) {
   Scratch& scratch = work.scratch;
   const int64_t num_rows = work.item.rows, window = args.window;
   const int64_t item_low = window > 0 ? larger(0, work.position(0) - window + 1) : 0;
+  const int64_t item_high = smaller(work.item.last_split * kSplitKeys, work.position(num_rows - 1) + 1);
   const int64_t low = larger(split * kSplitKeys, item_low);
-  const int64_t high = smaller((split + 1) * kSplitKeys, work.position(num_rows - 1) + 1);
+  const int64_t high = smaller((split + 1) * kSplitKeys, item_high);
   const bool small_blocks = args.block_size < kSubtile;
   const bool widened = small_blocks || (T != CacheType::kF32 && num_rows > kTileRows);
   start_split(work);
@@ -209,7 +223,7 @@ void attend_split(const Work& work, int64_t split) {
   int turn = 0;
   auto find = [&](int64_t first) {
     turn ^= 1;
-    return find_tile(work.blocks, first, larger(low - first, 0), smaller(high - first, kKeyTile),
+    return find_tile(work.blocks, first, larger(item_low - first, 0), smaller(item_high - first, kKeyTile),
                      scratch.key_scales[turn], scratch.value_scales[turn]);
   };
   const int64_t begin = low / kKeyTile * kKeyTile;
@@ -223,14 +237,14 @@ void attend_split(const Work& work, int64_t split) {
                                   scaled ? scratch.value_scales[0] : nullptr);
     } else {
       found = next;
-      if (first + kKeyTile < high) next = find(first + kKeyTile);
+      if (first + kKeyTile < item_high) next = find(first + kKeyTile);  // of the next split, too: to be prefetched
       if (widened) {
         widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
         found = scratch_tile(scratch, args.head_dim, found.key_scales, found.value_scales);
       }
     }
     for (int64_t r = 0; r < num_rows; ++r) {
-      const int64_t position = work.position(r);
+      const int64_t position = scratch.rows[r].position;
       scratch.rows[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
       scratch.rows[r].low = window > 0 ? smaller(kKeyTile, larger(0, position - window + 1 - first)) : 0;
     }
@@ -285,13 +299,6 @@ void run_item(const Work& work, const Step& step) {
   Scratch& scratch = work.scratch;
   load_queries(work, step);
   const bool partial = work.item.partial >= 0;
-  if (!partial) {
-    for (int64_t r = 0; r < work.item.rows; ++r) {
-      scratch.total_maximum[r] = kNothing;
-      scratch.total_weight[r] = 0;
-      for (int64_t d = 0; d < args.head_dim; d += kLanes) store(scratch.totals + r * kRowStride + d, zero());
-    }
-  }
   int64_t row = work.item.partial;
   for (int64_t split = work.item.first_split; split < work.item.last_split; ++split) {
     attend_split<T>(work, split);
@@ -303,6 +310,11 @@ void run_item(const Work& work, const Step& step) {
         for (int64_t d = 0; d < args.head_dim; d += kLanes) store(place + d, load(sums + d));
         place[partial_stride(args.head_dim) - 2] = maximum;
         place[partial_stride(args.head_dim) - 1] = weight;
+      } else if (split == work.item.first_split) {
+        // As merged into nothing: a factor of one, and zero times zero added.
+        std::memcpy(scratch.totals + r * kRowStride, sums, static_cast<std::size_t>(args.head_dim) * sizeof(float));
+        scratch.total_maximum[r] = maximum;
+        scratch.total_weight[r] = weight;
       } else {
         merge_row(scratch.totals + r * kRowStride, scratch.total_maximum[r], scratch.total_weight[r], sums, maximum,
                   weight, args.head_dim);
@@ -343,7 +355,8 @@ Work make_work(const AttentionArgs& args, const AttentionPlan& plan, const Atten
   const int64_t count = plan.query_start[item.sequence + 1] - plan.query_start[item.sequence];
   const HeadBlocks blocks{args.pages + head * share, plan.block_table + item.sequence * plan.table_stride,
                           args.block_bytes,          args.block_size,
-                          args.head_dim,             args.cache};
+                          args.head_dim,             __builtin_ctzll(static_cast<uint64_t>(args.block_size)),
+                          args.cache};
   return Work{args, plan,  item, blocks, head, args.num_heads / args.num_kv_heads, start, start + count,
               *reinterpret_cast<Scratch*>(team.scratch())};
 }

@@ -136,16 +136,6 @@ void value_rows(const float* weights, const KeyTile& tile, const KeyTile& next, 
     if (at < depth) value_vectors<T, R, 1, true>(weights, tile, next, low, high, depth, at, decay, sums);
 }
 
-// The largest lane, in every lane.
-QUIRE_INLINE vf max_everywhere(vf value) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    vi index;
-    for (int i = 0; i < kLanes; ++i) index[i] = i ^ width;
-    value = max(value, __builtin_shuffle(value, index));
-  }
-  return value;
-}
-
 // cap * tanh(score / cap), from e^(2 |x|): absolute error within some 1e-7 of the cap.
 QUIRE_INLINE vf capped(vf score, float cap) {
   const vf x = score * (1.0f / cap);
@@ -157,15 +147,18 @@ QUIRE_INLINE vf capped(vf score, float cap) {
 // What a row has seen of a split so far.
 struct RowState {
   float maximum;
-  float decay;                    // of what was summed up before this tile
+  int64_t position;
   int64_t low, high;              // keys of the current tile that the row sees, 0 .. 64
   float weight_sum[kLanes];       // by lane
 };
 
-// From scores to weights: scores[r][key] becomes e^(score - maximum), 0 for keys that row r does not see.
+// From scores to weights: scores[r][key] becomes e^(score - maximum), 0 for keys that row r does not see. Of the keys
+// that some row sees; the others are not read afterwards. kScaled: 8-bit keys and values.
+template <bool kScaled>
 QUIRE_INLINE void weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                              float* decay) {
   const float minus_infinity = -__builtin_inff();
+  const int64_t begin = rows[0].low / kLanes * kLanes, end = rows[count - 1].high;
   vi lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   alignas(64) float difference[16];
@@ -175,19 +168,18 @@ QUIRE_INLINE void weigh_rows(const KeyTile& tile, int count, float soft_cap, flo
     const bool masked = state.low > 0 || state.high < kKeyTile;
     const vi low = broadcast_int(static_cast<int32_t>(state.low)), high = broadcast_int(static_cast<int32_t>(state.high));
     vf top = broadcast(minus_infinity);
-    for (int i = 0; i < kTileVectors; ++i) {
-      vf score = load(row + i * kLanes);
-      if (tile.key_scales != nullptr) score *= load(tile.key_scales + i * kLanes);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      vf score = load(row + i);
+      if constexpr (kScaled) score *= load(tile.key_scales + i);
       if (soft_cap > 0) score = capped(score, soft_cap);
       if (masked) {
-        const vi key = lane + i * kLanes;
+        const vi key = lane + static_cast<int32_t>(i);
         score = ((key >= low) & (key < high)) ? score : broadcast(minus_infinity);
       }
-      store(row + i * kLanes, score);
+      if (kScaled || masked || soft_cap > 0) store(row + i, score);
       top = max(score, top);
     }
-    top = max(max_everywhere(top), broadcast(state.maximum));
-    const float maximum = top[0];
+    const float maximum = max(max_everywhere(top), broadcast(state.maximum))[0];
     difference[r] = state.maximum - maximum;
     state.maximum = maximum;
   }
@@ -197,11 +189,11 @@ QUIRE_INLINE void weigh_rows(const KeyTile& tile, int count, float soft_cap, flo
     float* row = scores + r * kKeyTile;
     const vf maximum = broadcast(rows[r].maximum);
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
-    for (int i = 0; i < kTileVectors; ++i) {
-      vf weight = exp(load(row + i * kLanes) - maximum);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      vf weight = exp(load(row + i) - maximum);
       sum += weight;
-      if (tile.value_scales != nullptr) weight *= load(tile.value_scales + i * kLanes);
-      store(row + i * kLanes, weight);
+      if constexpr (kScaled) weight *= load(tile.value_scales + i);
+      store(row + i, weight);
     }
     store(rows[r].weight_sum, sum);
   }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -115,7 +116,14 @@ QUIRE_INLINE vf to_float(vi value) { return __builtin_convertvector(value, vf); 
 
 // kLanes elements of another type, widened.
 QUIRE_INLINE vf load_bf16(const uint16_t* address) {
+#if defined(__AVX512F__)
+  // (g++ 12 makes two halves of the plain form, here and for 8 bits. Full masks cost nothing and silence it.)
+  vu wide = (vu)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
+#elif defined(__AVX2__)
+  vu wide = (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(address)));
+#else
   vu wide = __builtin_convertvector(load_as<vu16>(address), vu);
+#endif
   return bit_cast<vf>(wide << 16);
 }
 
@@ -142,7 +150,13 @@ QUIRE_INLINE vf load_f16(const uint16_t* address) {
 }
 
 QUIRE_INLINE vf load_i8(const int8_t* address) {
+#if defined(__AVX512F__)
+  return to_float((vi)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(address))));
+#elif defined(__AVX2__)
+  return to_float((vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(address))));
+#else
   return to_float(__builtin_convertvector(load_as<vs8>(address), vi));
+#endif
 }
 
 // Rounds to nearest, ties to even, as every conversion to bfloat16 does; NaN stays NaN.
@@ -157,26 +171,42 @@ QUIRE_INLINE void store_bf16(uint16_t* address, vf value) {
   vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   vu nan = (bits >> 16) | 0x40u;
   vu chosen = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+#if defined(__AVX512F__)
+  __m256i narrow = _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)chosen);
+#elif defined(__AVX2__)
+  __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)chosen, (__m256i)chosen), 0x08);
+  __m128i narrow = _mm256_castsi256_si128(pairs);
+#else
   vu16 narrow = __builtin_convertvector(chosen, vu16);
+#endif
   std::memcpy(address, &narrow, sizeof(narrow));
 }
 
-// Sum and maximum over lanes, by halves: the order is fixed.
-QUIRE_INLINE float sum_lanes(vf value) {
-  float lane[kLanes];
-  std::memcpy(lane, &value, sizeof(lane));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+// Lane i of the result is lane i ^ kDistance.
+template <int kDistance, class Lanes = std::make_integer_sequence<int, kLanes>>
+struct Exchange;
+template <int kDistance, int... kLane>
+struct Exchange<kDistance, std::integer_sequence<int, kLane...>> {
+  static QUIRE_INLINE vf apply(vf value) { return __builtin_shufflevector(value, value, (kLane ^ kDistance)...); }
+};
+
+// Sum and maximum over lanes, in every lane; by halves: the order is fixed.
+QUIRE_INLINE vf sum_everywhere(vf value) {
+  if constexpr (kLanes > 8) value += Exchange<8>::apply(value);
+  if constexpr (kLanes > 4) value += Exchange<4>::apply(value);
+  value += Exchange<2>::apply(value);
+  return value + Exchange<1>::apply(value);
 }
 
-QUIRE_INLINE float max_lanes(vf value) {
-  float lane[kLanes];
-  std::memcpy(lane, &value, sizeof(lane));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+QUIRE_INLINE vf max_everywhere(vf value) {
+  if constexpr (kLanes > 8) value = max(value, Exchange<8>::apply(value));
+  if constexpr (kLanes > 4) value = max(value, Exchange<4>::apply(value));
+  value = max(value, Exchange<2>::apply(value));
+  return max(value, Exchange<1>::apply(value));
 }
+
+QUIRE_INLINE float sum_lanes(vf value) { return sum_everywhere(value)[0]; }
+QUIRE_INLINE float max_lanes(vf value) { return max_everywhere(value)[0]; }
 
 // The first `count` elements (0 <= count <= kLanes), `fill` in the others. Nothing beyond them is touched.
 QUIRE_INLINE vf load_some(const float* address, int64_t count, float fill = 0.0f) {

@@ -9,8 +9,8 @@ namespace quire::QUIRE_ISA {
 QUIRE_INLINE vf exp(vf x) {
   const vf log2e = broadcast(1.44269504088896341f);
   const vf ln2_high = broadcast(0.693359375f), ln2_low = broadcast(-2.12194440e-4f);
-  const vf highest = broadcast(88.7228394f), lowest = broadcast(-87.3365479f);
-  vf bounded = max(min(x, highest), lowest);
+  const vf highest = broadcast(89.0f), lowest = broadcast(-87.3365479f);
+  vf bounded = max(lowest, min(highest, x));  // NaN stays NaN
   // Adding and taking away 1.5 * 2^23 rounds to the nearest whole number.
   const vf magic = broadcast(12582912.0f);
   vf shifted = fma(bounded, log2e, magic);
@@ -24,13 +24,15 @@ QUIRE_INLINE vf exp(vf x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)lowest, _CMP_NLT_UQ), (__m512)p, (__m512)n);
+#else
   // 2^n in two factors: n reaches 128.
   vi whole = bit_cast<vi>(shifted) - bit_cast<vi>(magic);
   vi half = whole >> 1;
   vf result = p * bit_cast<vf>((half + 127) << 23) * bit_cast<vf>((whole - half + 127) << 23);
-  result = x < lowest ? vf{} : result;
-  result = x > highest ? broadcast(__builtin_inff()) : result;
-  return x != x ? x : result;
+  return x < lowest ? vf{} : result;
+#endif
 }
 
 QUIRE_INLINE vf abs(vf x) { return bit_cast<vf>(bit_cast<vi>(x) & 0x7fffffff); }

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 
-STORED_BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "int8": (1, 4)}
-"""By cache dtype: bytes of an element, and of the scale of each token's head."""
-
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -60,10 +57,3 @@ def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
         FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
         for window in config.sliding_windows
     ]
-
-
-def stored_token_bytes(num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
-    """Bytes of one token's key and value in one layer. cache_dtype: "float32", "bfloat16", "float16", or "int8" (with
-    one float32 scale for each token and head, of the key and of the value)."""
-    element, scale = STORED_BYTES[cache_dtype]
-    return 2 * num_kv_heads * (head_dim * element + scale)

@@ -33,7 +33,7 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
-    """Bytes of a block of one layer; `quire.kv_cache.spec` has the same sum without torch. cache_dtype: a key of
+    """Bytes of a block of one layer; `LayerSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
     CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
     check_shape(block_size, num_kv_heads, num_kv_heads, head_dim)
     return _native.block_bytes(block_size, num_kv_heads, head_dim, CACHE_TYPES[cache_dtype])
