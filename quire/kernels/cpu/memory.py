@@ -20,7 +20,8 @@ def allocate(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        memory = mmap.mmap(-1, num_bytes)
+        # Private: the default, shared memory, gets no huge pages on most systems.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InsufficientMemoryError(f"the system refuses {format_bytes(num_bytes)}: {error}") from None
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,0 +1,43 @@
+"""Memory for weights: zero, of its own, and such as the system backs with huge pages."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import HUGE_PAGE, allocate
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def test_memory_is_zero_and_begins_a_page() -> None:
+    memory = allocate(12345)
+    assert memory.dtype == torch.uint8
+    assert memory.shape == (12345,)
+    assert not memory.any()
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert allocate(0).shape == (0,)
+
+
+def test_more_than_there_can_be_is_an_error() -> None:
+    with pytest.raises(InsufficientMemoryError, match="refuses"):
+        allocate(1 << 60)
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not describe its mappings")
+def test_large_memory_is_private_and_asks_for_huge_pages() -> None:
+    """Shared memory, which anonymous mappings are by default in Python, mostly gets none."""
+    memory = allocate(4 * HUGE_PAGE)
+    mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) .*?^VmFlags: (.*?)$", SMAPS.read_text(), re.M | re.S)
+    (found,) = [
+        (permissions, flags.split())
+        for start, end, permissions, flags in mappings
+        if int(start, 16) <= memory.data_ptr() < int(end, 16)
+    ]
+    assert found[0] == "rw-p"
+    assert "hg" in found[1]
