@@ -2,6 +2,12 @@
 
 #include <stdexcept>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace quire {
 
 #define QUIRE_DECLARE(isa)                  \
@@ -28,6 +34,12 @@ QUIRE_DECLARE_ALL(avx512)
 #if defined(QUIRE_HAVE_AVX512_VNNI)
 QUIRE_DECLARE(avx512_vnni)
 #endif
+#if defined(QUIRE_HAVE_AMX)
+QUIRE_DECLARE(amx)
+#endif
+#if defined(QUIRE_HAVE_AMX_EMULATED)
+QUIRE_DECLARE(amx_emulated)
+#endif
 
 namespace {
 
@@ -43,7 +55,34 @@ const Kernels kTables[] = {
     {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
+#if defined(QUIRE_HAVE_AMX)
+    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512_vnni::kLimits},
+#endif
+#if defined(QUIRE_HAVE_AMX_EMULATED)
+    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+     avx512_vnni::kLimits},
+#endif
 };
+
+// Whether the processor has int8 tiles, the system saves them, and lets this process use them.
+bool tiles_are_usable() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;  // leaf 7, edx
+  constexpr unsigned kSavesStates = 1u << 27;                   // leaf 1, ecx: the system uses XSAVE
+  constexpr unsigned kTileStates = 3u << 17;                    // XCR0: tile configuration and data
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;   // arch_prctl
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kSavesStates) == 0) return false;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & kAmxTile) == 0 || (edx & kAmxInt8) == 0) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & kTileStates) != kTileStates) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 bool machine_has(Isa isa) {
 #if defined(__x86_64__)
@@ -58,8 +97,12 @@ bool machine_has(Isa isa) {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     case Isa::kAvx512Vnni:
       return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni");
-    case Isa::kAmx:
-      return false;
+    case Isa::kAmx: {
+      static const bool usable = tiles_are_usable();
+      return usable && machine_has(Isa::kAvx512Vnni);
+    }
+    case Isa::kAmxEmulated:
+      return machine_has(Isa::kAvx512Vnni);
   }
 #endif
   return isa == Isa::kPortable;
@@ -79,6 +122,8 @@ const char* isa_name(Isa isa) {
       return "avx512_vnni";
     case Isa::kAmx:
       return "amx";
+    case Isa::kAmxEmulated:
+      return "amx_emulated";
   }
   return "unknown";
 }
@@ -86,7 +131,7 @@ const char* isa_name(Isa isa) {
 std::vector<Isa> available_isas() {
   std::vector<Isa> found;
   for (const Kernels& table : kTables)
-    if (machine_has(table.isa)) found.push_back(table.isa);
+    if (table.isa != Isa::kAmxEmulated && machine_has(table.isa)) found.push_back(table.isa);
   return found;
 }
 
@@ -96,6 +141,7 @@ const Kernels& kernels_for(const std::string& name) {
   for (const Kernels& table : kTables) {
     if (!machine_has(table.isa)) continue;
     if (name == isa_name(table.isa)) return table;
+    if (table.isa == Isa::kAmxEmulated) continue;
     best = &table;
     names += std::string(names.empty() ? "" : ", ") + isa_name(table.isa);
   }

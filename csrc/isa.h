@@ -9,7 +9,8 @@
 
 namespace quire {
 
-enum class Isa : int { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAmx };
+// kAmxEmulated: the AMX kernels over tile instructions in plain C++. Slow; for tests, which ask for it by name.
+enum class Isa : int { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAmx, kAmxEmulated };
 
 struct Kernels {
   Isa isa;

@@ -1,201 +1,22 @@
-// Linear layers over packed weights. Compiled once for each instruction set.
-//
-// Phase 1 lays rows of x out in tiles (linear_activations.h): small batches by every thread for itself, others shared
-// and followed by a barrier. In phase 2 threads take panels of the weight and run every tile over them
-// (linear_tiles.h). Which thread computes an element and in which tile it lies never changes how it is computed.
+// Linear layers over packed weights, every type. Compiled once for each instruction set.
+#include "linear_driver.h"
 #include "linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Activations that every thread packs for itself: less work than waiting for the others.
-constexpr int64_t kPrivateBytes = 128 << 10;
-// Activations that are meant to stay in the L2 cache while panels stream through it.
-constexpr int64_t kBlockBytes = 512 << 10;
-// How far ahead of the reading a stream of weights is asked for.
-constexpr int64_t kPrefetchAhead = 2048;
-// A run of panels that one thread streams through.
-constexpr int64_t kRunBytes = 256 << 10;
-
-struct Plan {
-  int64_t tiles;       // that the rows are dealt to, as evenly as can be
-  int64_t tile_bytes;
-  int64_t panels;
-  int64_t panel_bytes;
-  bool shared;         // packed activations lie in shared scratch
+struct Panels {
+  static constexpr int64_t kRows = kTileRows;
+  static TileLayout layout(const PackedWeight& weight) { return tile_layout(weight); }
+  static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
+    (weight.integer_activations ? round_tile : pack_float_tile)(weight, x, stride, rows, memory);
+  }
+  static void multiply(const Tile& tile, int64_t rows) { tile_kernels(*tile.weight)[rows - 1](tile); }
 };
-
-Plan make_plan(const PackedWeight& weight, int64_t rows) {
-  Plan plan;
-  plan.tiles = (rows + kTileRows - 1) / kTileRows;
-  plan.tile_bytes = tile_layout(weight).bytes;
-  plan.panels = num_panels(weight);
-  plan.panel_bytes = panel_bytes(weight);
-  plan.shared = plan.tiles * plan.tile_bytes > kPrivateBytes;
-  return plan;
-}
-
-QUIRE_INLINE vf activate(vf x, Activation activation) {
-  switch (activation) {
-    case Activation::kRelu:
-      return x > 0.0f ? x : (x != x ? x : zero());
-    case Activation::kSilu:
-      return x * sigmoid(x);
-    case Activation::kGelu:
-      return x * 0.5f * (erf(x * 0.70710678118654752f) + 1.0f);
-    case Activation::kGeluTanh:
-      return x * 0.5f * (tanh(fma(x * x * x, broadcast(0.044715f), x) * 0.79788456080286536f) + 1.0f);
-    case Activation::kQuickGelu:
-      return x * sigmoid(x * 1.702f);
-    case Activation::kNone:
-      break;
-  }
-  return x;
-}
-
-struct Finish {
-  const LinearArgs& args;
-  const float* residual;
-  float* out;
-  int64_t width;  // of a row of out
-};
-
-// What follows the sums of a tile: kLanes columns at once, of `kPanel` sums a row.
-template <bool kGated>
-inline void finish_tile(const Finish& finish, const float* sums, const float* row_scales, int64_t first_row,
-                        int64_t rows, int64_t panel) {
-  constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
-  const LinearArgs& args = finish.args;
-  const float* bias = args.bias ? args.bias + panel * kPanel : nullptr;
-  for (int64_t r = 0; r < rows; ++r) {
-    const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
-    for (int64_t c = 0; c < kWidth && panel * kWidth + c < finish.width; c += kLanes) {
-      const int64_t at = (first_row + r) * args.out.stride + panel * kWidth + c;
-      const int64_t count = finish.width - panel * kWidth - c;
-      vf value = load(sums + r * kPanel + c) * scale;
-      if (bias) value += load(bias + c);
-      value = activate(value, args.activation);
-      if constexpr (kGated) {
-        vf up = load(sums + r * kPanel + kPanel / 2 + c) * scale;
-        if (bias) up += load(bias + kPanel / 2 + c);
-        value *= up;
-      }
-      const int64_t beside = (first_row + r) * args.residual.stride + panel * kWidth + c;
-      if (count >= kLanes) {
-        if (finish.residual) value += load(finish.residual + beside);
-        store(finish.out + at, value);
-      } else {
-        if (finish.residual) value += load_some(finish.residual + beside, count);
-        store_some(finish.out + at, value, count);
-      }
-    }
-  }
-}
-
-// Deals runs of items to the threads: long ones first, so that memory is read in long streams, and single ones at the
-// end, so that all threads finish together.
-class Runs {
- public:
-  Runs(Team& team, int64_t items, int64_t longest) : team_(team), items_(items), longest_(longest) { next_run(); }
-  // The next item, or -1.
-  int64_t next() {
-    if (at_ == end_) next_run();
-    return at_ < items_ ? at_++ : -1;
-  }
-
- private:
-  void next_run() {
-    int64_t length = (items_ - end_) / (2 * team_.count());
-    length = length > longest_ ? longest_ : length < 1 ? 1 : length;
-    at_ = team_.take(length);
-    end_ = at_ + length;
-    if (end_ > items_) end_ = items_;
-    if (at_ > items_) at_ = items_;
-  }
-  Team& team_;
-  int64_t items_;
-  int64_t longest_;
-  int64_t at_ = 0;
-  int64_t end_ = 0;
-};
-
-int64_t first_row_of(const Plan& plan, int64_t rows, int64_t tile) { return tile * rows / plan.tiles; }
-
-void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64_t tile, std::byte* packed) {
-  const int64_t first = first_row_of(plan, step.rows, tile), end = first_row_of(plan, step.rows, tile + 1);
-  const float* x = step.at(args.x) + first * args.x.stride;
-  auto* pack = args.weight.integer_activations ? round_tile : pack_float_tile;
-  pack(args.weight, x, args.x.stride, end - first, packed + tile * plan.tile_bytes);
-}
-
-// Tiles first .. end over one panel.
-void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
-               int64_t first, int64_t end) {
-  const PackedWeight& weight = args.weight;
-  const TileLayout layout = tile_layout(weight);
-  const int64_t groups = num_groups(weight);
-  const Finish finish{args, step.at(args.residual), step.at(args.out),
-                      weight.gated ? weight.out_features / 2 : weight.out_features};
-  alignas(64) float sums[kTileRows * kPanel];
-  Tile call;
-  call.panel = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
-  call.scales = weight.scales ? weight.scales + panel * groups * kPanel : nullptr;
-  call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
-  call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
-  call.weight = &weight;
-  call.out = sums;
-  const TileKernel* kernels = tile_kernels(weight);
-  for (int64_t tile = first; tile < end; ++tile) {
-    const std::byte* x = packed + tile * plan.tile_bytes;
-    const int64_t row = first_row_of(plan, step.rows, tile);
-    const int64_t rows = first_row_of(plan, step.rows, tile + 1) - row;
-    call.x = x;
-    call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
-    if (end - first == 1) {  // one pass over the panel: just ahead of it
-      call.prefetch = call.panel + kPrefetchAhead;
-      call.prefetch_step = 64;
-    } else {  // each pass asks for a part of the next panel
-      call.prefetch = call.panel + plan.panel_bytes + plan.panel_bytes * (tile - first) / (end - first);
-      call.prefetch_step = 64 / (end - first);
-    }
-    kernels[rows - 1](call);
-    const float* row_scales =
-        weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr;
-    (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
-  }
-}
-
-void linear(const LinearArgs& args, const Step& step, Team& team) {
-  const PackedWeight& weight = args.weight;
-  if (step.rows == 0 || weight.out_features == 0) return;
-  const Plan plan = make_plan(weight, step.rows);
-  std::byte* packed = plan.shared ? step.shared_scratch : team.scratch();
-  if (plan.shared) {
-    for (int64_t tile = team.take(); tile < plan.tiles; tile = team.take()) pack_tile(args, step, plan, tile, packed);
-    team.barrier();
-  } else {
-    for (int64_t tile = 0; tile < plan.tiles; ++tile) pack_tile(args, step, plan, tile, packed);
-  }
-  int64_t block = kBlockBytes / plan.tile_bytes;
-  if (block < 4) block = 4;
-  if (block > plan.tiles) block = plan.tiles;
-  const int64_t blocks = (plan.tiles + block - 1) / block;
-  const int64_t longest = blocks > 1 ? 1 : kRunBytes / plan.panel_bytes + 1;
-  Runs runs(team, blocks * plan.panels, longest);
-  for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
-    const int64_t index = item / plan.panels, end = (index + 1) * plan.tiles / blocks;
-    run_panel(args, step, plan, packed, item % plan.panels, index * plan.tiles / blocks, end);
-  }
-}
-
-std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
-  const Plan plan = make_plan(args.weight, rows);
-  return plan.shared ? static_cast<std::size_t>(plan.tiles * plan.tile_bytes) : 0;
-}
 
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch};
+const LinearKernels kLinear = {run_linear<Panels>, scratch_for<Panels>};
 
 }  // namespace quire::QUIRE_ISA

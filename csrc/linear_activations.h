@@ -117,7 +117,7 @@ inline float group_sum(const float* row, const int32_t* order, int64_t first, in
 }
 
 // Rows x .. x + rows * stride into one float tile.
-void pack_float_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
+inline void pack_float_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
   const TileLayout layout = tile_layout(weight);
   float* out = reinterpret_cast<float*>(tile);
   float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
@@ -208,7 +208,7 @@ QUIRE_INLINE void store_quad(uint32_t* out, const int8_t* values, [[maybe_unused
 #endif
 }
 
-void round_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
+inline void round_tile(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* tile) {
   const TileLayout layout = tile_layout(weight);
   float* sums = reinterpret_cast<float*>(tile + layout.sums_offset);
   float* scales = reinterpret_cast<float*>(tile + layout.scales_offset);

@@ -2,25 +2,10 @@
 // chain over k (inside a group, then over groups), so that neither the tile's height nor what else is in it shows.
 #pragma once
 
-#include "linear_activations.h"
+#include "linear_tile.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
-
-struct Tile {
-  const std::byte* panel;
-  const std::byte* x;         // as linear_activations.h packs it
-  const float* x_sums;        // [group][pitch], where there are offsets
-  const float* scales;        // of this panel: [group][32]
-  const float* offsets;       // or null
-  const int32_t* column_sums;
-  const PackedWeight* weight;
-  float* out;                 // [rows][32]
-  const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
-  int64_t prefetch_step;
-};
-
-using TileKernel = void (*)(const Tile&);
 
 // Columns that one pass covers: kLanes from column part * kLanes on, and as many from 16 columns further.
 inline constexpr int kParts = 16 / kLanes;

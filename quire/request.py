@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -13,7 +13,6 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
-    from quire.scheduler.sharing import Wait
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +96,16 @@ class Sequence:
         )
 
 
+class Wait(NamedTuple):
+    """What a waiting request waits for besides a place: blocks that another sequence computes."""
+
+    leader: SequenceBlocks
+    num_blocks: int
+    """The wait ends when the leader has committed so many."""
+    claimed_blocks: int
+    """Set aside for the request meanwhile."""
+
+
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
@@ -150,7 +159,7 @@ class Request:
         self.unforked: list[Sequence] = []
         """Live sequences that wait for the first one to compute the prompt."""
         self.wait: Wait | None = None
-        """The running sequence whose blocks this request waits for, if it does."""
+        """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/sharing.py)."""
 
     @property
     def live_sequences(self) -> list[Sequence]:

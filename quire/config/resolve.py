@@ -25,7 +25,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
-QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 64, "w8a8": None}
+QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {
     "gptq": ("gptq",),

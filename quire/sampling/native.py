@@ -21,8 +21,9 @@ class NativeChooser:
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
 
     def choose(self, scores: np.ndarray, batch: SampleBatch, used: int) -> np.ndarray:
-        token_ids = self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=not used & Feature.RANDOM)
-        if len(token_ids) and token_ids.min() < 0:
+        greedy = not used & Feature.RANDOM
+        token_ids, sound = self._kernels.choose(scores, batch.rows, batch.num_generated, greedy=greedy)
+        if not sound:
             raise NonFiniteLogitsError(np.flatnonzero(token_ids < 0).tolist())
         return token_ids
 

@@ -4,33 +4,22 @@ A waiting request whose next blocks a running sequence computes is passed over: 
 prefix hit. It is looked at again in every step, in its place in the queue, and nothing can keep it there:
 
 - It waits for one live sequence to commit a given number of blocks. Running sequences get tokens in every step, so that
-  sequence advances; if it is aborted or preempted instead, the wait is over, and the request is the first to compute
-  the blocks itself.
+  sequence advances; if it is aborted or preempted instead, the wait is over, and the first request that waited computes
+  the rest itself.
 - A step is never empty because of it: the sequence that is waited for is in this step's plan, or in one in flight.
 - Whoever passes it takes nothing that it needs. Rows and blocks for the whole request are set aside, and only a prompt
   that fits into what is left of the step may pass, which takes one token a step afterwards.
 - After the wait it is first again. It may have to wait once more, if by then a sequence computes further blocks that it
-  shares; but each wait leaves it fewer to wait for.
+  shares; but each leaves it fewer to wait for (docs/decisions/0005-sharing-in-flight.md).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
-from quire.request import Request
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request, Wait
 
 MIN_SHARED_BLOCKS = 2
 """To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
-
-
-class Wait(NamedTuple):
-    """What a request waits for, and what is set aside for it meanwhile."""
-
-    leader: SequenceBlocks
-    num_blocks: int
-    """The wait ends when the leader has committed so many."""
-    claimed_blocks: int
 
 
 class PassedOver:

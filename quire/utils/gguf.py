@@ -106,7 +106,8 @@ class GGUFFile:
     tensors: by name, in the file's order.
 
     The mapping is private and its pages may be dropped (`release`) when a tensor has been copied. Views stay valid as
-    long as they are held; a context closes the file as soon as none is.
+    long as they are held; a context closes the file as soon as none is. As with every mapping, the file may be
+    replaced or deleted meanwhile, but not cut short in place.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,14 +11,14 @@ from quire.attention.interface import AttentionBackend
 from quire.errors import QuireError
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import Chooser
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.step import PromptLogprobs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
-from quire.worker.kv_copy import copy_blocks
-from quire.worker.prompt_logprobs import compute_prompt_logprobs
+from quire.worker.kv_copy import BlockCopier
+from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.request_rows import RequestRows
 
 PROMPT_LOGITS_ELEMENTS = 2**22
@@ -36,18 +36,19 @@ class ModelRunner:
         self,
         model: CausalLM,
         backend: AttentionBackend,
-        pages: Sequence[torch.Tensor],
+        copy_blocks: BlockCopier,
         requests: RequestRows,
         tables: BlockTables,
+        chooser: Chooser,
         vocab_size: int,
     ) -> None:
         self._model = model
         self._backend = backend
-        self._pages = pages
+        self._copy_blocks = copy_blocks
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling, PlainChooser(requests.sampling))
-        self._prompt_slice_rows = max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
+        self._sampler = Sampler(requests.sampling, chooser)
+        self._prompt_scorer = PromptScorer(model, chooser, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Raises QuireError, naming the sequences, when the model computes NaN or infinite logits."""
@@ -79,7 +80,7 @@ class ModelRunner:
             row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
         if plan.block_copies:
-            copy_blocks(self._pages, plan.block_copies)
+            self._copy_blocks(plan.block_copies)
         for seq_id, block_ids in plan.new_blocks.items():
             tables.append(requests.row_of(seq_id), block_ids)
         for seq_id, group, logical_index, block_id in plan.replaced_blocks:
@@ -117,7 +118,7 @@ class ModelRunner:
 
     def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         try:
-            found = compute_prompt_logprobs(self._model, hidden, batch, self._requests, self._prompt_slice_rows)
+            found = self._prompt_scorer.score(hidden, batch, self._requests)
         except NonFiniteLogitsError as error:
             raise _name_sequences(error, plan.seq_ids) from error
         return {plan.seq_ids[index]: entries for index, entries in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,14 +13,17 @@ from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import make_chooser
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.plain import PlainChooser
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 from quire.worker.input_batch import build_attention_batch
 from quire.worker.kv_tensors import allocate_pages
 from quire.worker.memory import measure_peak
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 PROFILED_TOKENS = 512
 """Enough for the growth to stand out from the allocator's noise."""
@@ -34,6 +38,7 @@ def measure_activations(
     block_size: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
+    runtime: NativeRuntime | None,
 ) -> int:
     """Bytes that one step takes at its peak: a forward pass over the whole token budget in as few sequences as the
     context allows, then logits and random sampling for the most sequences.
@@ -60,7 +65,7 @@ def measure_activations(
         hidden = model.forward(token_ids, batch.positions, backend.plan(batch))
 
     def sample() -> None:
-        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)))
+        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)), runtime)
 
     forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
     if forward_peak is None or sample_peak is None:
@@ -96,7 +101,7 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_seqs: int) ->
     return 4 * (num_tokens * per_token + 5 * num_seqs * config.vocab_size)
 
 
-def _sample_dummy(logits: torch.Tensor) -> None:
+def _sample_dummy(logits: torch.Tensor, runtime: NativeRuntime | None) -> None:
     num_seqs = len(logits)
     rows = SamplingRows(num_seqs)
     sampling = SequenceSampling(SamplingParams(top_p=0.9), seed=0, stop_token_ids=[], bad_token_sequences=[])
@@ -104,4 +109,4 @@ def _sample_dummy(logits: torch.Tensor) -> None:
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
     batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, PlainChooser(rows)).sample(logits, batch)
+    Sampler(rows, make_chooser(rows, runtime)).sample(logits, batch)

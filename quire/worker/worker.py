@@ -21,8 +21,10 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
+from quire.sampling.chooser import make_chooser
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
+from quire.worker.kv_copy import block_copier
 from quire.worker.kv_tensors import allocate_pages, typed_pages
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory import available_memory
@@ -95,6 +97,7 @@ class Worker:
             self._cache_config.block_size,
             max_num_batched_tokens,
             max_num_seqs,
+            self._runtime,
         )
         return MemoryProfile(available=available, activations=activations, weights=self._model.weight_bytes())
 
@@ -104,12 +107,14 @@ class Worker:
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
         max_model_len = self._model_config.max_model_len
+        requests = RequestRows(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
             model=self._model,
             backend=self._make_backend(layout, pages),
-            pages=pages,
-            requests=RequestRows(self._max_num_seqs, max_model_len),
+            copy_blocks=block_copier(pages, self._runtime),
+            requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
+            chooser=make_chooser(requests.sampling, self._runtime),
             vocab_size=self._model_config.vocab_size,
         )
 

@@ -15,6 +15,7 @@ from quire.cli.parameters import count_parameters, read_checkpoint
 from quire.config.hf_config import FAMILIES, load_model_config
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
+from tests.fakes.gguf import TYPE_NUMBERS, GGUFWriter, StoredTensor
 
 LLAMA = {
     "vocab_size": 101,
@@ -83,6 +84,25 @@ def test_headers_are_summed_by_dtype(tmp_path: Path) -> None:
     assert checkpoint.num_files == 2
     assert checkpoint.elements == {"F32": 15, "BF16": 9}
     assert checkpoint.bytes == {"F32": 60, "BF16": 18}
+
+
+def test_a_gguf_file_is_summed_by_type(tmp_path: Path) -> None:
+    tensors = {
+        "a": StoredTensor(TYPE_NUMBERS["F32"], (3, 5), bytes(60)),
+        "b": StoredTensor(TYPE_NUMBERS["Q8_0"], (2, 64), bytes(136)),
+        "c": StoredTensor(TYPE_NUMBERS["Q8_0"], (32,), bytes(34)),
+    }
+    path = GGUFWriter({}, tensors).write(tmp_path / "model.gguf")
+    checkpoint = read_checkpoint(path)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.num_files) == ("GGUF", 1)
+    assert checkpoint.elements == {"F32": 15, "Q8_0": 160}
+    assert checkpoint.bytes == {"F32": 60, "Q8_0": 170}
+    assert read_checkpoint(tmp_path) == checkpoint
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    beside = read_checkpoint(tmp_path)
+    assert beside is not None
+    assert beside.format == "safetensors"
 
 
 def test_no_files_is_none(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
@@ -13,12 +18,35 @@ __all__ = ["saved_model"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=3, detokenize=False)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute a model. family: of tests/models/families.py; isa: that the native kernels are held to."""
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    isa: str = "auto"
+    directory: str = ""
+
+    def __str__(self) -> str:
+        return "-".join([self.family, *map(str, self.options.values()), *([] if self.isa == "auto" else [self.isa])])
+
+    @contextmanager
+    def held_to_isa(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUIRE_CPU_ISA", self.isa)
+            yield
+
+
 def generate(
-    model: str, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams] = GREEDY, **options
+    model: str | Variant,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | list[SamplingParams] = GREEDY,
+    **options,
 ) -> tuple[list[RequestOutput], dict[str, object]]:  # type: ignore[no-untyped-def]
     """Run prompts in an engine made for them; returns the outputs and the engine's statistics."""
-    options = {"num_blocks_override": 400, "num_threads": 1, "skip_tokenizer_init": True, **options}
-    with LLM(model, **options) as llm:
+    variant = model if isinstance(model, Variant) else Variant("", directory=model)
+    defaults = {"num_blocks_override": 400, "num_threads": 1, "skip_tokenizer_init": True}
+    with variant.held_to_isa(), LLM(variant.directory, **{**defaults, **variant.options, **options}) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return outputs, llm.stats()
 

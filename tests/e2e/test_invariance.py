@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire import SamplingParams
-from tests.e2e.conftest import GREEDY, exact, generate
+from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.models.harness import random_prompts
 
-FAMILIES = ["llama", "qwen3-window", "gpt2"]
+VARIANTS = [
+    Variant("llama"),
+    Variant("qwen3-window"),
+    Variant("gpt2"),  # heads of 12: plain operators
+    Variant("llama-wide", {"attention_backend": "torch"}),
+    Variant("llama-wide", {"dtype": "bfloat16", "num_threads": 2}),
+    Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    Variant("llama-wide", {"quantization": "w8a8", "num_threads": 3}),
+    Variant("llama-wide", {"quantization": "int4", "kv_cache_dtype": "bfloat16"}),
+    Variant("qwen3-window", {"dtype": "float16", "kv_cache_dtype": "int8"}),
+    Variant("llama-wide", {"quantization": "w8a8", "kv_cache_dtype": "int8"}, isa="avx2"),
+    Variant("llama-wide", {"quantization": "int4"}, isa="portable"),
+]
 PROMPTS = random_prompts([1 + (7 * i) % 61 for i in range(32)], 97, seed=3)
 SAMPLED = [
     SamplingParams(
@@ -18,48 +32,49 @@ SAMPLED = [
 ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request, saved_model) -> str:  # type: ignore[no-untyped-def]
-    return str(saved_model(request.param).directory)
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def model(request, saved_model) -> Variant:  # type: ignore[no-untyped-def]
+    variant: Variant = request.param
+    return replace(variant, directory=str(saved_model(variant.family).directory))
 
 
 @pytest.fixture(scope="module")
-def together(model: str) -> list[object]:
+def together(model: Variant) -> list[object]:
     """All 32 prompts in one batch: what the other runs are compared with."""
     outputs, stats = generate(model, PROMPTS)
     assert stats["preemptions_total"] == 0
     return exact(outputs)
 
 
-def test_alone_or_in_a_batch_of_32(model: str, together: list[object]) -> None:
+def test_alone_or_in_a_batch_of_32(model: Variant, together: list[object]) -> None:
     outputs, _ = generate(model, PROMPTS, max_num_seqs=1)
     assert exact(outputs) == together
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_chunks(model: str, together: list[object], chunk: int) -> None:
+def test_chunks(model: Variant, together: list[object], chunk: int) -> None:
     outputs, _ = generate(model, PROMPTS, max_prefill_chunk=chunk)
     assert exact(outputs) == together
 
 
-def test_a_small_token_budget(model: str, together: list[object]) -> None:
+def test_a_small_token_budget(model: Variant, together: list[object]) -> None:
     outputs, _ = generate(model, PROMPTS, max_num_batched_tokens=33, max_num_seqs=32)
     assert exact(outputs) == together
 
 
 @pytest.mark.parametrize("block_size", [8, 32])
-def test_block_sizes(model: str, together: list[object], block_size: int) -> None:
+def test_block_sizes(model: Variant, together: list[object], block_size: int) -> None:
     outputs, _ = generate(model, PROMPTS, block_size=block_size)
     assert exact(outputs) == together
 
 
-def test_queue_depth_two(model: str, together: list[object]) -> None:
+def test_queue_depth_two(model: Variant, together: list[object]) -> None:
     outputs, _ = generate(model, PROMPTS, queue_depth=2)
     assert exact(outputs) == together
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_preemption(model: str, together: list[object], queue_depth: int) -> None:
+def test_preemption(model: Variant, together: list[object], queue_depth: int) -> None:
     outputs, stats = generate(
         model, PROMPTS, num_blocks_override=45, enable_prefix_caching=False, queue_depth=queue_depth
     )
@@ -67,7 +82,7 @@ def test_preemption(model: str, together: list[object], queue_depth: int) -> Non
     assert exact(outputs) == together
 
 
-def test_prefix_hits(model: str) -> None:
+def test_prefix_hits(model: Variant) -> None:
     shared = PROMPTS[8][:1] * 5 + [i % 97 for i in range(1, 75)]
     prompts = [[*shared, last] for last in range(1, 9)]
     missed, stats = generate(model, prompts, enable_prefix_caching=False)
@@ -78,7 +93,19 @@ def test_prefix_hits(model: str) -> None:
     assert exact(hit) == exact(missed)
 
 
-def test_sampled_tokens_depend_on_the_seed_alone(model: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"queue_depth": 2}, {"max_prefill_chunk": 24}])
+def test_prefixes_computed_once_for_requests_that_arrive_together(model: Variant, options: dict[str, int]) -> None:
+    shared = [i % 97 for i in range(5, 79)]
+    prompts = [[*shared, last] for last in range(1, 9)]
+    each, stats = generate(model, prompts, enable_prefix_caching=False)
+    assert stats["prefix_cache_waits_total"] == 0
+    outputs, stats = generate(model, prompts, **options)
+    assert stats["prefix_cache_waits_total"] == 7
+    assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 7
+    assert exact(outputs) == exact(each)
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(model: Variant) -> None:
     together, _ = generate(model, PROMPTS, SAMPLED)
     alone, _ = generate(model, PROMPTS, SAMPLED, max_num_seqs=1, max_prefill_chunk=5)
     assert exact(together) == exact(alone)
@@ -86,7 +113,7 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"queue_depth": 2}, {"max_prefill_chunk": 7}])
-def test_parallel_samples(model: str, options: dict[str, int]) -> None:
+def test_parallel_samples(model: Variant, options: dict[str, int]) -> None:
     """The n completions are the same with sharing, chunked and planned ahead, with and without preemption."""
     params = SamplingParams(temperature=5.0, n=4, seed=5, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=0)
     prompts = PROMPTS[4:9]
@@ -95,14 +122,14 @@ def test_parallel_samples(model: str, options: dict[str, int]) -> None:
     outputs, _ = generate(model, prompts, params, **options)
     assert exact(outputs) == exact(reference)
     # Room for the largest request alone: 11 blocks of a group. Two groups in the model with windows.
-    tight = 48 if "qwen3" in model else 24
+    tight = 48 if "window" in model.family else 24
     outputs, stats = generate(model, prompts, params, num_blocks_override=tight, **options)
     assert stats["preemptions_total"] > 0
     assert exact(outputs) == exact(reference)
     assert len({tuple(completion.token_ids) for completion in outputs[3].outputs}) == 4
 
 
-def test_prompt_logprobs_in_chunks_and_whole(model: str) -> None:
+def test_prompt_logprobs_in_chunks_and_whole(model: Variant) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2, detokenize=False)
     whole, _ = generate(model, PROMPTS[3:6], params)
     chunked, _ = generate(model, PROMPTS[3:6], params, max_prefill_chunk=7)
@@ -111,6 +138,12 @@ def test_prompt_logprobs_in_chunks_and_whole(model: str) -> None:
         assert output.prompt_logprobs[0] is None
         assert len(output.prompt_logprobs) == len(prompt)
         assert all(token in entry for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads(model: Variant, together: list[object], num_threads: int) -> None:
+    outputs, _ = generate(model, PROMPTS, num_threads=num_threads)
+    assert exact(outputs) == together
 
 
 def test_greedy_params_ask_for_logprobs() -> None:

@@ -77,6 +77,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False, activation_function="gelu"),
     "opt-bare": lambda: opt(enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),
+    "llama-wide": lambda: llama(hidden_size=64, intermediate_size=128, num_attention_heads=4),
     "llama": lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=12),
     "llama-one-kv-head": lambda: llama(num_key_value_heads=1, num_attention_heads=8, hidden_act="gelu_new"),

@@ -93,6 +93,9 @@ def test_ids_are_those_of_the_original(rule: str, tmp_path: Path) -> None:
         assert tokenizer.encode(text, add_special_tokens=False) == expected
         assert tokenizer.decode(expected, False) == backend.decode(expected, skip_special_tokens=False)
         assert tokenizer.decode(expected) == backend.decode(expected)
+        # Few words of these texts are tokens: that they are the same words is seen before the merges.
+        split = tokenizer.backend.pre_tokenizer
+        assert split.pre_tokenize_str(text) == backend.pre_tokenizer.pre_tokenize_str(text)
     adds_bos = rule in ("llama-bpe", "tekken")
     assert tokenizer.encode("fox") == [0] * adds_bos + backend.encode("fox", add_special_tokens=False).ids
 
@@ -124,6 +127,17 @@ def test_whole_words_are_not_taken_apart(tmp_path: Path) -> None:
     assert loaded(writer, tmp_path).encode("zebra", add_special_tokens=False) == [unmerged]
     writer.metadata["tokenizer.ggml.pre"] = typed("qwen2")
     assert len(loaded(writer, tmp_path).encode("zebra", add_special_tokens=False)) > 1
+
+
+def test_tokens_of_the_user_are_found_as_they_are_written(tmp_path: Path) -> None:
+    """Before the text is composed, as llama.cpp finds them."""
+    writer = writer_of(reference("qwen2"), "qwen2")
+    token_id = len(writer.metadata["tokenizer.ggml.tokens"].value) - 1
+    writer.metadata["tokenizer.ggml.tokens"].value[token_id] = "Z\u00e9"
+    writer.metadata["tokenizer.ggml.token_type"].value[token_id] = 4
+    tokenizer = loaded(writer, tmp_path)
+    assert tokenizer.encode("Z\u00e9") == [token_id]
+    assert token_id not in tokenizer.encode("Ze\u0301")
 
 
 def test_special_tokens_and_template(tmp_path: Path) -> None:

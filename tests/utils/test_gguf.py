@@ -140,6 +140,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         "beyond the end",
     ),
     "alignment of 3": (header(0, 1, pair("general.alignment", UINT32, struct.pack("<I", 3))), "not 3"),
+    "alignment of 24": (header(0, 1, pair("general.alignment", UINT32, struct.pack("<I", 24))), "not 24"),
     "alignment of 0": (header(0, 1, pair("general.alignment", UINT32, struct.pack("<I", 0))), "not 0"),
     "alignment too large": (header(0, 1, pair("general.alignment", UINT32, struct.pack("<I", 2**31))), "not 21474"),
     "alignment of a float": (header(0, 1, pair("general.alignment", FLOAT32, struct.pack("<f", 32))), "not 32.0"),

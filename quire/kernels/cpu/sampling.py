@@ -29,16 +29,18 @@ class VocabularyKernels:
         self._columns = (temperature, top_k, top_p, min_p, seed)  # kept alive: the kernels hold their addresses
         self._kernels.bind(*self._columns)
 
-    def choose(self, scores: np.ndarray, rows: np.ndarray, numbers: np.ndarray, *, greedy: bool) -> np.ndarray:
+    def choose(
+        self, scores: np.ndarray, rows: np.ndarray, numbers: np.ndarray, *, greedy: bool
+    ) -> tuple[np.ndarray, bool]:
         """A token for each row of `scores` ([R, vocab_size] float32, overwritten where a row is drawn): [R] int64, -1
-        where the row has NaN or plus infinity or no finite score.
+        where the row has NaN or plus infinity or no finite score; and whether there is no such row.
 
         rows: [R] int64, each row's place in the columns. numbers: [R] int64, tokens generated so far: with the seed
         they decide the draw. greedy: all rows have temperature 0.
         """
         tokens = np.empty(len(scores), np.int64)
-        self._kernels.choose(scores, rows, numbers, tokens, greedy)
-        return tokens
+        sound = self._kernels.choose(scores, rows, numbers, tokens, greedy)
+        return tokens, sound
 
     def rank(
         self, logits: np.ndarray, tokens: np.ndarray, num_top: int

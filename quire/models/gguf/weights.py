@@ -60,7 +60,10 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
     dtype = _PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
         return torch.from_numpy(rows).view(dtype).view(entry.shape)
-    weight = _integer_weight(rows, entry.type)
+    try:
+        weight = _integer_weight(rows, entry.type)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"tensor {entry.name!r}: {error.message}") from None
     return weight if len(entry.shape) == 2 else weight.dequantize()[0]
 
 
@@ -74,7 +77,7 @@ def _halves_apart(rows: Bytes, num_heads: int, name: str) -> Bytes:
 
 
 def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
-    """rows: [n, bytes of a row], whole blocks."""
+    """rows: [n, bytes of a row], whole blocks. Raises ModelLoadError for scales that are not finite."""
     stored = FORMATS[block.name]
     num_rows, row_bytes = rows.shape
     num_columns = row_bytes // block.num_bytes * block.values

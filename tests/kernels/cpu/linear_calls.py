@@ -8,7 +8,16 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu._native import Activation, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
 
-ISAS = _native.available_isas()
+
+def _emulated() -> list[str]:
+    """Kernels for instructions that this machine may lack, where the build has them and the rest runs here."""
+    try:
+        return [_native.resolve_isa("amx_emulated")]
+    except ValueError:
+        return []
+
+
+ISAS = [*_native.available_isas(), *_emulated()]
 KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded")
 _TYPES = {
     "f32": WeightType.F32,

@@ -212,3 +212,16 @@ def test_integer_kernels_agree_between_instruction_sets(isa: str) -> None:
     matrix = random_matrix("i8_rounded", 333, 50)
     x = torch.randn(9, 333, generator=torch.Generator().manual_seed(2))
     assert torch.equal(run_linear(matrix, x, isa=isa), run_linear(matrix, x, isa=ISAS[0]))
+
+
+@pytest.mark.skipif("amx_emulated" not in ISAS, reason="the build lacks the emulated tiles, or the machine VNNI")
+@pytest.mark.parametrize("group_size", [64, 96, 100, 128, None])
+def test_tiles_give_the_bits_of_the_vector_instructions(group_size: int | None) -> None:
+    """AMX: groups that fill tiles, that leave rests, and that are one; blocks of 16 and 32 rows, full and not."""
+    for in_features, offsets in ((64, False), (555, True), (1100, False)):
+        matrix = random_matrix("i8_rounded", in_features, 75, group_size=group_size, offsets=offsets, bias=True)
+        x = torch.randn(70, in_features, generator=torch.Generator().manual_seed(4))
+        for rows in (8, 16, 17, 33, 70):
+            tiles = run_linear(matrix, x[:rows], isa="amx_emulated", threads=2, activation=Activation.GELU)
+            vectors = run_linear(matrix, x[:rows], isa="avx512_vnni", activation=Activation.GELU)
+            assert torch.equal(tiles, vectors)

@@ -43,7 +43,8 @@ class Rows:
         index = np.arange(len(self.seed)) if index is None else np.array(index, np.int64)
         scores = logits[index]
         greedy = bool((self.temperature[index] == 0).all())
-        tokens = self.kernels(isa, threads).choose(scores, index, self.numbers[index], greedy=greedy)
+        tokens, sound = self.kernels(isa, threads).choose(scores, index, self.numbers[index], greedy=greedy)
+        assert sound == (tokens >= 0).all()
         return tokens, scores
 
 
@@ -250,10 +251,10 @@ def test_a_row_that_threads_share_has_the_same_bits(isa: str) -> None:
 def test_no_rows_strided_rows_and_wrong_shapes(isa: str) -> None:
     kernels = Rows(4, temperature=0).kernels(isa, 2)
     none = np.empty(0, np.int64)
-    assert kernels.choose(np.empty((0, 50), np.float32), none, none, greedy=True).shape == (0,)
+    assert kernels.choose(np.empty((0, 50), np.float32), none, none, greedy=True)[0].shape == (0,)
     wide = normal(4, 64)
     index = np.arange(4)
-    assert kernels.choose(wide[:, :50], index, index, greedy=True).tolist() == wide[:, :50].argmax(axis=1).tolist()
+    assert kernels.choose(wide[:, :50], index, index, greedy=True)[0].tolist() == wide[:, :50].argmax(axis=1).tolist()
     for scores, rows in ((wide[:, ::2], index), (wide, index + 1), (wide, index[:3]), (np.empty((4, 0), "f"), index)):
         with pytest.raises(ValueError):
             kernels.choose(scores, rows, rows, greedy=True)

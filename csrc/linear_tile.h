@@ -1,0 +1,25 @@
+// One tile's work: packed rows of activations times one panel of weights.
+#pragma once
+
+#include "linear_activations.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+struct Tile {
+  const std::byte* panel;
+  const std::byte* x;         // as linear_activations.h packs it
+  const float* x_sums;        // [group][pitch], where there are offsets
+  const float* scales;        // of this panel: [group][32]
+  const float* offsets;       // or null
+  const int32_t* column_sums;
+  const PackedWeight* weight;
+  float* out;                 // [rows][32]
+  const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
+  int64_t prefetch_step;
+};
+
+using TileKernel = void (*)(const Tile&);
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
