@@ -60,8 +60,8 @@ def test_a_kernel_that_computes_something_else_is_seen(tiny_machine: Machine, mo
     (case,) = [case for case in KERNELS["linear"](TINY) if (case.shape, case.rows) == ("o", 8)]
     right = linear.packed
 
-    def wrong(matrix: linear.Matrix, values: torch.Tensor, name: str) -> linear.PackedMatrix:
-        return right(matrix, values.roll(1, 0), name)
+    def wrong(matrix: linear.Matrix, values: torch.Tensor, name: str, arena: linear.Arena) -> linear.PackedMatrix:
+        return right(matrix, values.roll(1, 0), name, arena)
 
     monkeypatch.setattr(linear, "packed", wrong)
     prepared = subject_of("linear", tiny_machine).prepare(case)
@@ -78,9 +78,9 @@ def test_weights_are_kept_for_the_next_rows_of_a_matrix(tiny_machine: Machine) -
     packed = []
     original = linear.packed
 
-    def counting(matrix: linear.Matrix, values: torch.Tensor, name: str) -> linear.PackedMatrix:
+    def counting(matrix: linear.Matrix, values: torch.Tensor, name: str, arena: linear.Arena) -> linear.PackedMatrix:
         packed.append(name)
-        return original(matrix, values, name)
+        return original(matrix, values, name, arena)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "packed", counting)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.kernels.cpu.memory import HUGE_PAGE, allocate
+from quire.kernels.cpu.memory import ALIGNMENT, HUGE_PAGE, Arena, allocate
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -41,3 +41,27 @@ def test_large_memory_is_private_and_asks_for_huge_pages() -> None:
     ]
     assert found[0] == "rw-p"
     assert "hg" in found[1]
+
+
+def test_tensors_of_an_arena_lie_side_by_side() -> None:
+    arena = Arena(1 << 16)
+    first, second, third = (arena.allocate(size) for size in (100, 64, 1))
+    assert [each.data_ptr() - first.data_ptr() for each in (second, third)] == [128, 192]
+    first.fill_(1)
+    second.fill_(2)
+    assert not third.any()
+    assert (first.sum(), second.sum()) == (100, 128)
+
+
+def test_a_full_mapping_is_followed_by_another() -> None:
+    arena = Arena(1 << 16)
+    kept = [arena.allocate(30000).fill_(i) for i in range(5)]
+    assert [int(each.max()) for each in kept] == [int(each.min()) for each in kept] == [0, 1, 2, 3, 4]
+    assert all(each.data_ptr() % ALIGNMENT == 0 for each in kept)
+
+
+def test_what_is_larger_than_a_mapping_gets_its_own() -> None:
+    arena = Arena(1 << 16)
+    small, large, next_small = arena.allocate(64), arena.allocate(1 << 17), arena.allocate(64)
+    assert large.shape == (1 << 17,)
+    assert next_small.data_ptr() - small.data_ptr() == 64
