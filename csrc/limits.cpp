@@ -12,6 +12,7 @@ constexpr int kChains = 24;
 #else
 constexpr int kChains = 12;
 #endif
+constexpr int64_t kReadAhead = 4096;
 constexpr int kTurns = 1024;  // of one unit: some 10 microseconds
 
 // From here on the compiler takes `value` for changed, so that it neither moves nor merges what is made of it.
@@ -34,7 +35,12 @@ void read(const ReadLimitArgs& args, Team& team) {
     const std::byte* data = args.data + piece * kReadPiece;
     for (int64_t at = 0; at < kReadPiece; at += kSums * sizeof(vu)) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kSums; ++i) sums[i] += load_as<vu>(data + at + i * static_cast<int>(sizeof(vu)));
+      for (int i = 0; i < kSums; ++i) {
+        const std::byte* place = data + at + i * static_cast<int>(sizeof(vu));
+        // Across the pages' borders, where the hardware's own stops. Some per cent.
+        __builtin_prefetch(place + kReadAhead, 0, 2);
+        sums[i] += load_as<vu>(place);
+      }
     }
   }
   vu total = {};

@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("quire.cli.serve", "serve a model over HTTP, compatible with OpenAI's API"),
     "run": ("quire.cli.run", "complete one prompt, streamed to the terminal"),
     "chat": ("quire.cli.chat", "a conversation in the terminal"),
-    "bench": ("quire.cli.bench", "measure: latency, throughput, or any OpenAI-compatible server"),
+    "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server, the CPU kernels"),
     "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, bounds on speed"),
 }
 

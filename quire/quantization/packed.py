@@ -10,6 +10,7 @@ import torch
 
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.logging import get_logger
@@ -86,6 +87,7 @@ class PackedLinear:
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
+        self._arena = Arena()
 
     def create(self, shape: LinearShape) -> PackedParameters:
         return PackedParameters(shape)
@@ -161,7 +163,11 @@ class PackedLinear:
         if parameters.matrix is None:
             shape = parameters.shape
             parameters.matrix = PackedMatrix(
-                FLOAT_TYPES[self._format.dtype], shape.in_features, shape.out_features, gated=shape.gated
+                FLOAT_TYPES[self._format.dtype],
+                shape.in_features,
+                shape.out_features,
+                gated=shape.gated,
+                memory=self._arena.allocate,
             )
         return parameters.matrix
 
@@ -189,6 +195,7 @@ class PackedLinear:
             gated=shape.gated,
             integer_activations=self._format.rounded_activations,
             with_offsets=first.offsets is not None,
+            memory=self._arena.allocate,
         )
         row = 0
         for part in parts:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from rich.console import Console
 from rich.table import Table
 
-from quire.bench.kernels.results import GIGA, Limits, Result, overall_limits
+from quire.bench.kernels.results import GIGA, Result, overall_limits
 from quire.bench.kernels.targets import Verdict
 
 COLUMNS = (
@@ -32,7 +33,7 @@ MICROSECONDS = 1e6
 def print_run(console: Console, results: Sequence[Result], found: Sequence[Verdict], title: str) -> None:
     """All tables of a run with at least one result."""
     print_results(console, results, title)
-    print_limits(console, overall_limits(results))
+    print_limits(console, results)
     if found:
         print_verdicts(console, found)
 
@@ -72,13 +73,20 @@ def _cells(result: Result) -> list[str]:
     ]
 
 
-def print_limits(console: Console, limits: Limits) -> None:
-    table = Table(title="limits of this machine in this run (medians)", title_justify="left", show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_row("streaming read", f"{limits.read / GIGA:,.1f} GB/s")
-    table.add_row("fp32 multiply and add", f"{limits.float_peak / GIGA:,.1f} GFLOP/s")
-    table.add_row("int8 dot products", f"{limits.integer_peak / GIGA:,.1f} GOP/s")
+def print_limits(console: Console, results: Sequence[Result]) -> None:
+    """Over all cases: limits that are far apart say that the machine had other work to do."""
+    table = Table(title="limits of this machine in this run", title_justify="left")
+    table.add_column("")
+    for name in ("median", "lowest", "highest"):
+        table.add_column(name, justify="right")
+    overall, every = overall_limits(results), [result.limits for result in results]
+    for text, unit, of in (
+        ("streaming read", "GB/s", attrgetter("read")),
+        ("fp32 multiply and add", "GFLOP/s", attrgetter("float_peak")),
+        ("int8 dot products", "GOP/s", attrgetter("integer_peak")),
+    ):
+        values = (of(overall), min(map(of, every)), max(map(of, every)))
+        table.add_row(text, *(f"{value / GIGA:,.1f} {unit}" for value in values))
     console.print(table)
 
 

@@ -7,6 +7,8 @@ no second copy of a weight is ever held. Rows of several checkpoint tensors (q, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.kernels.cpu import _native
@@ -23,7 +25,7 @@ class PackedMatrix:
     `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
     is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
     8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets:
-    weight = scale * value + offset.
+    weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's many matrices.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class PackedMatrix:
         gated: bool = False,
         integer_activations: bool = False,
         with_offsets: bool = False,
+        memory: Callable[[int], torch.Tensor] = allocate,
     ) -> None:
         if in_features < 1 or out_features < 1:
             raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
@@ -47,6 +50,7 @@ class PackedMatrix:
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group of {group_size} inputs is not possible")
         self.type = type
+        self._memory = memory
         self.in_features = in_features
         self.out_features = out_features
         self.group_size = min(group_size or in_features, in_features)
@@ -54,12 +58,12 @@ class PackedMatrix:
         self.integer_activations = integer_activations
         panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
         self.padded_columns = panels * _PANEL
-        self.data = _zeros(panels * panel_bytes, torch.uint8)
+        self.data = self._zeros(panels * panel_bytes, torch.uint8)
         count = panels * self.num_groups * _PANEL
-        self.scales = _zeros(count, torch.float32) if self.is_integer else None
-        self.offsets = _zeros(count, torch.float32) if with_offsets else None
+        self.scales = self._zeros(count, torch.float32) if self.is_integer else None
+        self.offsets = self._zeros(count, torch.float32) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
-        self.column_sums = _zeros(count, torch.int32) if sums else None
+        self.column_sums = self._zeros(count, torch.int32) if sums else None
         self.column_order: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
 
@@ -119,7 +123,7 @@ class PackedMatrix:
         if bias.ndim != 1 or first_row < 0 or first_row + len(bias) > self.out_features:
             raise ValueError(f"a bias {list(bias.shape)} does not fit rows {first_row} to {self.out_features}")
         if self.bias is None:
-            self.bias = _zeros(self.padded_columns, torch.float32)
+            self.bias = self._zeros(self.padded_columns, torch.float32)
         self.bias[self._columns(first_row, len(bias))] = bias.to(torch.float32)
 
     def set_column_order(self, order: torch.Tensor) -> None:
@@ -152,6 +156,10 @@ class PackedMatrix:
             *(0 if tensor is None else tensor.data_ptr() for tensor in tensors or (None,)),
         )
 
+    def _zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor [count] that starts at a cache line."""
+        return self._memory(count * dtype.itemsize).view(dtype)
+
     def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:
         if rows.ndim != 2 or rows.shape[1] != self.in_features:
             raise ValueError(f"rows {list(rows.shape)} do not fit a matrix with {self.in_features} inputs")
@@ -166,11 +174,6 @@ class PackedMatrix:
         half, width = self.out_features // 2, _PANEL // 2
         side, inside = rows // half, rows % half
         return inside // width * _PANEL + side * width + inside % width
-
-
-def _zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A zeroed tensor [count] that starts at a page."""
-    return allocate(count * dtype.itemsize).view(dtype)
 
 
 def _with_contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from quire.bench.kernels.subjects.machine import (
     relative_error,
 )
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.memory import allocate
+from quire.kernels.cpu.memory import Arena, allocate
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Recorder
 
@@ -106,9 +106,10 @@ class LinearSubject:
         return self._weights
 
     def _pack(self, weights: Weights, name: str, work: Work) -> list[PackedMatrix]:
-        copies = [packed(weights.matrix, weights.values, name)]
+        arena = Arena()  # as a model's matrices lie
+        copies = [packed(weights.matrix, weights.values, name, arena)]
         for _ in range(self._machine.num_copies(work.bytes) - 1):
-            copies.append(_copy_of(copies[0], weights.matrix, name))
+            copies.append(_copy_of(copies[0], weights.matrix, name, arena))
         return copies
 
     def _twin(self, weights: Weights, name: str, x: torch.Tensor) -> Runner:
@@ -174,9 +175,9 @@ class _Calls:
         return run
 
 
-def packed(matrix: Matrix, values: torch.Tensor, name: str) -> PackedMatrix:
+def packed(matrix: Matrix, values: torch.Tensor, name: str, arena: Arena) -> PackedMatrix:
     """A matrix of `values` times STEP, stored as LINEAR_TYPES[name]."""
-    result = _empty(matrix, name)
+    result = _empty(matrix, name, arena)
     kind = LINEAR_TYPES[name]
     if not kind.group:
         for start in range(0, matrix.out_features, DISTINCT_ROWS):
@@ -191,11 +192,11 @@ def packed(matrix: Matrix, values: torch.Tensor, name: str) -> PackedMatrix:
     return result
 
 
-def _empty(matrix: Matrix, name: str) -> PackedMatrix:
+def _empty(matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
     kind: LinearType = LINEAR_TYPES[name]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"memory": arena.allocate}
     if kind.group:
-        options = {
+        options |= {
             "group_size": INT4_GROUP if kind.bits == 4 else None,
             "integer_activations": kind.integer_activations,
             "with_offsets": kind.offsets,
@@ -203,8 +204,8 @@ def _empty(matrix: Matrix, name: str) -> PackedMatrix:
     return PackedMatrix(WEIGHT_TYPES[name], matrix.in_features, matrix.out_features, gated=matrix.gated, **options)
 
 
-def _copy_of(packed: PackedMatrix, matrix: Matrix, name: str) -> PackedMatrix:
-    copy = _empty(matrix, name)
+def _copy_of(packed: PackedMatrix, matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
+    copy = _empty(matrix, name, arena)
     for part in ("data", "scales", "offsets", "column_sums"):
         source = getattr(packed, part)
         if source is not None:
