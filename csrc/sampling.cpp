@@ -59,7 +59,8 @@ QUIRE_INLINE void scan_tile(const float* tile, int32_t number, int64_t left, Sca
   vf most[2] = {broadcast(-kInfinity), broadcast(-kInfinity)};
   vi nan = scan.nan;
   for (int64_t v = 0; v < kTileVectors; v += 2) {
-    vf first = tile_vector<kWhole>(tile, v, left, -kInfinity), second = tile_vector<kWhole>(tile, v + 1, left, -kInfinity);
+    vf first = tile_vector<kWhole>(tile, v, left, -kInfinity);
+    vf second = tile_vector<kWhole>(tile, v + 1, left, -kInfinity);
     nan |= (first != first) | (second != second);
     most[0] = max(most[0], first);
     most[1] = max(most[1], second);
@@ -99,7 +100,7 @@ QUIRE_INLINE Best better(const Best& first, const Best& second) {  // first: of 
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 
-// What is known of a row's tiles beside its weights: sums [tiles], and the largest weight of each lane [tiles * kLanes].
+// What is known of a row's tiles beside its weights: sums [tiles], and the largest of each lane [tiles * kLanes].
 struct Tiles {
   float* sums;
   float* most;
@@ -354,7 +355,8 @@ int64_t draw_row(const ChooseArgs& args, int64_t i, Tiles tiles, const Workspace
   float lowest = 0;
   if (filters.any(size)) {
     if (filters.ranked(size))
-      lowest = lowest_ranked(weights, size, add_up(tiles.sums, num_tiles), filters, tiles.most, num_tiles * kLanes, work);
+      lowest = lowest_ranked(weights, size, add_up(tiles.sums, num_tiles), filters, tiles.most, num_tiles * kLanes,
+                             work);
     if (filters.min_p > lowest) lowest = filters.min_p;
     sum_kept(weights, size, lowest, tiles.sums);
   }
@@ -448,7 +450,7 @@ void choose(const ChooseArgs& args, Team& team) {
   for (int64_t i = team.take(); i < args.count; i = team.take()) choose_row(args, i, slot, work);
 }
 
-// -- log-probabilities --------------------------------------------------------------------------------------------------
+// -- log-probabilities ------------------------------------------------------------------------------------------------
 
 // The largest values met so far, largest first, the earlier ones first among equals.
 struct Ranking {

@@ -133,7 +133,8 @@ void bind_sampling(nb::module_& module) {
             self.num_rows = static_cast<int64_t>(size);
             self.columns = {temperature.data(), top_k.data(), top_p.data(), min_p.data(), seed.data()};
           },
-          "temperature"_a.noconvert(), "top_k"_a.noconvert(), "top_p"_a.noconvert(), "min_p"_a.noconvert(), "seed"_a.noconvert())
+          "temperature"_a.noconvert(), "top_k"_a.noconvert(), "top_p"_a.noconvert(), "min_p"_a.noconvert(),
+          "seed"_a.noconvert())
       .def(
           "choose",
           [](VocabularyKernels& self, Matrix<float> scores, Column<const int64_t> rows,
@@ -161,7 +162,8 @@ void bind_sampling(nb::module_& module) {
             require_rows(logits);
             const std::size_t count = logits.shape(0), width = top_tokens.shape(1);
             require(tokens.shape(0) == count && logprobs.shape(0) == count && ranks.shape(0) == count &&
-                        top_tokens.shape(0) == count && top_logprobs.shape(0) == count && top_logprobs.shape(1) == width,
+                        top_tokens.shape(0) == count && top_logprobs.shape(0) == count &&
+                        top_logprobs.shape(1) == width,
                     "one token and result for each row of logits");
             require(width <= logits.shape(1) && width <= static_cast<std::size_t>(kMostRanked), "too many best tokens");
             require_below(tokens.data(), static_cast<int64_t>(count), static_cast<int64_t>(logits.shape(1)),
@@ -171,7 +173,8 @@ void bind_sampling(nb::module_& module) {
                                static_cast<int64_t>(top_tokens.shape(1)), logprobs.data(), ranks.data(),
                                top_tokens.data(), top_logprobs.data()});
           },
-          "logits"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_tokens"_a.noconvert(), "top_logprobs"_a.noconvert())
+          "logits"_a.noconvert(), "tokens"_a.noconvert(), "logprobs"_a.noconvert(), "ranks"_a.noconvert(),
+          "top_tokens"_a.noconvert(), "top_logprobs"_a.noconvert())
       .def(
           "lowest_kept",
           [](VocabularyKernels& self, Column<const float> weights, double total, int64_t top_k, double top_p,

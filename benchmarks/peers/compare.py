@@ -309,6 +309,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that engines are closed
     model = arguments.models / arguments.model
     if not model.exists():
         script = str(HERE / "make_models.py")

@@ -4,7 +4,7 @@
 
 What is there already is left alone: delete `DIR/<peer>` to install again. `compare.py` calls this by itself.
 Needs the network (or a package index that pip knows), for llama.cpp also cmake and a C++ compiler.
-Disk: vllm 3.4 GB, openvino 2 GB, llama.cpp 1.3 GB, transformers 1 GB.
+Disk: vllm 3.4 GB, openvino 1.6 GB, llama.cpp 1.3 GB, transformers 1.2 GB.
 """
 
 from __future__ import annotations

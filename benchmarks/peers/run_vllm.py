@@ -35,8 +35,7 @@ def prepare_environment(threads: int) -> None:
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
-def load(model: str, threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:
-    prepare_environment(threads)
+def load(model: str, _threads: int, options: dict[str, Any]) -> tuple[Prepare, str]:
     from vllm import LLM, SamplingParams, version
 
     llm = LLM(model, **{**DEFAULTS, **options})
@@ -53,4 +52,5 @@ def load(model: str, threads: int, options: dict[str, Any]) -> tuple[Prepare, st
 
 
 if __name__ == "__main__":
+    prepare_environment(int(sys.argv[sys.argv.index("--threads") + 1]))
     serve(load)

@@ -18,13 +18,16 @@ SUPPORTED = (
     "dynamic 8-bit activations per token)"
 )
 WEIGHT_ONLY = {4: "int4", 8: "int8"}
+ROUNDED = {4: "w4a8", 8: "w8a8"}
+BITS = {method: bits for names in (WEIGHT_ONLY, ROUNDED) for bits, method in names.items()}
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
     """How the linear layers' weights are quantised.
 
-    method: "int8" or "int4" (weights alone), or "w8a8" (8-bit weights; activations rounded to 8 bits token by token).
+    method: "int8" or "int4" (weights alone), "w8a8" or "w4a8" (activations are rounded to 8 bits token by token too, and
+    integers are multiplied).
     group_size: input features that share a scale, None: all those of an output row.
     checkpoint_format: "gptq" (zero points stored less one), "gptq_v2", "awq", "pack-quantized" or "int-quantized" when
     the checkpoint holds integers, None when it holds floating point that is to be quantised while it is loaded.
@@ -41,7 +44,11 @@ class QuantizationConfig:
     @property
     def bits(self) -> int:
         """Of a weight."""
-        return 4 if self.method == "int4" else 8
+        return BITS[self.method]
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.method in ROUNDED.values()
 
 
 def read_quantization(fields: Fields) -> QuantizationConfig | None:

@@ -12,7 +12,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.config.quantization import QuantizationConfig
+from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError, nearest_name
 from quire.utils.sizes import parse_bytes
@@ -25,7 +25,7 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in."""
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
-QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None}
+QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {
     "gptq": ("gptq",),
@@ -91,12 +91,14 @@ def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
 
 def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:
     """What the option asks for and what the checkpoint brings, as one. A checkpoint's own quantisation may be named,
-    by its method or by the way it is stored, not changed."""
+    by its method or by the way it is stored; all that may be changed of it is that activations are rounded too."""
     asked, stored = options.quantization, model.quantization
     if asked is None:
         return stored
     _choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
+        if asked == ROUNDED[stored.bits] and backend == "native":
+            return replace(stored, method=asked)
         if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
             raise ConfigError(
                 f"quantization={asked!r} is not what the checkpoint brings: "

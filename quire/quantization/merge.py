@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from quire.errors import ModelLoadError
 from quire.quantization.integer_weight import IntegerWeight
 
 
-def merge_rows(parts: Sequence[IntegerWeight]) -> list[IntegerWeight]:
+def merge_rows(parts: Sequence[IntegerWeight]) -> list[IntegerWeight] | None:
     """The same weights with the same number of bits, group size and presence of offsets (a checkpoint may keep the
-    projections of one layer in different formats). Raises ModelLoadError when they order their columns differently."""
+    projections of one layer in different formats). None when they order their columns differently (act-order)."""
     bits = max(part.bits for part in parts)
     group_size = math.gcd(*(part.group_size for part in parts))
     has_offsets = any(part.offsets is not None for part in parts)
@@ -24,7 +23,7 @@ def merge_rows(parts: Sequence[IntegerWeight]) -> list[IntegerWeight]:
             part.column_order is not None and first is not None and torch.equal(part.column_order, first)
         )
         if not same:
-            raise ModelLoadError("the matrices of one layer order their input features differently (act-order)")
+            return None
     return [_converted(part, bits, group_size, has_offsets) for part in parts]
 
 

@@ -13,10 +13,13 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
+from quire.logging import get_logger
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.quantization.interface import LinearShape
 from quire.quantization.merge import merge_rows
 from quire.quantization.quantize import quantize_rows
+
+logger = get_logger(__name__)
 
 ACTIVATIONS = {
     None: _native.Activation.NONE,
@@ -40,13 +43,13 @@ INTEGER_TYPES = {8: _native.WeightType.I8, 4: _native.WeightType.I4}
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
-    input features (None: one group a row). rounded_activations: the bits of weights whose activations are rounded to
-    8 bits as well, which then multiply as integers. A checkpoint's own integers are kept whatever `bits` is."""
+    input features (None: one group a row). rounded_activations: of integer weights, activations are rounded to 8
+    bits, row by row, and multiply as integers. A checkpoint's own integers are kept whatever `bits` is."""
 
     dtype: str
     bits: int = 0
     group_size: int | None = None
-    rounded_activations: tuple[int, ...] = (4,)
+    rounded_activations: bool = False
 
 
 def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
@@ -59,12 +62,12 @@ def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, Wei
     plain = WeightFormat(config.dtype)
     if quantization is None:
         return plain, plain, plain
-    rounded = (8, 4) if quantization.method == "w8a8" else (4,)
+    rounded = quantization.rounds_activations
     if quantization.checkpoint_format is not None:
         stored = WeightFormat(config.dtype, rounded_activations=rounded)
         return stored, stored, plain
     linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded)
-    vocabulary = WeightFormat(config.dtype, 8, None, () if quantization.method == "int8" else (8,))
+    vocabulary = WeightFormat(config.dtype, 8, None, rounded)
     return linear, vocabulary, plain
 
 
@@ -171,6 +174,17 @@ class PackedLinear:
     def _pack_integers(self, parameters: PackedParameters) -> None:
         shape = parameters.shape
         parts = merge_rows([parameters.pending[row] for row in sorted(parameters.pending)])
+        if parts is None:
+            logger.warning(
+                "a matrix of %d x %d is kept as floating point: its parts order their input features differently",
+                shape.out_features,
+                shape.in_features,
+            )
+            matrix = self._float_matrix(parameters)
+            for row, part in parameters.pending.items():
+                matrix.load_dense(part.dequantize(), row)
+            parameters.pending.clear()
+            return
         parameters.pending.clear()
         first = parts[0]
         matrix = PackedMatrix(
@@ -179,7 +193,7 @@ class PackedLinear:
             shape.out_features,
             group_size=first.group_size,
             gated=shape.gated,
-            integer_activations=first.bits in self._format.rounded_activations,
+            integer_activations=self._format.rounded_activations,
             with_offsets=first.offsets is not None,
             memory=self._arena.allocate,
         )

@@ -29,7 +29,7 @@ CONFIG = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "torch_dtype": "bfloat16",
+    "torch_dtype": "float32",
 }
 PARAMETERS = 2 * 1000 * 64 + 64 + 4 * (64 * 64 + 2 * 64 * 16 + 64 * 64 + 3 * 64 * 128 + 2 * 64)
 READ_PER_STEP = PARAMETERS - 1000 * 64
@@ -96,8 +96,9 @@ def test_cache_options_are_obeyed(
 
 
 def test_a_gpu_brings_its_memory_share_and_the_checkpoints_dtype(
-    model: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = write(tmp_path, {"torch_dtype": "bfloat16"})
     found = plan_json(capsys, model, "--gpu", "L4")
     assert found["dtype"] == "bfloat16"
     assert found["memory_bytes"] == 24 * 10**9

@@ -30,7 +30,7 @@ GREEDY = SequenceSampling(SamplingParams(temperature=0), 0, [], [])
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = save(randomize(FAMILIES["llama"]()), tmp_path_factory.mktemp("llama"))
-    return resolve(EngineOptions(model=str(path), num_threads=1, max_num_seqs=4))
+    return resolve(EngineOptions(model=str(path), num_threads=1, max_num_seqs=4, attention_backend="torch"))
 
 
 def with_depth(config: EngineConfig, queue_depth: int, num_threads: int = 1) -> EngineConfig:

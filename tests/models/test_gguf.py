@@ -184,7 +184,8 @@ def test_greedy_tokens_are_those_of_the_dequantised_directory(name: str, tmp_pat
 
 def generate(model: Path, **options: object) -> list[tuple[list[int], float]]:
     """Tokens, and their summed log-probability: equal only for weights that are equal bit by bit."""
-    with LLM(str(model), num_blocks_override=64, num_threads=1, skip_tokenizer_init=True, **options) as llm:
+    options = {"num_threads": 1, "skip_tokenizer_init": True, "attention_backend": "torch", **options}
+    with LLM(str(model), num_blocks_override=64, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob) for output in outputs]
 

@@ -149,9 +149,12 @@ def test_norms_of_no_rows_and_of_damaged_rows(isa: str) -> None:
 
 
 def pack_floats(table: torch.Tensor) -> torch.Tensor:
-    """[rows, width] -> [panels, width, 32]."""
+    """[rows, width] -> [panels, width, 32]; bfloat16: columns c and c + 16 side by side."""
     padded = torch.nn.functional.pad(table, (0, 0, 0, -len(table) % PANEL))
-    return padded.view(-1, PANEL, table.shape[1]).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, table.shape[1]).transpose(1, 2)
+    if table.dtype == torch.bfloat16:
+        panels = panels.reshape(*panels.shape[:2], 2, PANEL // 2).transpose(2, 3)
+    return panels.contiguous()
 
 
 def pack_integers(values: torch.Tensor, group: int, bits: int) -> torch.Tensor:

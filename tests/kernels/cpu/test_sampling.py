@@ -138,6 +138,14 @@ def test_the_same_tokens_are_kept(isa: str, kind: str) -> None:
 
 
 @each_isa
+def test_a_share_that_is_reached_exactly_needs_no_more(isa: str) -> None:
+    weights = np.array([0.25, 1.0, 0.5, 0.125, 0.125], np.float32)
+    kernels = Rows(1).kernels(isa, 1)
+    for top_k, top_p, lowest in ((0, 0.5, 1.0), (0, 0.75, 0.5), (0, 0.875, 0.25), (3, 4 / 7, 1.0), (0, 0.75001, 0.25)):
+        assert kernels.lowest_kept(weights, 2.0, top_k, top_p, 0.0) == lowest
+
+
+@each_isa
 def test_more_weights_than_a_thread_can_list(isa: str) -> None:
     weights = 1 - np.random.default_rng(4).random(300_001).astype(np.float32) / 2
     weights[0] = 1
