@@ -1,6 +1,6 @@
 """What quantised weights cost in quality: the perplexity of held-out text, beside that of float32.
 
-    python benchmarks/perplexity.py [--quantization int8,int4,w8a8] [--simulate] [--tokens 1024] [--json FILE]
+    python benchmarks/perplexity.py [--quantization int8,int4,w8a8,w4a8] [--simulate] [--tokens 1024] [--json FILE]
 
 The text is what the bundled model never saw: the files of the standard library that training/corpus.py holds out, the
 first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure. With
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens read of each file")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
-    usual = "int8,int4:32,int4:64,int4:128" if arguments.simulate else "int8,int4,w8a8"
+    usual = "int8,int4:32,int4:64,int4:128" if arguments.simulate else "int8,w8a8,int4,w4a8"
     with LLM(arguments.model, dtype="float32", enable_prefix_caching=False) as llm:
         prompts = held_out_prompts(llm, arguments.tokens)
         print(f"{len(prompts)} files, {sum(len(prompt) - 1 for prompt in prompts)} tokens")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.cli.devices import Device
 from quire.cli.parameters import Checkpoint, ParameterCount, count_parameters, read_checkpoint
 from quire.config.engine import EngineConfig
-from quire.config.model import DTYPE_BYTES
+from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.groups import rules_for
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
@@ -79,10 +79,10 @@ def make_plan(config: EngineConfig, total_memory: int, device: Device | None, le
     InsufficientMemoryError when weights and activations leave no room for a block.
     """
     parameters = count_parameters(config.model)
-    weight_bytes = parameters.total * config.model.dtype_bytes
+    weight_bytes = stored_weight_bytes(config.model, parameters)
     if weight_bytes >= total_memory:
         raise InsufficientMemoryError(
-            f"the weights alone take {format_bytes(weight_bytes)} as {config.model.dtype}, and there are "
+            f"the weights alone take {format_bytes(weight_bytes)} as {weight_format(config.model)}, and there are "
             f"{format_bytes(total_memory)} of memory"
         )
     activation_bytes = estimate_activations(config)
@@ -114,6 +114,25 @@ def make_plan(config: EngineConfig, total_memory: int, device: Device | None, le
     return replace(plan, lengths=tuple(_concurrency(plan, num_tokens, device) for num_tokens in lengths))
 
 
+def weight_format(model: ModelConfig) -> str:
+    """How most weights are stored: the quantisation, or the dtype."""
+    return model.dtype if model.quantization is None else model.quantization.method
+
+
+def stored_weight_bytes(model: ModelConfig, parameters: ParameterCount) -> int:
+    """Bytes of all weights as the native CPU kernels store them: quantised linear layers with a float32 scale for each
+    group of inputs (and an offset, with 4 bits); the vocabulary's matrices in 8 bits when weights are quantised while
+    loading, else in the model's dtype. Norms and biases are counted like the layers they belong to."""
+    quantization = model.quantization
+    if quantization is None:
+        return parameters.total * model.dtype_bytes
+    table = model.vocab_size * model.hidden_size
+    tables = table if parameters.looked_up < table else 2 * table
+    table_bytes = model.dtype_bytes if quantization.checkpoint_format else 1
+    scale_bytes = (8 if quantization.bits == 4 else 4) / (quantization.group_size or model.hidden_size)
+    return int(tables * table_bytes + (parameters.total - tables) * (quantization.bits / 8 + scale_bytes))
+
+
 def estimate_activations(config: EngineConfig) -> int:
     """Bytes that one forward pass at the full token budget keeps at once: residual stream, normed input and output,
     the wider of attention and MLP, and the sampler's float32 logits. An estimate; the engine measures."""
@@ -143,7 +162,7 @@ def _concurrency(plan: MemoryPlan, num_tokens: int, device: Device | None) -> Co
 
 def _bound(plan: MemoryPlan, device: Device, batch_size: int, num_tokens: int) -> SpeedBound:
     """One decode step reads every weight once and every sequence's KV once, and multiplies each weight by each row."""
-    weights = plan.parameters.read_per_step * plan.config.model.dtype_bytes
+    weights = plan.weight_bytes * plan.parameters.read_per_step // plan.parameters.total
     step_bytes = weights + batch_size * _kv_bytes_read(plan.layout, num_tokens)
     by_bandwidth = step_bytes / device.bandwidth
     by_compute = 2 * plan.parameters.read_per_step * batch_size / device.peak

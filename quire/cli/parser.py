@@ -15,6 +15,9 @@ from quire.errors import UserError, nearest_name
 
 T = TypeVar("T")
 
+OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {"num_threads": ("--threads",)}
+"""Shorter names of some flags, by field."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, that raises UserError (with the nearest option suggested) and never exits."""
@@ -61,8 +64,9 @@ def add_struct_flags(
         shown = "" if default is None or default is msgspec.NODEFAULT else f" (default: {default})"
         text = (help_lines[field.name] + shown).replace("%", "%%")
         flag = "--" + field.name.replace("_", "-")
+        flags = (flag, *OTHER_FLAGS.get(field.name, ()))
         group.add_argument(
-            flag, dest=field.name, help=text, default=argparse.SUPPRESS, **_action(annotations[field.name])
+            *flags, dest=field.name, help=text, default=argparse.SUPPRESS, **_action(annotations[field.name])
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.cli.devices import DEVICES, GB, Device
 from quire.cli.engine_flags import add_engine_flags, engine_options
-from quire.cli.memory_plan import Concurrency, MemoryPlan, make_plan, pool_bytes
+from quire.cli.memory_plan import Concurrency, MemoryPlan, make_plan, pool_bytes, weight_format
 from quire.cli.parser import Parser
 from quire.config.engine import EngineConfig
 from quire.config.model import DTYPE_BYTES
@@ -125,7 +125,7 @@ def as_text(plan: MemoryPlan, target: Target) -> str:
     rows = [
         ("model", f"{model.name} ({model.architecture}, {model.num_layers} layers, {model.dtype})"),
         ("parameters", f"{plan.parameters.total:,}"),
-        ("weights", f"{format_bytes(plan.weight_bytes)} as {model.dtype} ({weights})"),
+        ("weights", f"{format_bytes(plan.weight_bytes)} as {weight_format(model)} ({weights})"),
     ]
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())

@@ -222,3 +222,16 @@ def test_the_table_of_devices_is_plausible() -> None:
         assert 10e9 < device.memory < 1e12
         assert 100e9 < device.bandwidth < 2e13
         assert 10 < device.peak / device.bandwidth < 1000, name
+
+
+@pytest.mark.parametrize(
+    ("method", "bytes_per_weight"), [("int8", 1 + 4 / 64), ("w8a8", 1 + 4 / 64), ("int4", 0.5 + 8 / 32), ("w4a8", 0.75)]
+)
+def test_quantised_weights_are_counted_as_they_are_stored(
+    model: str, method: str, bytes_per_weight: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan_json(capsys, model, "--memory", "64MiB", "--quantization", method)
+    tables = 2 * 1000 * 64
+    assert found["weight_bytes"] == int(tables + (PARAMETERS - tables) * bytes_per_weight)
+    assert main(["plan", model, "--memory", "64MiB", "--quantization", method]) == 0
+    assert f"as {method}" in capsys.readouterr().out

@@ -155,3 +155,88 @@ def test_nothing_is_written_back(model: str) -> None:
     options = EngineOptions(model=model, load_format="dummy")
     assert resolve(options) == resolve(options)
     assert options == EngineOptions(model=model, load_format="dummy")
+
+
+def change(model: str, **changes: Any) -> str:
+    path = Path(model) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return model
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+def test_native_kernels_compute_what_they_can(model: str) -> None:
+    assert resolved(model).device.attention_backend == "native"
+    assert resolved(model, attention_backend="torch").device.attention_backend == "torch"
+    odd = change(model, hidden_size=48)  # heads of 12
+    assert resolved(odd).device.attention_backend == "torch"
+    assert "heads of 12" in refused(odd, attention_backend="native").message
+
+
+def test_the_plain_path_computes_in_float32_unless_told_otherwise(model: str) -> None:
+    change(model, torch_dtype="bfloat16")
+    native, plain = resolved(model).model, resolved(model, attention_backend="torch").model
+    assert (native.dtype, native.kv_cache_dtype) == ("bfloat16", "bfloat16")
+    assert (plain.dtype, plain.kv_cache_dtype) == ("float32", "float32")
+    told = resolved(model, attention_backend="torch", dtype="bfloat16").model
+    assert (told.dtype, told.kv_cache_dtype) == ("bfloat16", "bfloat16")
+
+
+def test_an_installation_without_the_extension(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.config.resolve.has_native_kernels", lambda: False)
+    assert resolved(model).device.attention_backend == "torch"
+    assert "built without" in refused(model, attention_backend="native").message
+    error = refused(model, quantization="int8")
+    assert (error.param, "built without" in error.message) == ("quantization", True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache", "possible"),
+    [
+        ("native", "int8", True),
+        ("native", "float16", False),
+        ("torch", "float16", True),
+        ("torch", "int8", False),
+        ("auto", "int8", True),
+    ],
+)
+def test_cache_dtypes_of_the_back_ends(model: str, backend: str, cache: str, possible: bool) -> None:
+    options = {"attention_backend": backend, "kv_cache_dtype": cache}
+    if possible:
+        assert resolved(model, **options).model.kv_cache_dtype == cache
+    else:
+        assert refused(model, **options).param == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "group_size", "rounds"),
+    [("int8", 8, None, False), ("w8a8", 8, None, True), ("int4", 4, 32, False), ("w4a8", 4, 32, True)],
+)
+def test_quantising_while_loading(model: str, method: str, bits: int, group_size: int | None, rounds: bool) -> None:
+    quantization = resolved(model, quantization=method).model.quantization
+    assert quantization is not None
+    assert (quantization.bits, quantization.group_size, quantization.rounds_activations) == (bits, group_size, rounds)
+    assert quantization.checkpoint_format is None
+    assert resolved(model).model.quantization is None
+
+
+def test_a_quantised_checkpoint_may_be_named_and_its_activations_rounded(model: str) -> None:
+    change(model, quantization_config=GPTQ)
+    stored = resolved(model).model.quantization
+    assert stored is not None
+    assert (stored.method, stored.checkpoint_format) == ("int4", "gptq")
+    for name in ("int4", "gptq"):
+        assert resolved(model, quantization=name).model.quantization == stored
+    rounded = resolved(model, quantization="w4a8").model.quantization
+    assert rounded is not None
+    assert (rounded.method, rounded.checkpoint_format, rounded.group_size) == ("w4a8", "gptq", 32)
+    for name in ("int8", "w8a8", "awq"):
+        assert "int4 (gptq)" in refused(model, quantization=name).message
+    assert refused(model, quantization="w4a8", attention_backend="torch").param == "quantization"
+
+
+def test_a_kind_of_checkpoint_that_this_one_is_not(model: str) -> None:
+    error = refused(model, quantization="awq")
+    assert "this one is not quantised" in error.message
+    assert "w8a8" in error.message

@@ -1,0 +1,84 @@
+"""A recorded model: the same results however often, over however many rows and over whichever pool it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from quire.attention.native_backend import NativeAttention
+from quire.config.hf_config import load_model_config
+from quire.config.load import LoadConfig
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.models.loader import load_model
+from quire.models.native import SMALLEST_PROGRAM, NativeModel
+from quire.worker.input_batch import build_attention_batch
+from quire.worker.kv_tensors import allocate_pages
+from tests.models.conftest import SavedModel
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def model(saved_model: Callable[[str], SavedModel]) -> NativeModel:
+    directory = str(saved_model("llama-wide").directory)
+    config = load_model_config(directory, dtype="float32", max_model_len=None, revision=None, config_only=False)
+    loaded = load_model(config, LoadConfig("auto", 0), runtime=NativeRuntime("auto", 2))
+    assert isinstance(loaded, NativeModel)
+    return loaded
+
+
+def pool(model: NativeModel, num_blocks: int = 40) -> NativeAttention:
+    groups, layers_per_group = group_layers(model.kv_specs())
+    layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
+    return NativeAttention(layout, allocate_pages(layout), "float32", 4, 2)
+
+
+def forward(model: NativeModel, backend: NativeAttention, num_tokens: int, first_block: int = 1) -> torch.Tensor:
+    """Hidden states of one sequence of `num_tokens`, computed in one step."""
+    positions = np.arange(num_tokens)
+    blocks = np.arange(first_block, first_block - (-num_tokens // BLOCK_SIZE), dtype=np.int32)[None]
+    batch = build_attention_batch(
+        np.array([0, num_tokens]),
+        np.zeros(1, np.int64),
+        positions,
+        np.zeros(num_tokens, np.int64),
+        (blocks,),
+        BLOCK_SIZE,
+    )
+    token_ids = torch.from_numpy(positions * 7 % 97)
+    return model.forward(token_ids, batch.positions, backend.plan(batch)).clone()
+
+
+def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: NativeModel) -> None:
+    backend = pool(model)
+    short = forward(model, backend, 10)
+    long = forward(model, backend, SMALLEST_PROGRAM + 50)
+    assert torch.equal(forward(model, backend, 10), short)
+    assert torch.equal(long[:10], short)
+
+
+def test_another_pool_is_another_program(model: NativeModel) -> None:
+    one, other = pool(model), pool(model, 50)
+    first = forward(model, one, 30)
+    assert torch.equal(forward(model, other, 30, first_block=20), first)
+    assert torch.equal(forward(model, one, 30, first_block=5), first)
+
+
+def test_logits_of_any_rows(model: NativeModel) -> None:
+    hidden = forward(model, pool(model), 40)
+    whole = model.compute_logits(hidden)
+    assert whole.shape == (40, 97)
+    assert torch.equal(model.compute_logits(hidden[7:8]), whole[7:8])
+    assert torch.equal(model.compute_logits(hidden[::3]), whole[::3])
+    many = hidden.repeat(5, 1)
+    assert torch.equal(model.compute_logits(many), whole.repeat(5, 1))
+    assert model.compute_logits(hidden[:0]).shape == (0, 97)
+
+
+def test_a_block_outside_the_pool_is_refused_before_anything_runs(model: NativeModel) -> None:
+    with pytest.raises(ValueError, match="block"):
+        forward(model, pool(model, 4), 64)

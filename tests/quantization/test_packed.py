@@ -1,0 +1,143 @@
+"""Weights on their way into the native kernels' panels: parts, formats, and what becomes of mixtures."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from quire.kernels.cpu import _native
+from quire.quantization.integer_weight import IntegerWeight
+from quire.quantization.interface import LinearShape
+from quire.quantization.merge import merge_rows
+from quire.quantization.packed import PackedLinear, PackedParameters, WeightFormat
+from quire.quantization.quantize import quantize_rows
+
+K = 64
+
+
+def randn(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(seed))
+
+
+def create(method: PackedLinear, rows: int, *, gated: bool = False, bias: bool = False) -> PackedParameters:
+    activation = "silu" if gated else None
+    return method.create(LinearShape(K, rows, bias, torch.float32, torch.device("cpu"), activation, gated))
+
+
+def weights(parameters: PackedParameters) -> torch.Tensor:
+    assert parameters.matrix is not None
+    assert not parameters.pending
+    return parameters.matrix.dequantize()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_floats_are_packed_part_by_part_in_any_order(dtype: str, gated: bool) -> None:
+    method = PackedLinear(WeightFormat(dtype))
+    parameters = create(method, 40, gated=gated)
+    first, second = randn(20, 1), randn(20, 2)
+    method.load(parameters, "weight", second, 20, 20)
+    method.load(parameters, "weight", first, 0, 20)
+    expected = torch.cat((first, second)).to(getattr(torch, dtype)).float()
+    assert torch.equal(weights(parameters), expected)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32)])
+def test_floats_are_rounded_while_they_are_loaded(bits: int, group_size: int | None) -> None:
+    method = PackedLinear(WeightFormat("bfloat16", bits, group_size))
+    parameters = create(method, 24)
+    parts = [randn(16, 1), randn(8, 2)]
+    method.load(parameters, "weight", parts[0], 0, 16)
+    assert parameters.matrix is None
+    method.load(parameters, "weight", parts[1], 16, 8)
+    expected = [quantize_rows(part, bits, group_size, name="w").dequantize() for part in parts]
+    torch.testing.assert_close(weights(parameters), torch.cat(expected), rtol=0, atol=1e-6)
+    assert parameters.matrix is not None
+    assert not parameters.matrix.integer_activations
+
+
+def test_rounded_activations_are_a_property_of_the_matrix() -> None:
+    method = PackedLinear(WeightFormat("float32", 8, None, rounded_activations=True))
+    parameters = create(method, 16)
+    method.load(parameters, "weight", randn(16, 1), 0, 16)
+    assert parameters.matrix is not None
+    assert parameters.matrix.integer_activations
+
+
+def test_parts_of_different_formats_are_brought_to_one_exactly() -> None:
+    """As GGUF files mix them: query and key in 4 bits, value in 8 with smaller groups."""
+    four, eight = quantize_rows(randn(16, 1), 4, 32, name="q"), quantize_rows(randn(8, 2), 8, None, name="v")
+    eight = IntegerWeight(eight.values, 8, 16, eight.scales.repeat(1, K // 16))
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = create(method, 24)
+    method.load(parameters, "weight", eight, 16, 8)
+    method.load(parameters, "weight", four, 0, 16)
+    assert parameters.matrix is not None
+    assert parameters.matrix.type == _native.WeightType.I8
+    assert parameters.matrix.group_size == 16
+    expected = torch.cat((four.dequantize(), eight.dequantize()))
+    torch.testing.assert_close(weights(parameters), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("integers_first", [True, False])
+def test_a_floating_point_part_makes_the_matrix_floating_point(integers_first: bool) -> None:
+    dense, integers = randn(8, 1), quantize_rows(randn(8, 2), 8, None, name="k")
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = create(method, 16)
+    for row, part in [(8, integers), (0, dense)] if integers_first else [(0, dense), (8, integers)]:
+        method.load(parameters, "weight", part, row, 8)
+    assert torch.equal(weights(parameters), torch.cat((dense, integers.dequantize())))
+
+
+def reordered(weight: IntegerWeight, seed: int) -> IntegerWeight:
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(seed)).int()
+    return IntegerWeight(weight.values, weight.bits, weight.group_size, weight.scales, weight.offsets, order)
+
+
+def test_one_order_of_the_columns_is_kept() -> None:
+    parts = [reordered(quantize_rows(randn(8, seed), 4, 32, name="w"), seed=5) for seed in (1, 2)]
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = create(method, 16)
+    for row, part in zip((0, 8), parts, strict=True):
+        method.load(parameters, "weight", part, row, 8)
+    assert parameters.matrix is not None
+    assert parameters.matrix.column_order is not None
+    expected = torch.cat([part.dequantize() for part in parts])
+    torch.testing.assert_close(weights(parameters), expected, rtol=0, atol=1e-6)
+
+
+def test_different_orders_of_the_columns_end_in_floating_point_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parts = [reordered(quantize_rows(randn(8, seed), 4, 32, name="w"), seed) for seed in (1, 2)]
+    assert merge_rows(parts) is None
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = create(method, 16)
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        for row, part in zip((0, 8), parts, strict=True):
+            method.load(parameters, "weight", part, row, 8)
+    assert "kept as floating point" in caplog.text
+    assert torch.equal(weights(parameters), torch.cat([part.dequantize() for part in parts]))
+
+
+def test_a_bias_may_come_before_or_after_the_weights() -> None:
+    method = PackedLinear(WeightFormat("float32"))
+    parameters = create(method, 8, bias=True)
+    method.load(parameters, "bias", torch.arange(4.0), 0, 4)
+    method.load(parameters, "weight", randn(8, 1), 0, 8)
+    method.load(parameters, "bias", torch.arange(4.0), 4, 4)
+    assert parameters.bias is not None
+    assert parameters.bias.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "expected"),
+    [
+        (WeightFormat("float32"), 4 * 40 * K),
+        (WeightFormat("bfloat16"), 2 * 40 * K),
+        (WeightFormat("bfloat16", 8, None), 40 * K + 40 * 4),
+        (WeightFormat("bfloat16", 4, 32), 40 * K // 2 + 40 * (K // 32) * 8),
+    ],
+)
+def test_stored_bytes(weight_format: WeightFormat, expected: int) -> None:
+    assert PackedLinear(weight_format).stored_bytes((40, K)) == expected
