@@ -19,7 +19,7 @@ namespace {
 // Activations that every thread packs for itself: less work than waiting for the others.
 constexpr int64_t kPrivateBytes = 128 << 10;
 // Activations that are meant to stay in the L2 cache while panels stream through it.
-constexpr int64_t kBlockBytes = 512 << 10;
+constexpr int64_t kBlockBytes = 256 << 10;
 // How far ahead of the reading a stream of weights is asked for.
 constexpr int64_t kPrefetchAhead = 2048;
 // A run of panels that one thread streams through.

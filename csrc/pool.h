@@ -12,7 +12,8 @@ namespace quire {
 
 class Pool {
  public:
-  // pin: helper i stays on the i-th core of the process's affinity mask (the caller, index 0, is left alone).
+  // pin: helper i stays on the i-th core of the process's affinity mask. The caller, thread 0, is left alone, but for the
+  // time of a run that finds it on a helper's core.
   // Throws std::system_error when threads cannot be started.
   Pool(int threads, bool pin);
   ~Pool();
@@ -26,6 +27,7 @@ class Pool {
   void run(void (*body)(void*, Team&), void* argument) noexcept;
 
  private:
+  friend class OffHelpers;
   void serve(int index) noexcept;
 
   std::mutex caller_;
@@ -38,6 +40,8 @@ class Pool {
   std::vector<std::unique_ptr<std::byte, void (*)(std::byte*)>> scratch_;
   std::vector<Team> teams_;
   std::vector<std::thread> helpers_;
+  int caller_core_ = -1;
+  std::vector<int> helper_cores_;
 };
 
 }  // namespace quire
