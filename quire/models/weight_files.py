@@ -95,13 +95,21 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
 
 
 def _read_safetensors(path: Path) -> Tensors:
+    """The file is mapped anew for each tensor: what was read of a mapping stays resident as long as it lives, and a
+    model would be in memory twice by the time its last tensor is packed."""
     try:
-        opened: AbstractContextManager[Any] = safe_open(path, framework="pt")
-        with opened as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+        with _open_safetensors(path) as file:
+            names = list(file.keys())
+        for name in names:
+            with _open_safetensors(path) as file:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
+
+
+def _open_safetensors(path: Path) -> AbstractContextManager[Any]:
+    opened: AbstractContextManager[Any] = safe_open(path, framework="pt")
+    return opened
 
 
 def _read_torch(path: Path) -> Tensors:
