@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import allocate
 from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 
@@ -16,21 +16,20 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
     """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. What a page's bytes mean is the attention back
     end's own.
 
-    On a CPU the memory is only reserved: the system backs a block when it is first written, so a pool that is
-    larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
+    On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, so a
+    pool that is larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
     """
     spec = layout.groups[0].spec
     page_bytes = spec.page_bytes(layout.block_size)
+    size = layout.num_blocks * page_bytes
     try:
-        # numpy.zeros asks the system for zero pages (calloc); torch.zeros would write to all of them.
-        buffers = [np.zeros((layout.num_blocks, page_bytes), np.uint8) for _ in range(layout.layers_per_group)]
-    except MemoryError:
+        return [allocate(size).view(layout.num_blocks, page_bytes) for _ in range(layout.layers_per_group)]
+    except InsufficientMemoryError:
         total = format_bytes(layout.layers_per_group * layout.num_blocks * page_bytes)
         raise InsufficientMemoryError(
             f"the system refuses to reserve {total} for the KV cache ({layout.num_blocks} blocks); "
             "set kv_cache_memory to less"
         ) from None
-    return [torch.from_numpy(buffer) for buffer in buffers]
 
 
 def typed_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
