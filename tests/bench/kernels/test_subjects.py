@@ -105,6 +105,8 @@ def test_runs_go_through_all_copies() -> None:
         return go
 
     runner = in_turn([one(list(part)) for part in parts(range(6), 2)])
+    assert seen == [0, 1, 2, 3, 4, 5]  # each was made once, so that its memory is there
+    seen.clear()
     assert [runner() for _ in range(4)] == [2, 2, 2, 2]
     assert seen == [0, 1, 2, 3, 4, 5, 0, 1]
 
