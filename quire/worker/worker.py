@@ -123,7 +123,8 @@ class Worker:
         model, device = self._model_config, self._device_config
         computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
-        return f"{computes}, {threads}, {model.dtype} weights, {model.kv_cache_dtype} KV cache"
+        weights = model.dtype if model.quantization is None else model.quantization.method
+        return f"{computes}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache"
 
     @_computes
     def execute(self, plan: StepPlan) -> StepResult:
