@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
+"""Head sizes that the native kernels compute: multiples of the first up to the second."""
+
 
 @dataclass(frozen=True)
 class DeviceConfig:

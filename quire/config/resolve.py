@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire import envs
 from quire.config.cache import CacheConfig
-from quire.config.device import DeviceConfig, has_native_kernels
+from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -24,7 +24,6 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16"),
 }
 """What each attention back end stores keys and values in."""
-NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.interface import AttentionBatch
+from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kv_cache.layout import KVCacheLayout
@@ -17,7 +18,6 @@ CACHE_TYPES = {
     "bfloat16": _native.CacheType.BF16,
     "int8": _native.CacheType.I8,
 }
-MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 1024
 
 
@@ -26,7 +26,7 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
     head dimension that is not a multiple of 8 up to 256, query heads that do not divide among the key heads."""
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ConfigError(f"native attention needs a block size that is a power of two up to 1024, not {block_size}")
-    if not 8 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+    if not NATIVE_HEAD_MULTIPLE <= head_dim <= NATIVE_HEAD_LIMIT or head_dim % NATIVE_HEAD_MULTIPLE:
         raise ConfigError(f"native attention needs a head dimension that is a multiple of 8 up to 256, not {head_dim}")
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
