@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from quire.config.scheduler import PRIORITY_SECONDS
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
+
+
+MAX_PRIORITY = 100
+"""Priorities are from -100 to 100: with a bound, a request can be overtaken for a bounded time only."""
+
+OrderKey = tuple[float, int]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +37,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     bad_token_sequences: list[list[int]] = []
     cache_salt: str = ""
     """Prefix-cache entries are shared only between requests of equal salt."""
+    priority: int = 0
+    """Lower is earlier; see `Request.order_key`."""
 
 
 class FinishReason(enum.StrEnum):
@@ -125,7 +134,9 @@ class Request:
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "order_key",
         "params",
+        "priority",
         "prompt_token_ids",
         "request_id",
         "sequences",
@@ -135,7 +146,15 @@ class Request:
         "wait",
     )
 
-    def __init__(self, request: EngineRequest, arrival_time: float) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        arrival_time: float,
+        *,
+        arrival_number: int = 0,
+        priority_seconds: float = PRIORITY_SECONDS,
+    ) -> None:
+        """arrival_number: tells requests of one instant apart. priority_seconds: see SchedulerConfig."""
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -143,6 +162,10 @@ class Request:
         self.max_tokens = request.max_tokens
         self.cache_salt = request.cache_salt
         self.arrival_time = arrival_time
+        self.priority = request.priority
+        self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
+        """Who is served first: the smallest. A level of priority is worth so many seconds of waiting, so requests age
+        without being sorted again, and one is overtaken only by those that arrive soon enough after it."""
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.eos_token_ids = frozenset(request.eos_token_ids)

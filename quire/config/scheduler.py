@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PRIORITY_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_batched_tokens: token budget of a step. max_num_seqs: most sequences that run at once.
     max_prefill_chunk: most tokens that one sequence computes in one step (None: only the budget limits it).
     queue_depth: plans that may be in flight; 1 is synchronous, 2 plans step N+1 while step N runs.
+    priority_seconds: seconds of waiting that one level of priority is worth.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_prefill_chunk: int | None
     queue_depth: int
+    priority_seconds: float = PRIORITY_SECONDS

@@ -5,7 +5,8 @@ Block ids are opaque to the scheduler; it passes them into the plan. All calls e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
@@ -109,6 +110,19 @@ class KVCacheManager:
                         held += 1
                         free -= self.pool.is_evictable(block)
         return free, held
+
+    def num_freed_by(self, sequences: Iterable[SequenceBlocks], chain: HashChain | None, num_tokens: int) -> int:
+        """Blocks that nobody else would own if these sequences gave theirs up; those of a hit (as for `begin`) are not
+        counted, since the owner of the hit takes them."""
+        owners: Counter[int] = Counter()
+        for blocks in sequences:
+            for table in blocks.tables:
+                owners.update(table)
+        kept = {NULL_BLOCK}
+        if chain is not None and num_tokens:
+            kept.update(*self._hit_tables(chain, num_tokens))
+        counts = self.pool.ref_counts
+        return sum(count == counts[block] for block, count in owners.items() if block not in kept)
 
     # -- owning -----------------------------------------------------------------------------------------------------
 

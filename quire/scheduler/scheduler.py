@@ -20,6 +20,7 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.overtaking import way_for
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.sharing import PassedOver
@@ -37,7 +38,8 @@ class _InFlight(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served, under a token budget and a limit of sequences; preempts the latest arrival.
+    """Serves requests in their order (`Request.order_key`), under a token budget and a limit of sequences; preempts the
+    last in order.
 
     `schedule` and `update` alternate freely as long as results come back in plan order.
     """
@@ -47,10 +49,11 @@ class Scheduler:
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_num_seqs = config.max_num_seqs
         self._max_chunk = min(config.max_prefill_chunk or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         self._running: list[Sequence] = []
-        """Sequences that have a row, by arrival; those of one request side by side."""
+        """Sequences that have a row, in the order of their requests; those of one request side by side."""
         self._num_unforked = 0
         """Sequences of running requests that wait for their prompt: they have a claim, not yet a row."""
         self._released: list[int] = []
@@ -60,6 +63,7 @@ class Scheduler:
         """... into so many blocks."""
         self._in_flight: dict[int, _InFlight] = {}
         self._seq_ids = itertools.count()
+        self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._stats = EngineStats(block_size=kv.block_size, num_blocks=kv.pool.num_usable)
 
@@ -69,14 +73,14 @@ class Scheduler:
         """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id."""
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
-        request = Request(source, now)
+        request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
         refuse_impossible(request, self.kv, self._max_num_seqs, self._max_chunk)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
                 sequence.chain = self.kv.new_chain(request.cache_salt)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored."""
@@ -114,7 +118,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
-        preempted = self._schedule_running(builder)
+        preempted = self._schedule_running(builder, self._make_way())
         if not preempted:
             self._admit_waiting(builder, now)
         if not builder.sequences:
@@ -161,8 +165,33 @@ class Scheduler:
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, builder: PlanBuilder) -> bool:
-        """Hand tokens to running sequences, oldest first; preempt the latest arrivals if blocks run out."""
+    def _make_way(self) -> int:
+        """Preempt what has to give way to the first request that waits (quire/scheduler/overtaking.py).
+
+        Returns how many of the step's tokens are left to it by the running sequences behind it in the order.
+        """
+        request = self._waiting.first
+        if request is None or request.wait is not None:
+            return 0
+        way = way_for(
+            request,
+            self._running,
+            self._num_unforked,
+            self.kv,
+            max_num_seqs=self._max_num_seqs,
+            max_num_tokens=self._max_num_batched_tokens,
+            max_chunk=self._max_chunk,
+        )
+        for victim in way.victims:
+            self._preempt(victim)
+        return way.num_tokens
+
+    def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
+        """Hand tokens to running sequences, first in order first; preempt the last in order if blocks run out.
+
+        num_reserved: tokens that those behind the first waiting request leave to it.
+        """
+        first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running, self.kv, self._max_chunk
         preempted = False
         request, mark = None, builder.mark()
@@ -179,7 +208,10 @@ class Scheduler:
                 continue
             if num_tokens > 1:
                 # Everybody behind keeps at least one token of the budget, so a long prompt starves nobody.
-                num_tokens = min(num_tokens, max_chunk, builder.budget - (len(running) - index))
+                num_free = builder.budget - (len(running) - index)
+                if first_waiting is not None and first_waiting.order_key < sequence.request.order_key:
+                    num_free = max(1, num_free - num_reserved)
+                num_tokens = min(num_tokens, max_chunk, num_free)
                 if request.unforked:
                     num_tokens = min(num_tokens, request.num_prompt_tokens - start)
             blocks = sequence.blocks
@@ -245,8 +277,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.unforked = [s for s in request.live_sequences if s is not leader]
         self._num_unforked += len(request.unforked)
-        # Nearly always the last place; a request whose leader was aborted comes back before later arrivals.
-        bisect.insort(self._running, leader, key=lambda sequence: sequence.seq_id)
+        bisect.insort(self._running, leader, key=lambda sequence: sequence.request.order_key)
         leader.blocks = self.kv.begin(leader.chain, num_cached)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
@@ -296,7 +327,7 @@ class Scheduler:
             self._num_unforked -= len(children)
 
     def _preempt(self, request: Request) -> None:
-        """Take back all blocks and rows of the request at the end of `_running`; it recomputes later."""
+        """Take back all blocks and rows of a running request; it recomputes later."""
         num_shared = 0
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
@@ -306,8 +337,8 @@ class Scheduler:
                 sequence.blocks = None
                 self._released.append(sequence.seq_id)
             sequence.num_computed_tokens = 0
-        while self._running and self._running[-1].request is request:
-            self._running.pop()
+        # In place: `_schedule_running` is walking through it.
+        self._running[:] = [sequence for sequence in self._running if sequence.request is not request]
         self._num_unforked -= len(request.unforked)
         request.unforked = []
         request.status = RequestStatus.PREEMPTED
@@ -398,6 +429,9 @@ class Scheduler:
         assert self.kv.num_live_sequences == len(self._running), "the KV cache holds a sequence nobody runs"
         assert len(self._running) + self._num_unforked <= self._max_num_seqs
         assert self._num_unforked == sum(len(r.unforked) for r in self._requests.values())
+        for sequences in (self._running, [r.sequences[0] for r in self._waiting]):
+            keys = [sequence.request.order_key for sequence in sequences]
+            assert keys == sorted(keys), "out of order"
         for request in self._waiting:
             assert all(s.blocks is None and s.num_computed_tokens == 0 for s in request.live_sequences)
         for sequence in self._running:

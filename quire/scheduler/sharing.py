@@ -15,7 +15,7 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
 
 from __future__ import annotations
 
-from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
 from quire.request import Request, Wait
 
 MIN_SHARED_BLOCKS = 2
@@ -49,9 +49,8 @@ class PassedOver:
 
         num_cached_tokens: its prefix hit, looked up with `max_tokens`. num_blocks: what it would need to start now.
         """
-        chain = request.live_sequences[0].chain
-        found = self._kv.find_computing(chain, num_cached_tokens, max_tokens)
-        if found is None or found[1] - num_cached_tokens // self._kv.block_size < MIN_SHARED_BLOCKS:
+        found = would_wait(request, self._kv, num_cached_tokens, max_tokens)
+        if found is None:
             return False
         request.wait = Wait(*found, num_blocks)
         self._claim(request, request.wait)
@@ -60,3 +59,14 @@ class PassedOver:
     def _claim(self, request: Request, wait: Wait) -> None:
         self.num_rows += len(request.live_sequences)
         self.num_blocks += wait.claimed_blocks
+
+
+def would_wait(
+    request: Request, kv: KVCacheManager, num_cached_tokens: int, max_tokens: int
+) -> tuple[SequenceBlocks, int] | None:
+    """Whom a request would wait for, and for how many leading blocks, behind a prefix hit that was looked up with
+    `max_tokens`; None when it would start."""
+    found = kv.find_computing(request.live_sequences[0].chain, num_cached_tokens, max_tokens)
+    if found is None or found[1] - num_cached_tokens // kv.block_size < MIN_SHARED_BLOCKS:
+        return None
+    return found

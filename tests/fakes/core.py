@@ -32,7 +32,7 @@ def make_config(
     windows: tuple[int | None, ...] = (None, None),
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
-    **scheduler: int | None,
+    **scheduler: float | None,
 ) -> EngineConfig:
     """`scheduler`: fields of SchedulerConfig that differ from SCHEDULER's."""
     return EngineConfig(
@@ -93,6 +93,7 @@ class CoreClient:
         eos: tuple[int, ...] = (),
         bad: list[list[int]] | None = None,
         salt: str = "",
+        priority: int = 0,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
@@ -107,6 +108,7 @@ class CoreClient:
                     eos_token_ids=list(eos),
                     bad_token_sequences=bad or [],
                     cache_salt=salt,
+                    priority=priority,
                 )
             )
         )

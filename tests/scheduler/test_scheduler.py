@@ -388,11 +388,11 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
         source = EngineRequest(
             request_id=f"r{seq_id}", prompt_token_ids=[1], params=SamplingParams(), max_tokens=1, seed=0
         )
-        request = Request(source, 0.0)
+        request = Request(source, 0.0, arrival_number=seq_id)
         request.sequences = [Sequence(seq_id, 0, request, SequenceSampling(request.params, 0, [], []))]
         requests.append(request)
     queue = RequestQueue()
-    queue.append(requests[3])
+    queue.add(requests[3])
     for number in (2, 0, 1):
         queue.put_back(requests[number])
     assert list(queue) == requests
