@@ -78,20 +78,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the order of the prompts.
 
         prompts: a text, a list of token ids, an object with `prompt` or `prompt_token_ids`, or a list of those.
         sampling_params: one for all (default SamplingParams()) or one each. use_tqdm: show a progress bar, if
-        standard error is a terminal and it takes longer than a second.
+        standard error is a terminal and it takes longer than a second. priority: for all or one each, lower is earlier
+        (docs/scheduling.md).
 
         Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails.
         After an error or Ctrl-C nothing is left running.
         """
         listed = _as_list(prompts)
         params = _params_for(listed, sampling_params)
+        priorities = _priorities_for(listed, priority)
         with self._busy:
-            requests = self._process(listed, params)
+            requests = self._process(listed, params, priorities)
             return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
 
     def chat(
@@ -156,11 +159,14 @@ class LLM:
     def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
         self.shutdown()
 
-    def _process(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[EngineRequest]:
+    def _process(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[EngineRequest]:
         requests = []
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, each, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             with _naming(index, "prompt", of=len(prompts)):
-                requests.append(self._input_processor.process(str(next(self._numbers)), prompt, each))
+                request_id = str(next(self._numbers))
+                requests.append(self._input_processor.process(request_id, prompt, each, priority=priority))
         return requests
 
     def _run(self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool) -> list[RequestOutput]:
@@ -281,6 +287,16 @@ def _params_for(
             param="sampling_params",
         )
     return list(sampling_params)
+
+
+def _priorities_for(prompts: list[Prompt], priority: int | Sequence[int]) -> list[int]:
+    if isinstance(priority, int):
+        return [priority] * len(prompts)
+    if not isinstance(priority, Sequence) or len(priority) != len(prompts):
+        raise UserError(
+            f"priority must be an integer or a list of {len(prompts)}, one for each prompt", param="priority"
+        )
+    return list(priority)
 
 
 def _share(part: int, whole: int) -> float:

@@ -32,6 +32,7 @@ class RequestTiming(msgspec.Struct, array_like=True):
 
     arrival: float
     first_scheduled: float
+    """Equal to `now` when a time limit ended the request before it ever ran."""
     now: float
     num_preemptions: int = 0
 

@@ -42,11 +42,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in OpenAI's words (plus `abort`)."""
+    """Why a sequence ended, in OpenAI's words (plus `abort` and `timeout`)."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TIMEOUT = "timeout"
 
 
 class RequestStatus(enum.Enum):

@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
 MAX_SEED = 2**63 - 1
+MAX_TIMEOUT_SECONDS = 1e9
 MAX_INTEGER = 2**63 - 1
 """What has no limit of its own still has to fit the wire and the sampler's columns."""
 
@@ -30,6 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: strings whose token sequences are never produced. logit_bias: token id -> added logit.
     allowed_token_ids: when given, no other token can be produced.
     max_tokens: None means "up to the model's context". min_tokens: end-of-sequence and stop tokens are banned before.
+    timeout_s: seconds from the arrival, waiting included, after which the request ends with what it has (finish reason
+    "timeout"); None: no limit.
     logprobs, prompt_logprobs: number of alternatives (0..20) reported beside the chosen token; None: none.
     Logprobs are those of the model, before temperature, penalties and filters.
     """
@@ -55,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    timeout_s: float | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -75,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
+        if self.timeout_s is not None:
+            _number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_SECONDS, low_open=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)

@@ -39,3 +39,5 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Cached blocks whose content was given up for a new owner."""
     copied_blocks_total: int = 0
     finished_requests_total: int = 0
+    timed_out_requests_total: int = 0
+    """Of those, how many ended by their time limit."""

@@ -252,3 +252,30 @@ def test_a_plain_script_needs_no_main_guard(tmp_path: Path, bundled: LLM) -> Non
     assert (script.returncode, errors) == (0, "")
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     assert json.loads(output) == [o.outputs[0].text for o in bundled.generate(["import os", "class A"], params)]
+
+
+def test_priorities_for_all_or_one_each(llm: LLM) -> None:
+    plain = first_tokens(llm, [[1], [2], [3]])
+    for priority in (5, [3, -1, 0]):
+        outputs = llm.generate([[1], [2], [3]], GREEDY, priority=priority)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+    for wrong, message in (([1, 2], "a list of 3"), ("xyz", "prompt 0: priority must be an integer"), (101, "between")):
+        with pytest.raises(UserError, match=message) as caught:
+            llm.generate([[1], [2], [3]], GREEDY, priority=wrong)  # type: ignore[arg-type]
+        assert caught.value.param == "priority"
+    assert_idle(llm)
+
+
+def test_a_better_priority_finishes_first(tiny_options: EngineOptions) -> None:
+    with LLM.from_options(msgspec.structs.replace(tiny_options, max_num_seqs=1), executor=FAKES + "plain") as llm:
+        outputs = llm.generate([[1], [2], [3]], GREEDY, priority=[2, 0, 1])
+        latencies = [output.metrics.latency for output in outputs]
+        assert sorted(range(3), key=latencies.__getitem__) == [1, 2, 0]
+
+
+def test_a_time_limit_of_one_prompt(llm: LLM) -> None:
+    params = [GREEDY, msgspec.structs.replace(GREEDY, timeout_s=1e-9)]
+    outputs = llm.generate([[1], [2]], params)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "timeout"]
+    assert outputs[1].outputs[0].token_ids == []
+    assert_idle(llm)

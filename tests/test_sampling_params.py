@@ -17,6 +17,7 @@ from quire.sampling_params import (
     MAX_N,
     MAX_SEED,
     MAX_STOP_STRINGS,
+    MAX_TIMEOUT_SECONDS,
     SamplingParams,
 )
 
@@ -29,6 +30,7 @@ NUMBERS = {
     "min_p": ((0.0, 1.0), (-0.1, 1.1)),
     "presence_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
     "frequency_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
+    "timeout_s": ((1e-6, 1, 0.5, MAX_TIMEOUT_SECONDS), (0, 0.0, -1.0, 1.1 * MAX_TIMEOUT_SECONDS)),
     "repetition_penalty": ((0.01, 1.0, 100.0), (0.0, 1e-45, 0.0099, -1.0, 100.5)),
 }
 INTEGERS = {
@@ -41,7 +43,7 @@ INTEGERS = {
     "prompt_logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
     "truncate_prompt_tokens": ((1, 100), (0, -1, MAX_INTEGER + 1)),
 }
-OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+OPTIONAL = ("timeout_s", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 
@@ -73,6 +75,9 @@ def test_values_beyond_the_limits_are_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY, "0.5", None, True, [1.0], 1 + 2j])
 def test_numbers_must_be_finite_numbers(name: str, value: object) -> None:
+    if value is None and name in OPTIONAL:
+        assert SamplingParams.from_options({name: value}) == SamplingParams()
+        return
     assert "finite number" in refused(name, value)
 
 

@@ -31,6 +31,7 @@ HELP: dict[str, str] = {
     "logprobs": "log-probabilities of this many alternatives for each token",
     "prompt_logprobs": "the same for the tokens of the prompt",
     "truncate_prompt_tokens": "keep only this many of the prompt's last tokens",
+    "timeout_s": "seconds after which the request ends with what it has",
     "detokenize": "make text of the tokens",
     "skip_special_tokens": "leave special tokens out of the text",
 }

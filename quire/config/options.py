@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.config.scheduler import PRIORITY_SECONDS
 from quire.errors import ConfigError, nearest_name
 
 BUNDLED_MODEL = "bundled"
@@ -27,6 +28,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_batched_tokens: int | None = None
     max_prefill_chunk: int | None = None
     queue_depth: int = 1
+    scheduling_policy: str = "priority"
+    priority_seconds: float = PRIORITY_SECONDS
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
     num_blocks_override: int | None = None
@@ -70,6 +73,8 @@ HELP: dict[str, str] = {
     "max_num_batched_tokens": "most tokens computed in one step",
     "max_prefill_chunk": "most tokens of one sequence in one step",
     "queue_depth": "steps in flight: 1 synchronous, 2 plans the next step while one runs",
+    "scheduling_policy": "priority (order by the requests' priority and age) or fcfs (requests bring no priority)",
+    "priority_seconds": "seconds of waiting that one level of a request's priority is worth",
     "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
     "gpu_memory_utilization": "share of the free memory that the KV cache may take (default 0.5 on a CPU)",
     "num_blocks_override": "exactly this many KV blocks",

@@ -38,6 +38,7 @@ CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
 MAX_BLOCK_SIZE = 1024
+MAX_PRIORITY_SECONDS = 1e6
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
@@ -175,11 +176,18 @@ def _scheduler(options: EngineOptions) -> SchedulerConfig:
             "each running sequence may need one token a step",
             param="max_num_batched_tokens",
         )
+    if not 0 < options.priority_seconds <= MAX_PRIORITY_SECONDS:
+        raise ConfigError(
+            f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",
+            param="priority_seconds",
+        )
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_prefill_chunk=_positive("max_prefill_chunk", options.max_prefill_chunk),
         queue_depth=options.queue_depth,
+        scheduling_policy=_choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
+        priority_seconds=options.priority_seconds,
     )
 
 

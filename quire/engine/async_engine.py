@@ -150,8 +150,11 @@ class AsyncLLM:
         *,
         delta: bool = False,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`; `delta` as in OutputProcessor.add.
+
+        priority: lower is earlier (docs/scheduling.md).
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
@@ -165,7 +168,7 @@ class AsyncLLM:
         try:
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
-            request = await self._process(stream.key, prompt, sampling_params, cache_salt)
+            request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
             self._submit(request, prompt_text(prompt), stream, delta)
             try:
                 finished = False
@@ -281,9 +284,11 @@ class AsyncLLM:
             self._all_finished = asyncio.Event()
         return loop
 
-    async def _process(self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str) -> EngineRequest:
+    async def _process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int
+    ) -> EngineRequest:
         def process() -> EngineRequest:
-            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt)
+            return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core

@@ -108,17 +108,20 @@ class EngineCore:
         return None
 
     def step(self) -> EngineOutputs:
-        """Plan and start steps until the queue is full, then take the oldest one's result."""
+        """End what is over its time, plan and start steps until the queue is full, then take the oldest one's result.
+
+        Nobody needs to wake the loop for a time limit: while a request lives, waiting or running, there is work.
+        """
+        outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), refusals=self._refusals)
         while len(self._in_flight) < self._queue_depth:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
             self._in_flight.append(self._executor.execute(plan))
-        outputs = EngineOutputs(refusals=self._refusals)
         self._refusals = []
         if self._in_flight:
             result = self._in_flight.popleft().result()
-            outputs.updates = self.scheduler.update(result, self._clock.now())
+            outputs.updates += self.scheduler.update(result, self._clock.now())
         if not self.has_work:
             self._check_when_idle()
         outputs.stats = self.scheduler.stats()

@@ -41,6 +41,7 @@ class FrontEnd:
                     max_model_len=self.client.ready.max_model_len,
                     eos_token_ids=self.config.model.eos_token_ids,
                     seed=self.config.seed,
+                    takes_priorities=self.config.scheduler.scheduling_policy == "priority",
                 )
             return self._input_processor
 

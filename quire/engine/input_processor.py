@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from quire.errors import PromptTooLongError, UserError, reject_unknown
-from quire.request import EngineRequest
+from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
@@ -54,7 +54,7 @@ class InputProcessor:
     tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
     the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
-    requests come in the same order is reproducible.
+    requests come in the same order is reproducible. takes_priorities: whether a request may bring one.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int,
+        takes_priorities: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._eos_token_ids = list(eos_token_ids)
         self._seed = seed
+        self._takes_priorities = takes_priorities
         self._request_numbers = itertools.count()  # next() is atomic
         self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
 
@@ -81,16 +83,19 @@ class InputProcessor:
         params: SamplingParams,
         *,
         cache_salt: str = "",
+        priority: int = 0,
         add_special_tokens: bool = True,
     ) -> EngineRequest:
         """Make the request that the engine core runs.
 
+        priority: from -MAX_PRIORITY to MAX_PRIORITY, lower is earlier.
         `add_special_tokens` concerns text prompts: whether the tokenizer adds what it puts around a text (a
         beginning-of-sequence token). Raises UserError with `param` set, or PromptTooLongError.
         """
         if not isinstance(params, SamplingParams):
             raise UserError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
         self._check_params(params)
+        self._check_priority(priority)
         content, cache_salt = _split_prompt(prompt, cache_salt)
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
@@ -110,6 +115,7 @@ class InputProcessor:
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             bad_token_sequences=self._bad_token_sequences(params.bad_words or []),
             cache_salt=cache_salt,
+            priority=priority,
         )
 
     def render_chat(
@@ -176,6 +182,16 @@ class InputProcessor:
                 f"{self.max_model_len} tokens holds",
                 param=param,
             )
+
+    def _check_priority(self, priority: object) -> None:
+        if type(priority) is not int:
+            raise UserError(f"priority must be an integer, not {priority!r:.100}", param="priority")
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise UserError(
+                f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}", param="priority"
+            )
+        if priority and not self._takes_priorities:
+            raise UserError("priority needs an engine with scheduling_policy='priority'", param="priority")
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""

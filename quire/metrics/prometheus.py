@@ -15,10 +15,11 @@ from prometheus_client.registry import Collector
 from quire.clock import Clock, SystemClock
 from quire.metrics.histogram import Histogram, one_two_five
 from quire.outputs import CompletionOutput, RequestOutput
+from quire.request import FinishReason
 from quire.stats import EngineStats
 
 PREFIX = "quire:"
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 
 LATENCIES = one_two_five(0.001, 2000)
 STEP_LATENCIES = one_two_five(0.0001, 100)

@@ -20,6 +20,7 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue
@@ -56,6 +57,7 @@ class Scheduler:
         """Sequences that have a row, in the order of their requests; those of one request side by side."""
         self._num_unforked = 0
         """Sequences of running requests that wait for their prompt: they have a claim, not yet a row."""
+        self._deadlines = Deadlines()
         self._released: list[int] = []
         self._refused: Request | None = None
         """The waiting request that did not fit ..."""
@@ -81,20 +83,37 @@ class Scheduler:
                 sequence.chain = self.kv.new_chain(request.cache_salt)
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._deadlines.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored."""
         request = self._requests.get(request_id)
         if request is None:
             return
-        aborted = [s for s in request.live_sequences if index is None or s.index == index]
+        self._end(request, [s for s in request.live_sequences if index in (None, s.index)], FinishReason.ABORT)
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """End the requests whose time (`timeout_s`) is over, running or waiting. Their blocks are free at once."""
+        updates = []
+        for request in self._deadlines.expired(now):
+            ended = request.live_sequences
+            self._end(request, ended, FinishReason.TIMEOUT)
+            self._stats.timed_out_requests_total += 1
+            for sequence in ended:
+                update = SequenceUpdate(request.request_id, sequence.index, [], finish_reason=FinishReason.TIMEOUT)
+                self._describe(update, sequence, now)
+                updates.append(update)
+        return updates
+
+    def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
+        """End some or all sequences of a request before their time."""
         self._refused = None  # with a sequence fewer it may fit
-        lost_leader = bool(request.unforked) and any(s.blocks is not None for s in aborted)
-        for sequence in aborted:
+        lost_leader = bool(request.unforked) and any(s.blocks is not None for s in ended)
+        for sequence in ended:
             if sequence in request.unforked:
                 request.unforked.remove(sequence)
                 self._num_unforked -= 1
-            self._finish(sequence, FinishReason.ABORT)
+            self._finish(sequence, reason)
         if lost_leader and request.unforked:
             # The others were waiting for its prompt: start the request again with another leader.
             self._num_unforked -= len(request.unforked)
@@ -364,14 +383,17 @@ class Scheduler:
         if not any(other.finish_reason is None for other in request.sequences):
             request.status = RequestStatus.FINISHED
             self._waiting.remove(request)
+            self._deadlines.discard(request)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
     def _describe(self, update: SequenceUpdate, sequence: Sequence, now: float) -> None:
         request = sequence.request
-        assert request.first_scheduled_time is not None
+        started = request.first_scheduled_time
         update.num_cached_tokens = request.num_cached_tokens or 0
-        update.timing = RequestTiming(request.arrival_time, request.first_scheduled_time, now, request.num_preemptions)
+        update.timing = RequestTiming(
+            request.arrival_time, now if started is None else started, now, request.num_preemptions
+        )
 
     def _attach_prompt_logprobs(
         self, result: StepResult, sequences: list[Sequence], updates: list[SequenceUpdate]
@@ -381,7 +403,7 @@ class Scheduler:
         for seq_id, logprobs in result.prompt_logprobs.items():
             sequence = by_id[seq_id]
             request = sequence.request
-            if sequence.finish_reason is FinishReason.ABORT:
+            if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
                 continue
             known = max(request.num_prompt_logprobs, logprobs.start)
             fresh = logprobs.entries[known - logprobs.start :]
@@ -429,6 +451,8 @@ class Scheduler:
         assert self.kv.num_live_sequences == len(self._running), "the KV cache holds a sequence nobody runs"
         assert len(self._running) + self._num_unforked <= self._max_num_seqs
         assert self._num_unforked == sum(len(r.unforked) for r in self._requests.values())
+        num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
+        assert len(self._deadlines) == num_timed, "a time limit is watched in vain, or not at all"
         for sequences in (self._running, [r.sequences[0] for r in self._waiting]):
             keys = [sequence.request.order_key for sequence in sequences]
             assert keys == sorted(keys), "out of order"

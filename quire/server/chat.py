@@ -106,6 +106,7 @@ class ChatAnswer:
             self._params,
             self.response_id,
             cache_salt=body.cache_salt,
+            priority=body.priority,
             prompt_field="messages",
         )
         async with aclosing(running) as outputs:

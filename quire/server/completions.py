@@ -89,7 +89,13 @@ class CompletionAnswer:
         if not body.add_special_tokens:
             prompts = [await self._without_special_tokens(prompt) for prompt in body.prompts]
         running = generate(
-            self._context, prompts, self._params, self.response_id, cache_salt=body.cache_salt, prompt_field="prompt"
+            self._context,
+            prompts,
+            self._params,
+            self.response_id,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+            prompt_field="prompt",
         )
         async with aclosing(running) as outputs:
             async for pair in outputs:
@@ -125,7 +131,7 @@ class CompletionAnswer:
                 self._add_prompt(piece, output, self._prompt_logprobs[prompt_index])
             if generates:
                 self._add_completion(piece, completion)
-            elif completion.finish_reason is not None:
+            elif completion.finish_reason in ("stop", "length"):
                 piece.finish_reason = "length"
             pieces.append(piece)
         return pieces
@@ -146,7 +152,9 @@ class CompletionAnswer:
             before = [] if body.echo else token_ids
             self._columns[piece.index] = CompletionColumns(self._tokenizer, body.skips_special, before)
             if body.echo:
-                piece.logprobs = self._columns[piece.index].add(token_ids, limited(entries, body.logprobs))
+                # A request that was ended in its prompt has no more.
+                known = list(entries or []) + [None] * (len(token_ids) - len(entries or []))
+                piece.logprobs = self._columns[piece.index].add(token_ids, limited(known, body.logprobs))
 
     def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
         piece.text += completion.text

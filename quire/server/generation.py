@@ -52,6 +52,7 @@ async def generate(
     request_id: str,
     *,
     cache_salt: str | None,
+    priority: int,
     prompt_field: str,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
@@ -63,7 +64,9 @@ async def generate(
 
     def stream(index: int) -> AsyncGenerator[RequestOutput, None]:
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-        return context.engine.generate(prompts[index], params, name, delta=True, cache_salt=cache_salt or "")
+        return context.engine.generate(
+            prompts[index], params, name, delta=True, cache_salt=cache_salt or "", priority=priority
+        )
 
     context.admit()
     streams = [stream(index) for index in range(len(prompts))]

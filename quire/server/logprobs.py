@@ -29,7 +29,8 @@ class CompletionColumns:
         self._offset = 0
 
     def add(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
-        """The columns of these tokens. An entry is None only for the first token of a prompt."""
+        """The columns of these tokens. An entry is None for the first token of a prompt, and where a prompt was not
+        computed because the request ended before."""
         columns = CompletionLogprobs()
         for token_id, entry in zip(token_ids, entries, strict=True):
             columns.tokens.append(self._tokenizer.token_text(token_id))

@@ -315,3 +315,48 @@ def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: Engine
     gc.collect()
     process.wait(30)
     assert has_ended(process)
+
+
+async def test_a_time_limit_ends_a_request_that_runs_and_one_that_waits(engine: AsyncLLM) -> None:
+    """Nobody sends anything meanwhile: the core notices by itself."""
+    timed = msgspec.structs.replace(LONG, timeout_s=0.3)
+    outputs = [output async for output in engine.generate([1, 2, 3], timed)]
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "timeout"
+    assert 0 < len(outputs[-1].outputs[0].token_ids) < 1500
+    at_once = [o async for o in engine.generate([1, 2, 3], msgspec.structs.replace(LONG, timeout_s=1e-9))]
+    assert [(o.finished, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in at_once] == [
+        (True, [], "timeout")
+    ]
+    stats = await until_empty(engine)
+    assert (stats.timed_out_requests_total, stats.finished_requests_total) == (2, 2)
+
+
+async def test_priorities_order_requests_and_are_checked(engine: AsyncLLM, options: EngineOptions) -> None:
+    for priority in (101, -101, 0.5, True):
+        with pytest.raises(UserError) as caught:
+            await anext(engine.generate([1, 2], SHORT, priority=priority))  # type: ignore[arg-type]
+        assert caught.value.param == "priority"
+    one_row = start(msgspec.structs.replace(options, max_num_seqs=1))
+    await begin(one_row, "runs")
+    order: list[int] = []
+
+    async def run(priority: int) -> None:
+        async for _ in one_row.generate([1, 2, 3], SHORT, priority=priority):
+            pass
+        order.append(priority)
+
+    waiting = [asyncio.create_task(run(priority)) for priority in (3, 1, 2)]
+    while (await one_row.stats()).num_waiting < 3:
+        await asyncio.sleep(0.01)
+    await one_row.abort("runs")
+    await asyncio.gather(*waiting)
+    assert order == [1, 2, 3]
+
+
+async def test_first_come_first_served_takes_no_priorities(options: EngineOptions) -> None:
+    engine = start(msgspec.structs.replace(options, scheduling_policy="fcfs"))
+    assert len(await collect(engine, [1, 2])) == 6
+    with pytest.raises(UserError, match="scheduling_policy") as caught:
+        await anext(engine.generate([1, 2], SHORT, priority=1))
+    assert caught.value.param == "priority"

@@ -155,3 +155,11 @@ def test_two_engines_do_not_share(metrics: EngineMetrics) -> None:
     other = EngineMetrics("other", block_size=16, num_blocks=1, max_model_len=256)
     other.record_outputs([delta("r", [[1]], reasons=["stop"], first=1.0)])
     assert sums(metrics)["request_success_totalstop"] == 0
+
+
+def test_a_request_that_ran_out_of_time_counts_as_such(metrics: EngineMetrics) -> None:
+    metrics.record_outputs([delta("queued", [[]], reasons=["timeout"])])
+    metrics.record_outputs([delta("begun", [[1, 2]], reasons=["timeout"], first=1.0)])
+    found = sums(metrics)
+    assert found["request_success_totaltimeout"] == 2
+    assert found["e2e_request_latency_seconds_count"] == 1, "one that never ran has none"

@@ -159,3 +159,12 @@ async def test_finish_by_end_token_and_stop_string(served: Served) -> None:
 
 async def test_request_id_becomes_the_id(served: Served) -> None:
     assert (await chat(served, max_tokens=1, request_id="mine"))["id"] == "chatcmpl-mine"
+
+
+async def test_a_time_limit_ends_an_answer(live: Served) -> None:
+    answer = await chat(live, max_tokens=200, ignore_eos=True, timeout_s=0.3)
+    assert answer["choices"][0]["finish_reason"] == "timeout"
+    assert len(answer["choices"][0]["message"]["content"]) == answer["usage"]["completion_tokens"] < 200
+    found = await stream(live, max_tokens=200, timeout_s=1e-9, logprobs=True)
+    assert [choice["finish_reason"] for chunk in found for choice in chunk["choices"]][-1] == "timeout"
+    await live.until_idle()

@@ -244,3 +244,37 @@ async def test_request_id_becomes_the_id(served: Served) -> None:
     assert response.json()["id"] == "cmpl-mine" == response.headers["x-request-id"]
     random = await complete(served, prompt="a", max_tokens=1)
     assert random["id"] not in ("cmpl-mine", "cmpl-")
+
+
+async def test_a_time_limit_ends_an_answer_with_what_it_has(live: Served) -> None:
+    answer = await complete(live, prompt="hello", max_tokens=200, ignore_eos=True, timeout_s=0.3)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "timeout"
+    assert len(choice["text"]) == answer["usage"]["completion_tokens"] < 200
+    found = await stream(live, prompt="hello", max_tokens=200, ignore_eos=True, timeout_s=0.3, n=2)
+    assert [choice["finish_reason"] for choice in joined(found).values()] == ["timeout", "timeout"]
+    await live.until_idle()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"echo": True}, {"echo": True, "logprobs": 1}, {"echo": True, "max_tokens": 0}, {"prompt_logprobs": 0}]
+)
+async def test_a_time_limit_may_be_over_before_anything_was_computed(served: Served, more: dict[str, Any]) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "timeout_s": 1e-9, **more}
+    answer = await complete(served, **body)
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "timeout"
+    assert choice["text"] == ("hello" if "echo" in more else "")
+    assert answer["usage"]["completion_tokens"] == 0
+    [streamed] = joined(await stream(served, **body)).values()
+    assert (streamed["finish_reason"], streamed["text"]) == ("timeout", choice["text"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "1"), ("priority", 101), ("priority", -101), ("priority", 0.5)],
+)
+async def test_limits_of_time_and_priority(served: Served, name: str, value: object) -> None:
+    response = await served.client.post("/v1/completions", json={"prompt": "hello", name: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name

@@ -28,6 +28,7 @@ class Seen(NamedTuple):
     params: SamplingParams
     request_id: str
     cache_salt: str
+    priority: int
     status: int
     text: str
     answer: Any
@@ -57,6 +58,7 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
     "logit_bias": ({"64": 5}, {64: 5.0}),
     "prompt_logprobs": (2, 2),
     "truncate_prompt_tokens": (2, 2),
+    "timeout_s": (7, 7.0),
 }
 """Fields that the engine gets as they are: (value in the request, value in SamplingParams)."""
 
@@ -69,6 +71,7 @@ COMMON: dict[str, tuple[Any, Effect]] = {
         "mine",
         lambda seen, plain: seen.request_id.endswith("-mine") and seen.request_id == seen.answer["id"],
     ),
+    "priority": (-3, lambda seen, plain: seen.priority == -3 and plain.priority == 0),
     "max_tokens": (2, lambda seen, plain: seen.params.max_tokens == 2),
 }
 
@@ -100,7 +103,7 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
 }
 """Fields with a test of their own below: they need another field, or show elsewhere than in the answer."""
 
-UNSUPPORTED_VALUES: dict[str, Any] = {"best_of": 2, "length_penalty": 0.5, "priority": 3}
+UNSUPPORTED_VALUES: dict[str, Any] = {"best_of": 2, "length_penalty": 0.5}
 
 
 def usage(seen: Seen) -> int:
@@ -113,12 +116,12 @@ async def send(served: Served, kind: type, fields: dict[str, Any]) -> Seen:
     generate = type(served.engine).generate
 
     def listening(prompt: Any, params: Any, request_id: Any = None, **options: Any) -> Any:
-        calls.append((prompt, params, request_id, options["cache_salt"]))
+        calls.append((prompt, params, request_id, options["cache_salt"], options["priority"]))
         return generate(served.engine, prompt, params, request_id, **options)
 
     served.engine.generate = listening  # type: ignore[method-assign]
     response = await served.client.post(PATHS[kind], json={**BASE[kind], **fields})
-    call = calls[0] if calls else (None, None, "", "")
+    call = calls[0] if calls else (None, None, "", "", 0)
     answer = response.json() if response.headers["content-type"] == "application/json" else None
     return Seen(*call, response.status_code, response.text, answer)
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.errors import UserError
+from quire.request import MAX_PRIORITY
 from quire.sampling_params import SamplingParams
 
 MAX_STRING = 1024
@@ -16,6 +17,8 @@ MAX_SEQUENCES = 4096
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+"""Lower is earlier."""
 ShortString = Annotated[str, Meta(max_length=MAX_STRING)]
 Identifier = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
 """Printable ASCII without spaces: safe in a header, a log line and a response id."""
@@ -58,11 +61,13 @@ class SamplingFields(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fi
     logit_bias: dict[TokenId, float] | None = None
     prompt_logprobs: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
+    timeout_s: float | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_STRING)] | None = None
     request_id: Identifier | None = None
+    priority: Priority = 0
     user: ShortString | None = None
 
     @property
@@ -102,7 +107,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "lora_request": (),
     "metadata": ({},),
     "mm_processor_kwargs": ({},),
-    "priority": (0,),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_embeds": (),
