@@ -53,6 +53,7 @@ class KVCacheManager:
 
     def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool) -> None:
         self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
@@ -230,7 +231,7 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
-        """Bring a request back; the caller has compared `blocks_to_swap_in` with the room.
+        """Bring a request back; the caller has looked at `room_after_swap_in`.
 
         Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
         not among them. The others are offered to the prefix index by a `commit` after the copies.
@@ -241,9 +242,10 @@ class KVCacheManager:
             self._promises.renew(blocks)
         return copies
 
-    def blocks_to_swap_in(self, sequences: Sequence[SequenceBlocks]) -> int:
-        """How many blocks fewer others could take after `swap_in`."""
-        return sum(self.host.blocks_to_return(sequences))
+    def room_after_swap_in(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
+        """(allocatable blocks left after `swap_in`, which must not be negative; blocks that the request then holds)."""
+        fresh, evictable, held = self.host.blocks_to_return(sequences)
+        return self.pool.num_allocatable - fresh - evictable, held
 
     def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
         """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""

@@ -25,7 +25,8 @@ from quire.sampling.chooser import make_chooser
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_copy import block_copier
-from quire.worker.kv_tensors import allocate_pages, typed_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
+from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, move_blocks
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory import available_memory
 from quire.worker.model_runner import ModelRunner
@@ -103,15 +104,19 @@ class Worker:
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pool's tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
+        transfers: BlockTransfers = NoTransfers()
+        if layout.num_host_blocks:
+            transfers = ThreadTransfers(pages, allocate_host_pages(layout), move_blocks)
         max_model_len = self._model_config.max_model_len
         requests = RequestRows(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
             model=self._model,
             backend=self._make_backend(layout, pages),
             copy_blocks=block_copier(pages, self._runtime),
+            transfers=transfers,
             requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
             chooser=make_chooser(requests.sampling, self._runtime),
