@@ -40,7 +40,7 @@ class InProcessExecutor:
         self._lane.submit(self._live_worker().allocate, layout).result()
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        raise NotImplementedError
+        return self._lane.submit(self._live_worker().measure_preemption_costs).result()
 
     def describe(self) -> str:
         return self._live_worker().describe()

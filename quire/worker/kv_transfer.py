@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 Pairs: TypeAlias = Sequence[tuple[int, int]]
 """(source, destination) blocks; destinations are distinct."""
@@ -80,6 +83,15 @@ class ThreadTransfers:
             self._move(self._device, self._host, swap_out)
         if swap_in:
             self._move(self._host, self._device, swap_in)
+
+
+def block_mover(runtime: NativeRuntime | None) -> BlockMover:
+    """runtime: whether there are native kernels to copy with; None: plain torch."""
+    if runtime is None:
+        return move_blocks
+    from quire.kernels.cpu import paged_attention
+
+    return paged_attention.move_blocks
 
 
 def move_blocks(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Pairs) -> None:
