@@ -6,8 +6,14 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; run `block_copies`; append `new_blocks`
-and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+Order of effects of one plan: drop `released` rows; create `new_sequences`; run `swap_out`, then `swap_in`; run
+`block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create
+`forks`; sample.
+
+Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
+this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
+`swap_in` fills is neither read nor written by this plan's copies and model: its sequences get their rows, and run from
+the next plan on. All swapping of a plan is done before the next plan begins.
 """
 
 from __future__ import annotations
@@ -76,6 +82,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     forks: list[SequenceFork] = []
     released: list[int] = []
     """Sequences whose rows are dropped before anything else: finished, aborted or preempted."""
+    swap_out: list[tuple[int, int]] = []
+    """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
+    swap_in: list[tuple[int, int]] = []
+    """(host block, device block)"""
 
     @property
     def total_tokens(self) -> int:

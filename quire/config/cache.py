@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class CacheConfig:
     """block_size: tokens per block. memory: bytes for the pool, or None to size it from what is free after the
     profiling pass (times `memory_utilization`). num_blocks_override: exactly this many blocks, whatever they cost.
+    swap_space: bytes of the host pool for preempted requests; 0: none; None: chosen from what is free.
     """
 
     block_size: int
@@ -16,8 +17,9 @@ class CacheConfig:
     memory_utilization: float
     num_blocks_override: int | None
     enable_prefix_caching: bool
+    swap_space: int | None = 0
 
     @property
     def is_size_given(self) -> bool:
-        """Whether the pool's size follows from the options alone, so that nothing need be measured."""
-        return self.num_blocks_override is not None or self.memory is not None
+        """Whether both pools' sizes follow from the options alone, so that nothing need be measured."""
+        return (self.num_blocks_override is not None or self.memory is not None) and self.swap_space is not None

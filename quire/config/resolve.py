@@ -34,6 +34,7 @@ STORED_NAMES = {
     "int-quantized": ("compressed-tensors",),
 }
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -134,7 +135,6 @@ def _why_not_native(model: ModelConfig) -> str | None:
 def _check_available(options: EngineOptions) -> None:
     """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
     _choice("device", options.device, ("auto", "cpu"))
-    _choice("preemption_mode", options.preemption_mode, ("recompute",))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)
@@ -160,7 +160,19 @@ def _cache(options: EngineOptions) -> CacheConfig:
         memory_utilization=utilization,
         num_blocks_override=_positive("num_blocks_override", options.num_blocks_override),
         enable_prefix_caching=options.enable_prefix_caching,
+        swap_space=_swap_space(options),
     )
+
+
+def _swap_space(options: EngineOptions) -> int | None:
+    space = None if options.swap_space is None else parse_bytes(options.swap_space, param="swap_space")
+    if _choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES) != "recompute":
+        return space
+    if space is not None:
+        raise ConfigError(
+            "swap_space is for preemption_mode='swap' or 'auto', and preemption_mode is 'recompute'", param="swap_space"
+        )
+    return 0
 
 
 def _scheduler(options: EngineOptions) -> SchedulerConfig:
@@ -188,6 +200,7 @@ def _scheduler(options: EngineOptions) -> SchedulerConfig:
         queue_depth=options.queue_depth,
         scheduling_policy=_choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
         priority_seconds=options.priority_seconds,
+        preemption_mode=options.preemption_mode,
     )
 
 

@@ -14,6 +14,7 @@ class SchedulerConfig:
     queue_depth: plans that may be in flight; 1 is synchronous, 2 plans step N+1 while step N runs.
     scheduling_policy: "priority", or "fcfs": then requests may not bring a priority.
     priority_seconds: seconds of waiting that one level of priority is worth.
+    preemption_mode: "recompute", "swap", or "auto", which takes the cheaper one for each victim.
     """
 
     max_num_batched_tokens: int
@@ -22,3 +23,4 @@ class SchedulerConfig:
     queue_depth: int
     scheduling_policy: str = "priority"
     priority_seconds: float = PRIORITY_SECONDS
+    preemption_mode: str = "recompute"

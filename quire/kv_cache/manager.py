@@ -1,4 +1,4 @@
-"""The one face of the KV cache that the scheduler sees: match, begin, append, fork, commit, free, check.
+"""The one face of the KV cache that the scheduler sees: match, begin, append, fork, commit, swap, free, check.
 
 Block ids are opaque to the scheduler; it passes them into the plan. All calls either succeed or change nothing.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.groups import hit_blocks, rules_for
+from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.promises import Promises
@@ -37,10 +38,11 @@ class SequenceBlocks:
 class Growth:
     """What `append` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
 
-    __slots__ = ("copies", "new_blocks", "replaced")
+    __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
-    def __init__(self, new_blocks: list[list[int]]) -> None:
+    def __init__(self, new_blocks: list[list[int]], tail_was_shared: bool) -> None:
         self.new_blocks = new_blocks
+        self.tail_was_shared = tail_was_shared
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)"""
         self.copies: list[tuple[int, int]] = []
@@ -52,11 +54,13 @@ class KVCacheManager:
 
     def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool) -> None:
         self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
+        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes)
         self._live: dict[int, SequenceBlocks] = {}
         self._promises = Promises()
 
@@ -111,18 +115,22 @@ class KVCacheManager:
                         free -= self.pool.is_evictable(block)
         return free, held
 
-    def num_freed_by(self, sequences: Iterable[SequenceBlocks], chain: HashChain | None, num_tokens: int) -> int:
-        """Blocks that nobody else would own if these sequences gave theirs up; those of a hit (as for `begin`) are not
-        counted, since the owner of the hit takes them."""
+    def hit_blocks(self, chain: HashChain | None, num_tokens: int) -> set[int]:
+        """The device blocks that a hit of `num_tokens` (as for `begin`) would own."""
+        if chain is None or not num_tokens:
+            return set()
+        return {block for table in self._hit_tables(chain, num_tokens) for block in table if block != NULL_BLOCK}
+
+    def num_freed_by(self, sequences: Iterable[SequenceBlocks], kept: set[int]) -> int:
+        """Blocks, those in `kept` not counted, that nobody else would own if these sequences gave theirs up."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
                 owners.update(table)
-        kept = {NULL_BLOCK}
-        if chain is not None and num_tokens:
-            kept.update(*self._hit_tables(chain, num_tokens))
         counts = self.pool.ref_counts
-        return sum(count == counts[block] for block, count in owners.items() if block not in kept)
+        return sum(
+            count == counts[block] for block, count in owners.items() if block != NULL_BLOCK and block not in kept
+        )
 
     # -- owning -----------------------------------------------------------------------------------------------------
 
@@ -161,8 +169,8 @@ class KVCacheManager:
             ]
         if num_new * len(blocks.tables) + len(copied_groups) > pool.num_allocatable:
             return None
+        growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
         blocks.tail_shared = False
-        growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables])
         for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
             table.extend(new)
         blocks.capacity += num_new * size
@@ -173,6 +181,21 @@ class KVCacheManager:
             growth.replaced.append((group, tail, table[tail]))
             growth.copies.append((source, table[tail]))
         return growth
+
+    def undo(self, blocks: SequenceBlocks, growth: Growth) -> None:
+        """Take back the last `append` of a sequence, whose plan is given up; the latest one first where several
+        sequences grew. What had left a window stays given back."""
+        for (group, index, copy), (source, _) in zip(growth.replaced, growth.copies, strict=True):
+            # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
+            self.pool.share(source)
+            self.pool.release(copy)
+            blocks.tables[group][index] = source
+        for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
+            for block in reversed(new):
+                self.pool.release(block)
+            del table[len(table) - len(new) :]
+        blocks.capacity -= len(growth.new_blocks[0]) * self.block_size
+        blocks.tail_shared = growth.tail_was_shared
 
     def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
@@ -208,8 +231,50 @@ class KVCacheManager:
         if blocks.promised is not None:
             self._promises.renew(blocks)
 
+    def swap_out(
+        self, sequences: Sequence[SequenceBlocks], num_computed: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """Move a request's sequences to the host pool; num_computed: tokens of each whose KV is there to be moved.
+
+        Returns (device block, host block) for each block to copy. The device blocks can be handed out at once; until
+        `swap_in` the sequences may only be freed. Returns None when the host pool has too few blocks.
+        """
+        for blocks, position in zip(sequences, num_computed, strict=True):
+            self._release_outside_windows(blocks, position)
+        copies = self.host.swap_out(sequences)
+        if copies is not None:
+            for blocks in sequences:
+                del self._live[id(blocks)]
+                self._promises.drop(blocks)
+        return copies
+
+    def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
+        """Bring a request back; the caller has looked at `room_after_swap_in`.
+
+        Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
+        not among them. The others are offered to the prefix index by a `commit` after the copies.
+        """
+        copies = self.host.swap_in(sequences)
+        for blocks in sequences:
+            self._live[id(blocks)] = blocks
+            self._promises.renew(blocks)
+        return copies
+
+    def room_after_swap_in(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
+        """(allocatable blocks left after `swap_in`, which must not be negative; blocks that the request then holds)."""
+        fresh, evictable, held = self.host.blocks_to_return(sequences)
+        return self.pool.num_allocatable - fresh - evictable, held
+
+    def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
+        """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""
+        return self.host.footprint(sequences)
+
     def free(self, blocks: SequenceBlocks) -> None:
-        """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix."""
+        """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix. Also of a
+        sequence that is swapped out."""
+        if blocks in self.host:
+            self.host.free(blocks)
+            return
         del self._live[id(blocks)]
         self._promises.drop(blocks)
         for table in blocks.tables:
@@ -243,6 +308,7 @@ class KVCacheManager:
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
         self.pool.check(owners)
+        self.host.check()
         for block_hash, blocks in self._promises.items():
             assert id(blocks) in self._live, "a sequence that is gone promises a block"
             assert blocks.chain is not None

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import OrderKey, Request, Sequence
-from quire.scheduler.admission import blocks_to_start, has_room
+from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room
+from quire.scheduler.preemption import swapped_blocks
 from quire.scheduler.sharing import would_wait
 
 
@@ -56,13 +57,19 @@ def way_for(
     sequences = request.live_sequences
     if any(sequence.num_pending_tokens for sequence in sequences):
         return NO_WAY
-    leader = sequences[0]
-    end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
-    num_cached = kv.match_prefix(leader.chain, leader.token_ids, end - 1)
-    if would_wait(request, kv, num_cached, end - 1) is not None:
-        return NO_WAY
+    swapped = swapped_blocks(request)
+    if swapped:
+        num_blocks, kept = blocks_to_resume(request, kv, max_chunk), kv.host.reused_blocks(swapped)
+        num_tokens = 0
+    else:
+        leader = sequences[0]
+        end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
+        num_cached = kv.match_prefix(leader.chain, leader.token_ids, end - 1)
+        if would_wait(request, kv, num_cached, end - 1) is not None:
+            return NO_WAY
+        num_blocks, kept = blocks_to_start(request, kv, num_cached, max_chunk), kv.hit_blocks(leader.chain, num_cached)
+        num_tokens = min(end - num_cached, max_chunk)
     candidates = _candidates(request, running)
-    num_blocks = blocks_to_start(request, kv, num_cached, max_chunk)
     num_rows = len(running) + num_claimed_rows + len(sequences)
 
     def fits(num_victims: int) -> bool:
@@ -70,17 +77,17 @@ def way_for(
         blocks = [s.blocks for s in given_up if s.blocks is not None]
         if num_rows - len(given_up) > max_num_seqs:
             return False
-        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, leader.chain, num_cached)
+        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, kept)
         return has_room(num_blocks, room, kv, is_alone=len(blocks) == len(running))
 
     num_victims = bisect.bisect_left(range(len(candidates) + 1), True, key=fits)
     if num_victims > len(candidates):
         return NO_WAY
     victims = candidates[:num_victims]
-    kept = [sequence for sequence in running if sequence.request not in victims]
-    if _num_tokens_before(kept, request.order_key, max_chunk) >= max_num_tokens:
+    others = [sequence for sequence in running if sequence.request not in victims]
+    if _num_tokens_before(others, request.order_key, max_chunk) >= max_num_tokens:
         return NO_WAY
-    return Way(victims, min(end - num_cached, max_chunk))
+    return Way(victims, num_tokens)
 
 
 def _candidates(request: Request, running: list[Sequence]) -> list[Request]:

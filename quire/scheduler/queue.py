@@ -14,7 +14,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._returned: set[str] = set()
+        self._returned: dict[str, Request] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -24,7 +24,7 @@ class RequestQueue:
 
     def put_back(self, request: Request) -> None:
         """Return a request that ran, preempted or with its leader aborted, to its place."""
-        self._returned.add(request.request_id)
+        self._returned[request.request_id] = request
         self.add(request)
 
     def remove(self, request: Request) -> None:
@@ -32,7 +32,7 @@ class RequestQueue:
         place = bisect.bisect_left(self._requests, request.order_key, key=_order_key)
         if place < len(self._requests) and self._requests[place] is request:
             del self._requests[place]
-            self._returned.discard(request.request_id)
+            self._returned.pop(request.request_id, None)
 
     @property
     def first(self) -> Request | None:
@@ -42,6 +42,10 @@ class RequestQueue:
     def num_returned(self) -> int:
         """How many of those that wait ran before."""
         return len(self._returned)
+
+    def returned(self) -> Iterator[Request]:
+        """Those that ran before, in no particular order."""
+        return iter(self._returned.values())
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
