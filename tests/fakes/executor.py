@@ -323,7 +323,9 @@ class FakeExecutor:
                 result.candidates[index] = self._candidates(row, state)
                 token_id = result.candidates[index].token_ids[0]
             result.token_ids.append(token_id)
-            if row.sampling.params.logprobs is not None:
+            if row.sampling.params.ranks_samples and row.sampling.params.logprobs is None:
+                result.logprobs[index] = self._logprobs(token_id, state, 0)
+            elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
         for seq_id, token_id in zip(plan.sample_seq_ids, result.token_ids, strict=True):
             self._rows[seq_id].token_ids.append(token_id)
