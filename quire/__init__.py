@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quire.version import __version__
 
 if TYPE_CHECKING:
+    from quire.beam_search_params import BeamSearchOutput, BeamSearchParams
     from quire.engine.async_engine import AsyncLLM
     from quire.errors import QuireError, UserError
     from quire.llm import LLM
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "LLM": "quire.llm",
     "AsyncLLM": "quire.engine.async_engine",
+    "BeamSearchParams": "quire.beam_search_params",
+    "BeamSearchOutput": "quire.beam_search_params",
     "SamplingParams": "quire.sampling_params",
     "RequestOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
@@ -30,6 +33,8 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "QuireError",
     "RequestOutput",

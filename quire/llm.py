@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -96,6 +97,19 @@ class LLM:
         with self._busy:
             requests = self._process(listed, params, priorities)
             return self._run(requests, [prompt_text(prompt) for prompt in listed], use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search the `beam_width` best continuations of every prompt (quire/decoding/beam.py).
+
+        prompts, use_tqdm and the errors: as for `generate`, which does the same with SamplingParams(use_beam_search=
+        True) and tells the continuations without the prompts.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm)
+        return [to_beam_search_output(output, self.tokenizer, params) for output in outputs]
 
     def chat(
         self,

@@ -25,6 +25,9 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None
     """Set with the first token, with the finish, and with every token of a request that has stop strings."""
+    ranking: tuple[float, float] | None = None
+    """Of a hypothesis of a beam search: (cumulative log-probability, score). It comes whole, with its end; an end
+    without it says that there is no hypothesis of this index."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):
@@ -48,7 +51,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `text` and `token_ids` are cumulative, or what is new since the last output (`delta`)."""
+    """One completion. `text` and `token_ids` are cumulative, or what is new since the last output (`delta`).
+
+    score: of a beam search, cumulative_logprob / tokens ** length_penalty, by which the completions are ordered.
+    """
 
     index: int
     text: str
@@ -57,6 +63,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)

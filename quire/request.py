@@ -12,6 +12,7 @@ from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
 if TYPE_CHECKING:
+    from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
 
@@ -123,15 +124,18 @@ class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
     Until the prompt is computed only the first live sequence exists for the scheduler; the others fork from it at
-    the prompt's end and share its blocks (paper §4.4).
+    the prompt's end and share its blocks (paper §4.4). The sequences of a beam search are places for beams: which
+    tokens one holds changes as beams die and fork, and those that hold no beam come last.
     """
 
     __slots__ = (
         "arrival_time",
+        "beam_search",
         "bypass_prefix_cache",
         "cache_salt",
         "eos_token_ids",
         "first_scheduled_time",
+        "fork_position",
         "max_tokens",
         "num_cached_tokens",
         "num_lost_tokens",
@@ -184,7 +188,11 @@ class Request:
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
         self.unforked: list[Sequence] = []
-        """Live sequences that wait for the first one to compute the prompt."""
+        """Live sequences without a row, which has its claim nevertheless: those that wait for the first one to compute
+        what they share, and places of a beam search that hold no beam."""
+        self.fork_position: int | None = None
+        """Tokens after which siblings fork from the first sequence; None when none waits for that."""
+        self.beam_search: BeamSearch | None = None
         self.wait: Wait | None = None
         """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/sharing.py)."""
 

@@ -10,6 +10,10 @@ import msgspec
 from quire.errors import UserError, nearest_name
 
 MAX_N = 256
+MAX_BEAM_WIDTH = 32
+MAX_BEAM_STOP_TOKENS = 32
+"""Each end token makes the worker return one more candidate for every beam."""
+MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 4096
@@ -22,7 +26,12 @@ MAX_INTEGER = 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
 
-    n: completions per prompt; they share the prompt's KV blocks.
+    n: completions per prompt; they share the prompt's KV blocks. best_of: so many are generated, and the n of the
+    highest cumulative log-probability come back, at the end; None: n.
+    use_beam_search: search instead of sampling, with `best_of` (else n) beams; n hypotheses come back, at the end,
+    best first (quire/decoding/beam.py). A hypothesis of t tokens is ranked by cumulative_logprob / t ** length_penalty.
+    early_stopping: True ends the search with as many hypotheses as beams; False when the best live beam would not get
+    among them if it ended now; "never" when it could not at any length (the longest counts for length_penalty > 0).
     temperature: 0 means greedy. top_k (0 or -1: off), top_p, min_p: applied in this order, after the penalties.
     presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens
     (from 0.01 on: dividing by less could leave the range of the scores).
@@ -38,6 +47,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -81,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
         if self.timeout_s is not None:
             _number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_SECONDS, low_open=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, not {getattr(self, name)!r}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -89,13 +102,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        self._check_stop()
         _token_ids("stop_token_ids", self.stop_token_ids)
+        self._check_best_of()
+        self._check_beam_search()
+        self._check_stop()
         _token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
+
+    def _check_best_of(self) -> None:
+        _optional_integer("best_of", self.best_of, 1, MAX_N)
+        if self.best_of is not None and self.best_of < self.n:
+            raise UserError(f"best_of ({self.best_of}) must not be less than n ({self.n})", param="best_of")
+
+    def _check_beam_search(self) -> None:
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise UserError(
+                f'early_stopping must be true, false or "never", not {self.early_stopping!r}', param="early_stopping"
+            )
+        if not self.use_beam_search:
+            for name, harmless in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != harmless:
+                    raise UserError(f"{name} is for beam search: it needs use_beam_search=True", param=name)
+            return
+        if self.num_sequences > MAX_BEAM_WIDTH:
+            name = "n" if self.best_of is None else "best_of"
+            raise UserError(f"{name} must be at most {MAX_BEAM_WIDTH} with beam search", param=name)
+        for name, harmless_values in _NOT_FOR_BEAM_SEARCH.items():
+            if getattr(self, name) not in harmless_values:
+                raise UserError(f"{name} has no meaning in a beam search: leave it out", param=name)
+        if self.stop_strings:
+            raise UserError("stop strings are not supported with beam search: use stop_token_ids", param="stop")
+        if len(self.stop_token_ids or ()) > MAX_BEAM_STOP_TOKENS:
+            raise UserError(f"beam search takes at most {MAX_BEAM_STOP_TOKENS} stop tokens", param="stop_token_ids")
 
     def _check_stop(self) -> None:
         _strings("stop", self.stop_strings)
@@ -122,7 +164,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether nothing is drawn at random."""
+        return self.temperature == 0.0 or self.use_beam_search
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run: `n`, or more of which the best `n` come back; the beams of a beam search."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks_samples(self) -> bool:
+        """Whether sampled sequences are compared at the end, which takes their log-probabilities."""
+        return self.num_sequences > self.n and not self.use_beam_search
+
+    @property
+    def answers_at_end(self) -> bool:
+        """Whether nothing can be said of a completion before all are finished."""
+        return self.use_beam_search or self.ranks_samples
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> SamplingParams:
@@ -132,6 +190,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 nearest = nearest_name(name, cls.__struct_fields__)
                 raise UserError(f"unknown sampling parameter {name!r}{nearest}", param=name)
         return cls(**options)
+
+
+_BOOLEANS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+_NOT_FOR_BEAM_SEARCH: dict[str, tuple[float, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+}
+"""What shapes a random draw, with the values that change nothing. (Temperature 1 is the default, and no change.)"""
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:

@@ -6,9 +6,9 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; run `swap_out`, then `swap_in`; run
-`block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create
-`forks`; sample.
+Order of effects of one plan: drop `released` rows; create `new_sequences`; create `branches`; write `chosen_tokens`;
+run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over
+the scheduled tokens; create `forks`; sample.
 
 Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
 this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
@@ -45,12 +45,17 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: list[int]
     """End-of-sequence and stop tokens: banned while fewer than `min_tokens` were generated."""
     bad_token_sequences: list[list[int]]
+    num_candidates: int = 0
+    """Of a beam: the best next tokens to return with their scores. The first of them is the row's token until
+    `StepPlan.chosen_tokens` names another."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):
-    """`child` starts as a copy of `parent` (tokens, block table) after this step's forward pass, before sampling.
+    """`child` starts as a copy of `parent` (tokens, block table): in `StepPlan.forks` after this step's forward pass,
+    before sampling; in `StepPlan.branches` before everything that this step computes.
 
-    `token_ids` is set when the child has a history of its own (resumed after a preemption): all its known tokens.
+    `token_ids` (not in branches) is set when the child has a history of its own (resumed after a preemption): all its
+    known tokens.
     """
 
     parent: int
@@ -81,11 +86,15 @@ class StepPlan(msgspec.Struct, array_like=True):
     """(source, destination) physical blocks, every layer; one batched order, before the forward pass."""
     forks: list[SequenceFork] = []
     released: list[int] = []
-    """Sequences whose rows are dropped before anything else: finished, aborted or preempted."""
+    """Sequences whose rows are dropped before anything else: finished, aborted, preempted, or beams that died."""
     swap_out: list[tuple[int, int]] = []
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block)"""
+    branches: list[SequenceFork] = []
+    """Beams that begin as copies of others. A child may have the id of a sequence that this plan releases."""
+    chosen_tokens: list[tuple[int, int]] = []
+    """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
 
     @property
     def total_tokens(self) -> int:
@@ -101,6 +110,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     token_ids: list[int]
     logprobs: list[float]
     rank: int
+
+
+class Candidates(msgspec.Struct, array_like=True):
+    """What a beam can go on with: tokens with their scores, best first; tokens that the rules forbid are left out.
+
+    A score is the token's log-probability, changed by the request's rules (penalties, bias) and not normalised again.
+    """
+
+    token_ids: list[int]
+    scores: list[float]
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
@@ -120,3 +139,5 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> logprobs, where asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
+    candidates: dict[int, Candidates] = {}
+    """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""

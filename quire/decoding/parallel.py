@@ -1,4 +1,5 @@
-"""Parallel sampling: the `n` sequences of a request, and how they fork at the end of the prompt (paper §4.4)."""
+"""The sequences of a request, and how siblings fork from the first one: parallel samples at the end of the prompt
+(paper §4.4), beams that come back from a preemption where the first of them differ."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[int]) -> list[Sequence]:
-    """One Sequence per completion, ids drawn from `seq_ids`."""
+    """One Sequence per sample or beam, ids drawn from `seq_ids`."""
     params = source.params
+    num_sequences = params.num_sequences
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
+    num_candidates = 0
+    if params.use_beam_search:
+        # So many that at least `num_sequences` of each beam do not end it.
+        num_candidates = max(num_sequences + len(stop_token_ids), params.logprobs or 0)
     return [
         Sequence(
             next(seq_ids),
@@ -33,26 +39,44 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
                 seed=sequence_seed(source.seed, index),
                 stop_token_ids=stop_token_ids,
                 bad_token_sequences=source.bad_token_sequences,
+                num_candidates=num_candidates,
             ),
         )
-        for index in range(params.n)
+        for index in range(num_sequences)
     ]
 
 
-def fork_at_prompt_end(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, SequenceFork]]:
-    """Fork the waiting siblings off `parent`, whose computed tokens are exactly the prompt.
+def num_shared_tokens(request: Request) -> int:
+    """Known tokens that the first live sequence computes for all: all its own when there is no other."""
+    if request.beam_search is not None:
+        return request.beam_search.num_shared_tokens
+    sequences = request.live_sequences
+    return request.num_prompt_tokens if len(sequences) > 1 else len(sequences[0].token_ids)
 
-    A sibling with a history of its own (it was preempted) brings its tokens and goes on from the prompt's end.
+
+def waiting_siblings(request: Request) -> list[Sequence]:
+    """Those of the sequences without a row that will fork from the first: not the places that hold no beam."""
+    if request.beam_search is None:
+        return list(request.unforked)
+    beams = request.beam_search.sequences
+    return [sequence for sequence in request.unforked if sequence in beams]
+
+
+def fork_siblings(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, SequenceFork]]:
+    """Fork the waiting siblings off `parent`, whose computed tokens are exactly those that they share.
+
+    A sibling with a history of its own (it was preempted) brings its tokens and goes on from there.
     """
-    request = parent.request
-    assert parent.num_computed_tokens == request.num_prompt_tokens
+    request, num_shared = parent.request, parent.num_computed_tokens
+    assert num_shared == request.fork_position
     assert parent.blocks is not None
     forks = []
-    for child in request.unforked:
-        child.blocks = kv.fork(parent.blocks, request.num_prompt_tokens)
+    for child in waiting_siblings(request):
+        child.blocks = kv.fork(parent.blocks, num_shared)
         child.chain = child.blocks.chain
-        child.num_computed_tokens = request.num_prompt_tokens
+        child.num_computed_tokens = num_shared
         history = list(child.token_ids) if child.num_output_tokens else None
         forks.append((child, SequenceFork(parent.seq_id, child.seq_id, child.sampling, history)))
-    request.unforked = []
+        request.unforked.remove(child)
+    request.fork_position = None
     return forks

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
@@ -182,6 +183,18 @@ class AsyncLLM:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self._all_finished.set()
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
+    ) -> BeamSearchOutput:
+        """Search the `beam_width` best continuations of a prompt. Cancelling the task aborts the search; the errors are
+        those of `generate`, which does the same with SamplingParams(use_beam_search=True)."""
+        if not isinstance(params, BeamSearchParams):
+            raise UserError(f"params must be BeamSearchParams, not {type(params).__name__}", param="params")
+        running = self.generate(prompt, params.to_sampling_params(), request_id, cache_salt=cache_salt)
+        async with contextlib.aclosing(running) as outputs:
+            output = await anext(outputs)
+        return to_beam_search_output(output, self.tokenizer, params)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their iterators get a last output whose finish reason is "abort". Unknown ids are ignored."""

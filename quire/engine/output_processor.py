@@ -59,7 +59,8 @@ class OutputProcessor:
         with news, and of them what is new: token ids and logprobs come with the step that made them, always
         together; text comes when it is certain, so a token's text may come with a later output than the token
         (an unfinished character, the possible beginning of a stop string) and no text that was delivered is ever
-        taken back. Prompt logprobs come once, with the first tokens. With `final_only` there is one output, the last.
+        taken back. Prompt logprobs come once, with the first tokens. With `final_only` there is one output, the last;
+        so it is for a request whose completions are ranked at the end (beam search, best_of).
         """
         if request.request_id in self._requests:
             raise UserError(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -139,7 +140,7 @@ class _RequestState:
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer if request.params.detokenize else None
         self._delta = delta
-        self._final_only = final_only
+        self._final_only = final_only or request.params.answers_at_end
         self._num_cached_tokens = 0
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
@@ -147,7 +148,9 @@ class _RequestState:
         self._metrics = RequestMetrics()
         self._first_token: float | None = None
         stops = StopTable(request.params.stop_strings) if request.params.stop_strings else None
-        self.sequences = [_SequenceState(index, request, self._tokenizer, stops) for index in range(request.params.n)]
+        # Of a beam search the core reports hypotheses only, not its beams.
+        num_reported = request.params.n if request.params.use_beam_search else request.params.num_sequences
+        self.sequences = [_SequenceState(index, request, self._tokenizer, stops) for index in range(num_reported)]
         self.num_live = len(self.sequences)
 
     def take(self, update: SequenceUpdate) -> bool:
@@ -173,10 +176,11 @@ class _RequestState:
         finished = self.num_live == 0
         if self._final_only and not finished:
             return None
+        sequences = self._reported_sequences()
         if self._delta:
-            outputs = [sequence.delta() for sequence in self.sequences if sequence.has_news]
+            outputs = [sequence.delta() for sequence in sequences if sequence.has_news]
         else:
-            outputs = [sequence.snapshot() for sequence in self.sequences]
+            outputs = [sequence.snapshot() for sequence in sequences]
         output = RequestOutput(
             request_id=self._request.request_id,
             prompt=self._prompt_text,
@@ -190,6 +194,16 @@ class _RequestState:
         if self._delta:
             self._prompt_logprobs = None
         return output
+
+    def _reported_sequences(self) -> list[_SequenceState]:
+        """All, but of samples that are ranked the best `n`, and of hypotheses those that exist."""
+        params = self._request.params
+        if params.ranks_samples:
+            ranked = sorted(self.sequences, key=_SequenceState.rank)[: params.n]
+            for index, sequence in enumerate(ranked):
+                sequence.index = index
+            return ranked
+        return [sequence for sequence in self.sequences if not sequence.is_missing]
 
     def _measure(self, timing: RequestTiming, *, has_token: bool) -> None:
         """Differences on the core's clock; `latency` is as of the last report, which usually is that of the end."""
@@ -210,16 +224,18 @@ class _SequenceState:
     __slots__ = (
         "_cumulative_logprob",
         "_detokenizer",
-        "_index",
         "_logprobs",
         "_num_unchecked",
         "_params",
+        "_score",
         "_stops",
         "_text",
         "_token_ids",
         "_tokenizer",
         "finish_reason",
         "has_news",
+        "index",
+        "is_missing",
         "stop_reason",
     )
 
@@ -227,7 +243,7 @@ class _SequenceState:
         self, index: int, request: EngineRequest, tokenizer: Tokenizer | None, stops: StopTable | None
     ) -> None:
         params = request.params
-        self._index = index
+        self.index = index
         self._params: SamplingParams = params
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -242,6 +258,9 @@ class _SequenceState:
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
+        self._score: float | None = None
+        self.is_missing = False
+        """The search found fewer hypotheses."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.has_news = False
@@ -260,10 +279,15 @@ class _SequenceState:
                     token_ids = token_ids[: position + 1]
                     break
         self._token_ids += token_ids
-        if self._logprobs is not None and update.logprobs is not None:
-            for entry in update.logprobs[: len(token_ids)]:
+        for entry in (update.logprobs or ())[: len(token_ids)]:
+            self._cumulative_logprob += entry.logprobs[0]
+            if self._logprobs is not None:
                 self._logprobs.append(to_logprobs(entry, self._tokenizer))
-                self._cumulative_logprob += entry.logprobs[0]
+        if self._params.use_beam_search:
+            if update.ranking is None:
+                self.is_missing = True
+            else:
+                self._cumulative_logprob, self._score = update.ranking
         if self.finish_reason is None and update.finish_reason is not None:
             self.finish(update.finish_reason, update.stop_reason)
 
@@ -274,6 +298,10 @@ class _SequenceState:
             return
         if self._stops is not None:
             self._text.append(self._stops.finish())
+
+    def rank(self) -> tuple[bool, float]:
+        """Smaller is better: what was broken off comes last, then the cumulative log-probability decides."""
+        return self.finish_reason is FinishReason.ABORT, -self._cumulative_logprob
 
     def _show(self, text: str) -> bool:
         """Append one token's text as far as it is certain. Returns whether a stop string ended the sequence."""
@@ -308,14 +336,19 @@ class _SequenceState:
 
     def _output(self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
         return CompletionOutput(
-            index=self._index,
+            index=self.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=self._cumulative_logprob if logprobs is not None or self._is_ranked else None,
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
+            score=self._score,
         )
+
+    @property
+    def _is_ranked(self) -> bool:
+        return self._score is not None or self._params.ranks_samples
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -40,6 +40,14 @@ class Chooser(Protocol):
         """
         ...
 
+    def best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
+        """The `num_best` tokens of the highest scores of each row, best first, of several equal ones the lowest first.
+
+        scores: [N, vocab_size] float32, the elements of a row side by side, each row with a finite score and none with
+        NaN or plus infinity. Returns [N, min(num_best, vocab_size)] int64.
+        """
+        ...
+
 
 def make_chooser(rows: SamplingRows, runtime: NativeRuntime | None) -> Chooser:
     """runtime: the native kernels that the worker computes with; None: plain operators."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.kernels.cpu.sampling import VocabularyKernels
+from quire.kernels.cpu.sampling import MOST_RANKED, VocabularyKernels
 from quire.sampling.batch import SampleBatch
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.parameters import Feature, SamplingRows
+from quire.sampling.plain import best_tokens
 from quire.step import TokenLogprobs
 
 
@@ -38,3 +39,8 @@ class NativeChooser:
             TokenLogprobs([token, *tokens[:count]], [value, *values[:count]], rank)
             for token, value, tokens, values, rank, count in entries
         ]
+
+    def best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
+        if num_best > MOST_RANKED:
+            return best_tokens(scores, num_best)
+        return self._kernels.rank(scores, scores.argmax(axis=1), num_best)[2]

@@ -27,6 +27,7 @@ class Feature:
     BAD_WORDS = 1 << 7
     ALLOWED_TOKENS = 1 << 8
     LOGPROBS = 1 << 9
+    CANDIDATES = 1 << 10
 
 
 EDITS = (
@@ -57,6 +58,7 @@ class SamplingRows:
         self.repetition_penalty = np.ones(num_rows, np.float32)
         self.min_tokens = np.zeros(num_rows, np.int64)
         self.num_logprobs = np.zeros(num_rows, np.int64)
+        self.num_candidates = np.zeros(num_rows, np.int64)
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         self.logit_bias = RaggedColumn()
         self.stop_tokens = RaggedColumn()
@@ -69,7 +71,7 @@ class SamplingRows:
         params = sampling.params
         self.features[row] = _features(sampling)
         self.seed[row] = sampling.seed & SEED_MASK
-        self.temperature[row] = params.temperature
+        self.temperature[row] = 0 if params.is_greedy else params.temperature
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -78,6 +80,7 @@ class SamplingRows:
         self.repetition_penalty[row] = params.repetition_penalty
         self.min_tokens[row] = params.min_tokens
         self.num_logprobs[row] = params.logprobs or 0
+        self.num_candidates[row] = sampling.num_candidates
         self.num_prompt_logprobs[row] = params.prompt_logprobs or 0
         bias = params.logit_bias or {}
         self.logit_bias.set(row, list(bias), list(bias.values()))
@@ -116,7 +119,9 @@ def _features(sampling: SequenceSampling) -> int:
         Feature.MIN_TOKENS: params.min_tokens > 0 and bool(sampling.stop_token_ids),
         Feature.BAD_WORDS: bool(sampling.bad_token_sequences),
         Feature.ALLOWED_TOKENS: params.allowed_token_ids is not None,
-        Feature.LOGPROBS: params.logprobs is not None,
+        # The log-probabilities of a beam are those of its candidates.
+        Feature.LOGPROBS: (params.logprobs is not None or params.ranks_samples) and not sampling.num_candidates,
+        Feature.CANDIDATES: sampling.num_candidates > 0,
     }
     for feature, condition in conditions.items():
         if condition:

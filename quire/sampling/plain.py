@@ -46,6 +46,9 @@ class PlainChooser:
         log_probs = log_probabilities(torch.from_numpy(logits))
         return token_logprobs(log_probs, torch.from_numpy(token_ids), num_top)
 
+    def best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
+        return best_tokens(scores, num_best)
+
     def _draw(self, scores: np.ndarray, index: np.ndarray, batch: SampleBatch, used: int) -> np.ndarray:
         """Draw a token for each of the batch's rows `index`. Returns [len(index)] int64."""
         uniforms = uniform(self._rows.seed[batch.rows[index]], batch.num_generated[index])
@@ -72,6 +75,19 @@ class PlainChooser:
             apply_filters(some, cumulative[filtered, -1], rows.top_k[at], rows.top_p[at], rows.min_p[at])
             weights[filtered], cumulative[filtered] = some, cumulative_blocks(some)
         return draw(weights, cumulative, uniforms)
+
+
+def best_tokens(scores: np.ndarray, num_best: int) -> np.ndarray:
+    """See `quire.sampling.chooser.Chooser.best`."""
+    num_rows, vocab_size = scores.shape
+    width = min(num_best, vocab_size)
+    lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]
+    best = np.empty((num_rows, width), np.int64)
+    for row in range(num_rows):
+        # Of those that equal the lowest one some may be too many, hence sorted and in order of their ids.
+        token_ids = np.flatnonzero(scores[row] >= lowest[row])
+        best[row] = token_ids[np.argsort(-scores[row, token_ids], kind="stable")[:width]]
+    return best
 
 
 def _best(scores: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:

@@ -12,19 +12,21 @@ import numpy as np
 import torch
 
 from quire.sampling.batch import SampleBatch
+from quire.sampling.candidates import best_candidates, normalize
 from quire.sampling.chooser import Chooser
 from quire.sampling.parameters import EDITS, NEEDS_INDEX_OF_ROW, Feature, SamplingRows
 from quire.sampling.penalties import apply_output_penalties, apply_repetition_penalty
 from quire.sampling.rules import add_logit_bias, ban_stop_tokens, keep_allowed
-from quire.step import TokenLogprobs
+from quire.step import Candidates, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids: [R] int64, aligned with the batch. logprobs: batch index -> logprobs, where asked for."""
+    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for."""
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs]
+    candidates: dict[int, Candidates]
 
 
 class Sampler:
@@ -47,17 +49,28 @@ class Sampler:
         if used & Feature.LOGPROBS:
             wants_logprobs = np.flatnonzero(rows.features[batch.rows] & Feature.LOGPROBS)
             unchanged = scores[wants_logprobs]
-        # 2. Bias, penalties, bans, allowed tokens.
+        # 2. Bias, penalties, bans, allowed tokens. Those of a beam change its log-probabilities.
+        beams = np.empty(0, np.int64)
+        if used & Feature.CANDIDATES:
+            beams = np.flatnonzero(rows.features[batch.rows] & Feature.CANDIDATES)
+            scores[beams] = normalize(scores[beams])
         if used & EDITS:
             self._edit(scores, batch, used)
+        beam_scores = scores[beams]
         # 3. Greedy rows take the best score, the others draw.
         token_ids = self._chooser.choose(scores, batch, used)
-        # 4. Log-probabilities of what was chosen.
+        # 4. What beams can go on with: the best token, which was just chosen for them, and the next ones.
+        candidates = {}
+        if beams.size:
+            num_candidates = rows.num_candidates[batch.rows[beams]].tolist()
+            found = best_candidates(beam_scores, num_candidates, self._chooser)
+            candidates = dict(zip(beams.tolist(), found, strict=True))
+        # 5. Log-probabilities of what was chosen.
         if not used & Feature.LOGPROBS:
-            return SampledTokens(token_ids, {})
+            return SampledTokens(token_ids, {}, candidates)
         num_top = rows.num_logprobs[batch.rows[wants_logprobs]].tolist()
         entries = self._chooser.logprobs(unchanged, token_ids[wants_logprobs], num_top)
-        return SampledTokens(token_ids, dict(zip(wants_logprobs.tolist(), entries, strict=True)))
+        return SampledTokens(token_ids, dict(zip(wants_logprobs.tolist(), entries, strict=True)), candidates)
 
     def _edit(self, scores: np.ndarray, batch: SampleBatch, used: int) -> None:
         """Change the scores in place, in this order, by the features that the batch uses."""

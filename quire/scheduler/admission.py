@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.decoding.parallel import num_shared_tokens
 from quire.errors import PromptTooLongError
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request
@@ -16,17 +17,21 @@ def refuse_impossible(request: Request, kv: KVCacheManager, max_num_seqs: int, m
 
     Whatever passes can always run: preempting everybody else makes room for it, so nothing starves.
     """
-    n = request.params.n
+    params = request.params
+    n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
     if n > max_num_seqs:
-        raise PromptTooLongError(f"n={n} exceeds the engine's max_num_seqs of {max_num_seqs}", param="n")
+        raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {max_num_seqs}", param=name)
     # The last sampled token needs no KV.
     total = request.num_prompt_tokens + request.max_tokens - 1
-    needed = kv.most_blocks(total, max_chunk) if n == 1 else _blocks_of_siblings(request, kv, [total] * n)
+    if n == 1:
+        needed = kv.most_blocks(total, max_chunk)
+    else:
+        needed = _blocks_of_siblings(request.num_prompt_tokens, kv, [total] * n)
     if needed > kv.pool.num_usable:
         raise PromptTooLongError(
             f"the request needs up to {needed} KV blocks ({request.num_prompt_tokens} prompt tokens, max_tokens="
-            f"{request.max_tokens}, n={n}), and the KV cache has {kv.pool.num_usable}; lower max_tokens or n, or "
-            "give the KV cache more memory",
+            f"{request.max_tokens}, {name}={n}), and the KV cache has {kv.pool.num_usable}; lower max_tokens or "
+            f"{name}, or give the KV cache more memory",
             param="max_tokens",
         )
 
@@ -55,15 +60,18 @@ def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) 
 def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     """Blocks that the request holds when all its known tokens are computed (and one more each)."""
     sequences = request.live_sequences
+    # A place without a beam still has the tokens of its last one: it counts as what it may become.
+    known = [len((sequences[0] if request.beam_search else sequence).token_ids) for sequence in sequences]
     # One more token each than known, but never more than the bound of `refuse_impossible`.
-    lengths = [min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1) for sequence in sequences]
+    lengths = [min(length + 1, sequences[0].max_total_tokens - 1) for length in known]
     if len(lengths) == 1:
         return kv.most_blocks(lengths[0], max_chunk)
-    return _blocks_of_siblings(request, kv, lengths)
+    return _blocks_of_siblings(num_shared_tokens(request), kv, lengths)
 
 
-def _blocks_of_siblings(request: Request, kv: KVCacheManager, lengths: list[int]) -> int:
-    """Blocks of forked sequences: the prompt's full blocks once, the rest each (windows are not counted on)."""
+def _blocks_of_siblings(num_shared: int, kv: KVCacheManager, lengths: list[int]) -> int:
+    """Blocks of forked sequences: the full blocks of what they share once, the rest each (windows are not counted
+    on)."""
     size = kv.block_size
-    shared = request.num_prompt_tokens // size
+    shared = num_shared // size
     return kv.num_groups * (shared + sum(-(-length // size) - shared for length in lengths))

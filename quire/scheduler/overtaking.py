@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
+from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import OrderKey, Request, Sequence
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room
@@ -63,7 +64,7 @@ def way_for(
         num_tokens = 0
     else:
         leader = sequences[0]
-        end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
+        end = num_shared_tokens(request)
         num_cached = kv.match_prefix(leader.chain, leader.token_ids, end - 1)
         if would_wait(request, kv, num_cached, end - 1) is not None:
             return NO_WAY

@@ -109,7 +109,9 @@ class PlanBuilder:
         del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :], self.grown[mark.grown :]
         assert len(self.forks) == mark.forks, "a request that forks in this step cannot be preempted by itself"
 
-    def build(self, released: list[int]) -> StepPlan:
+    def build(
+        self, released: list[int], branches: list[SequenceFork], chosen_tokens: list[tuple[int, int]]
+    ) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
             seq_ids=[sequence.seq_id for sequence in self.sequences],
@@ -125,4 +127,6 @@ class PlanBuilder:
             released=released,
             swap_out=self.swap_out,
             swap_in=self.swap_in,
+            branches=branches,
+            chosen_tokens=chosen_tokens,
         )

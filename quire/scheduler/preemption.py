@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.host_pool import Footprint
 from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
 from quire.request import Request, Sequence
@@ -57,11 +58,14 @@ class Cheaper:
 
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
     """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when it is
-    to be recomputed: by choice, for want of room, or because there is nothing to save."""
+    to be recomputed: by choice, for want of room, with nothing to save, or in the middle of a beam search's step."""
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
     if not any(num_computed):
+        return None
+    if request.beam_search is not None and any(sequence.num_pending_tokens for sequence in sequences):
+        # What these samples decide makes beams fork and die, which needs their blocks to be in one place.
         return None
     footprint = kv.footprint(handles)
     num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size
@@ -87,10 +91,7 @@ def swapped_blocks(request: Request) -> list[SequenceBlocks]:
 
 
 def computed_tokens(request: Request) -> int:
-    """Tokens that the request would compute again if it lost its blocks: siblings compute the prompt once."""
-    total = num_shared = 0
-    for sequence in request.live_sequences:
-        if sequence.blocks is not None:
-            total += sequence.num_computed_tokens - num_shared
-            num_shared = request.num_prompt_tokens
-    return total
+    """Tokens that the request would compute again if it lost its blocks: what siblings share is computed once."""
+    computed = [sequence.num_computed_tokens for sequence in request.live_sequences if sequence.blocks is not None]
+    num_shared = num_shared_tokens(request) if len(computed) > 1 else 0
+    return sum(computed) - num_shared * (len(computed) - 1)

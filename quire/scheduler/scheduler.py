@@ -14,12 +14,14 @@ import itertools
 from typing import NamedTuple
 
 from quire.config.scheduler import SchedulerConfig
-from quire.decoding.parallel import create_sequences, fork_at_prompt_end
+from quire.decoding.beam import BeamSearch
+from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens, waiting_siblings
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.branching import Branching, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.plan_builder import Mark, PlanBuilder
@@ -28,7 +30,7 @@ from quire.scheduler.queue import RequestQueue
 from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
-from quire.step import StepPlan, StepResult
+from quire.step import Candidates, StepPlan, StepResult
 
 
 class _InFlight(NamedTuple):
@@ -62,9 +64,10 @@ class Scheduler:
         self._running: list[Sequence] = []
         """Sequences that have a row, in the order of their requests; those of one request side by side."""
         self._num_unforked = 0
-        """Sequences of running requests that wait for their prompt: they have a claim, not yet a row."""
+        """Sequences of running requests that have a claim to a row and not the row itself (`Request.unforked`)."""
         self._deadlines = Deadlines()
         self._released: list[int] = []
+        self._branching = Branching()
         self._refused: Request | None = None
         """The waiting request that did not fit ..."""
         self._refused_room = 0
@@ -89,14 +92,17 @@ class Scheduler:
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
                 sequence.chain = self.kv.new_chain(request.cache_salt)
+        if request.params.use_beam_search:
+            request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._deadlines.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored."""
+        """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored, and so is
+        the index of a hypothesis: no sequence of a beam search belongs to it."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or (request.beam_search is not None and index is not None):
             return
         self._end(request, [s for s in request.live_sequences if index in (None, s.index)], FinishReason.ABORT)
 
@@ -105,12 +111,18 @@ class Scheduler:
         updates = []
         for request in self._deadlines.expired(now):
             ended = request.live_sequences
-            self._end(request, ended, FinishReason.TIMEOUT)
             self._stats.timed_out_requests_total += 1
-            for sequence in ended:
-                update = SequenceUpdate(request.request_id, sequence.index, [], finish_reason=FinishReason.TIMEOUT)
-                self._describe(update, sequence, now)
-                updates.append(update)
+            if request.beam_search is not None:
+                request.beam_search.cut(FinishReason.TIMEOUT)
+                last = hypothesis_updates(request)
+            else:
+                last = [
+                    SequenceUpdate(request.request_id, s.index, [], finish_reason=FinishReason.TIMEOUT) for s in ended
+                ]
+            for update in last:
+                self._describe(update, ended[0], now)
+            updates += last
+            self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 
     def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
@@ -152,7 +164,7 @@ class Scheduler:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
         self._insert_forked(builder)
-        plan = builder.build(self._released)
+        plan = builder.build(self._released, *self._branching.take())
         self._released = []
         self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples, builder.resumed)
         self._stats.steps_total += 1
@@ -176,6 +188,11 @@ class Scheduler:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
+            if sequence.request.beam_search is not None:
+                ended = self._take_candidates(sequence.request, sequence, result.candidates[position], now)
+                any_finished |= bool(ended)
+                updates += ended
+                continue
             sequence.token_ids.append(token_id)
             update = SequenceUpdate(sequence.request.request_id, sequence.index, [token_id])
             if result.logprobs and position in result.logprobs:
@@ -189,7 +206,7 @@ class Scheduler:
             if finish is not None or sequence.num_output_tokens == 1 or sequence.request.params.stop:
                 self._describe(update, sequence, now)
             updates.append(update)
-        self._stats.generation_tokens_total += len(updates)
+        self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
         if result.prompt_logprobs:
             self._attach_prompt_logprobs(result, sequences, updates)
         if any_finished:
@@ -237,7 +254,9 @@ class Scheduler:
             known = len(sequence.token_ids) + sequence.num_pending_tokens
             start = sequence.num_computed_tokens
             num_tokens = known - start
-            if num_tokens <= 0 or (sequence.num_pending_tokens and known >= sequence.max_total_tokens):
+            # A beam's next token is chosen by an update, never by the workers.
+            is_final = request.beam_search is not None or known >= sequence.max_total_tokens
+            if num_tokens <= 0 or (sequence.num_pending_tokens and is_final):
                 continue
             if num_tokens > 1:
                 # Everybody behind keeps at least one token of the budget, so a long prompt starves nobody.
@@ -245,8 +264,8 @@ class Scheduler:
                 if first_waiting is not None and first_waiting.order_key < sequence.request.order_key:
                     num_free = max(1, num_free - num_reserved)
                 num_tokens = min(num_tokens, max_chunk, num_free)
-                if request.unforked:
-                    num_tokens = min(num_tokens, request.num_prompt_tokens - start)
+                if request.fork_position is not None:
+                    num_tokens = min(num_tokens, request.fork_position - start)
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             if start + num_tokens > blocks.capacity or blocks.tail_shared:
@@ -262,7 +281,7 @@ class Scheduler:
                     growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
             builder.schedule(sequence, num_tokens)
-            if request.unforked and sequence.num_computed_tokens == request.num_prompt_tokens:
+            if sequence.num_computed_tokens == request.fork_position:
                 self._fork(builder, sequence)
         return preempted
 
@@ -295,7 +314,7 @@ class Scheduler:
                 self._resume(builder, request)
                 continue
             leader = sequences[0]
-            end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
+            end = num_shared_tokens(request)
             num_cached = self.kv.match_prefix(leader.chain, leader.token_ids, end - 1)
             num_blocks = blocks_to_start(request, self.kv, num_cached, self._max_chunk)
             if passed.begin(request, num_cached, end - 1, num_blocks):
@@ -309,13 +328,15 @@ class Scheduler:
                 break
             self._refused = None
             started.append(request)
-            self._start(builder, request, leader, num_cached, now)
+            self._start(request, leader, num_cached, now)
             self._grow_new(builder, leader, num_tokens)
         for request in started:
             self._waiting.remove(request)
 
-    def _start(self, builder: PlanBuilder, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
+    def _start(self, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
         """Move a request from the queue to the running set; it owns the blocks of its prefix hit."""
+        if request.beam_search is not None:
+            request.beam_search.forget_candidates()
         self._enter_running(request, [leader])
         leader.blocks = self.kv.begin(leader.chain, num_cached)
         leader.num_computed_tokens = num_cached
@@ -344,6 +365,7 @@ class Scheduler:
         """`sequences` get rows; the request's others fork from the first of them at the prompt's end."""
         request.status = RequestStatus.RUNNING
         request.unforked = [s for s in request.live_sequences if s not in sequences]
+        request.fork_position = num_shared_tokens(request) if waiting_siblings(request) else None
         self._num_unforked += len(request.unforked)
         for sequence in sequences:
             bisect.insort(self._running, sequence, key=lambda sequence: sequence.request.order_key)
@@ -356,14 +378,14 @@ class Scheduler:
         assert growth is not None, "admitted without room"
         builder.add_row(leader)
         builder.schedule(leader, num_tokens)
-        if leader.request.unforked and leader.num_computed_tokens == leader.request.num_prompt_tokens:
+        if leader.num_computed_tokens == leader.request.fork_position:
             self._fork(builder, leader)
 
     def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
         """Fork the siblings after this step's forward pass; those without a history sample from the parent's logits."""
         batch_index = len(builder.sequences) - 1
         children = []
-        for child, fork in fork_at_prompt_end(parent, self.kv):
+        for child, fork in fork_siblings(parent, self.kv):
             builder.forks.append(fork)
             children.append(child)
             if fork.token_ids is None:
@@ -386,7 +408,9 @@ class Scheduler:
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take back all blocks and rows of a running request; it is swapped out, or recomputes."""
-        self._released += [s.seq_id for s in request.live_sequences if s.blocks is not None]
+        for sequence in request.live_sequences:
+            if sequence.blocks is not None:
+                self._drop_row(sequence)
         copies = swap_out(request, self.kv, self._prefers_swap)
         if copies is not None:
             builder.swap_out += copies
@@ -418,9 +442,9 @@ class Scheduler:
         """End one sequence; with the last one the request leaves. `_running` is filtered by the caller."""
         sequence.finish_reason = reason
         if sequence.blocks is not None:
+            self._drop_row(sequence)
             self.kv.free(sequence.blocks)
             sequence.blocks = None
-            self._released.append(sequence.seq_id)
         elif sequence.swapped is not None:
             self.kv.free(sequence.swapped)
             sequence.swapped = None
@@ -431,6 +455,39 @@ class Scheduler:
             self._deadlines.discard(request)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
+
+    def _drop_row(self, sequence: Sequence) -> None:
+        """Let the workers drop a sequence's row with the next plan."""
+        if self._branching.forget(sequence):
+            self._released.append(sequence.seq_id)
+
+    def _take_candidates(
+        self, request: Request, beam: Sequence, candidates: Candidates, now: float
+    ) -> list[SequenceUpdate]:
+        """Take the candidates of one beam; with those of the last one, let the beams fork and die, or end the search.
+        Returns what comes of it at its end, nothing before. `_running` is filtered by the caller then."""
+        search = request.beam_search
+        assert search is not None
+        if not search.offer(beam, candidates):
+            return []
+        children = search.expand()
+        if search.is_done:
+            self._num_unforked -= len(request.unforked)
+            request.unforked = []
+            updates = hypothesis_updates(request)
+            for update in updates:
+                self._describe(update, beam, now)
+            for sequence in request.sequences:
+                self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
+            return updates
+        running, num_unforked = search.running_sequences, len(request.unforked)
+        dropped = self._branching.follow(search, children, self.kv)
+        self._released += [sequence.seq_id for sequence in dropped]
+        self._num_unforked += len(request.unforked) - num_unforked
+        if running:
+            position = self._running.index(running[0])
+            self._running[position : position + len(running)] = search.running_sequences
+        return []
 
     def _describe(self, update: SequenceUpdate, sequence: Sequence, now: float) -> None:
         request = sequence.request
@@ -494,6 +551,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
+        self._branching.check(self._running)
         with_blocks = [s for r in self._requests.values() for s in r.live_sequences if s.blocks is not None]
         assert {s.seq_id for s in with_blocks} == {s.seq_id for s in self._running}, "rows and blocks disagree"
         assert self.kv.num_live_sequences == len(self._running), "the KV cache holds a sequence nobody runs"

@@ -75,6 +75,7 @@ class ModelRunner:
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
             prompt_logprobs=self._prompt_logprobs(plan, batch, hidden),
+            candidates=sampled.candidates,
         )
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -85,6 +86,7 @@ class ModelRunner:
         for new in plan.new_sequences:
             row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
+        self._create_branches(plan)
         self._transfers.start(plan.swap_out, plan.swap_in)
         if plan.block_copies:
             if self._transfers.is_reading(destination for _, destination in plan.block_copies):
@@ -94,6 +96,17 @@ class ModelRunner:
             tables.append(requests.row_of(seq_id), block_ids)
         for seq_id, group, logical_index, block_id in plan.replaced_blocks:
             tables.replace(requests.row_of(seq_id), group, logical_index, block_id)
+
+    def _create_branches(self, plan: StepPlan) -> None:
+        """Give new beams rows, and all beams the tokens that the scheduler chose for them."""
+        requests = self._requests
+        for fork in plan.branches:
+            parent = requests.row_of(fork.parent)
+            token_ids = requests.token_ids[parent, : requests.lengths[parent]]
+            num_prompt_tokens = int(requests.num_prompt_tokens[parent])
+            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+        for seq_id, token_id in plan.chosen_tokens:
+            requests.replace_last(requests.row_of(seq_id), token_id)
 
     def _create_forks(self, plan: StepPlan, sampled_at: dict[int, int]) -> None:
         """Give children rows. sampled_at: sequence -> position of the token that this step samples for it.
@@ -112,7 +125,7 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> SampledTokens:
         """Choose the tokens of the plan's sampled sequences and write them to their rows."""
         if not plan.sample_seq_ids:
-            return SampledTokens(np.empty(0, np.int64), {})
+            return SampledTokens(np.empty(0, np.int64), {}, {})
         requests = self._requests
         source = np.array(plan.sample_from, np.int64)
         logits = self._model.compute_logits(hidden[torch.from_numpy(batch.last_index[source])])

@@ -81,6 +81,7 @@ class CoreClient:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.rankings: dict[tuple[str, int], tuple[float, float]] = {}
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.prompt_logprob_positions: dict[str, list[int]] = {}
         self.refused: dict[str, str] = {}
@@ -134,6 +135,8 @@ class CoreClient:
         assert key not in self.finished, f"{key} got a token after its end"
         self.tokens.setdefault(key, []).extend(update.new_token_ids)
         self.logprobs.setdefault(key, []).extend(update.logprobs or [])
+        if update.ranking is not None:
+            self.rankings[key] = update.ranking
         if update.prompt_logprobs is not None:
             start, entries = update.prompt_logprobs.start, update.prompt_logprobs.entries
             positions = self.prompt_logprob_positions.setdefault(update.request_id, [])

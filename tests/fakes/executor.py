@@ -13,13 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
+    Candidates,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
@@ -174,6 +176,10 @@ class FakeExecutor:
             self._disown(self._rows.pop(seq_id))
         for new in plan.new_sequences:
             self._create(new)
+        for fork in plan.branches:
+            self._branch(fork)
+        for seq_id, token_id in plan.chosen_tokens:
+            self._overrule(seq_id, token_id)
         self._save_to_host(plan.swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
@@ -318,6 +324,29 @@ class FakeExecutor:
         self._own(child)
         self._rows[fork.child] = child
 
+    def _branch(self, fork: SequenceFork) -> None:
+        parent = self._row(fork.parent)
+        _require(fork.child not in self._rows, f"branch: sequence {fork.child} already has a row")
+        _require(fork.token_ids is None, "a branch has no history of its own")
+        child = replace(
+            parent,
+            token_ids=list(parent.token_ids),
+            tables=[list(table) for table in parent.tables],
+            chain=list(parent.chain),
+            sampling=fork.sampling,
+        )
+        self._own(child)
+        self._rows[fork.child] = child
+
+    def _overrule(self, seq_id: int, token_id: int) -> None:
+        row = self._row(seq_id)
+        _require(row.sampling.num_candidates > 0, f"a token is chosen for {seq_id}, which is no beam")
+        _require(
+            len(row.chain) == row.num_computed == len(row.token_ids) - 1,
+            f"the token chosen for {seq_id} would replace one that was computed",
+        )
+        row.token_ids[-1] = token_id
+
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         """Every token is picked before any row grows: a child reads its parent's logits, not its token."""
         for index, (seq_id, source) in enumerate(zip(plan.sample_seq_ids, plan.sample_from, strict=True)):
@@ -329,8 +358,13 @@ class FakeExecutor:
             )
             state = read.chain[known - 1]
             token_id = self._pick(row, state)
+            if row.sampling.num_candidates:
+                result.candidates[index] = self._candidates(row, state)
+                token_id = result.candidates[index].token_ids[0]
             result.token_ids.append(token_id)
-            if row.sampling.params.logprobs is not None:
+            if row.sampling.params.ranks_samples and row.sampling.params.logprobs is None:
+                result.logprobs[index] = self._logprobs(token_id, state, 0)
+            elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
         for seq_id, token_id in zip(plan.sample_seq_ids, result.token_ids, strict=True):
             self._rows[seq_id].token_ids.append(token_id)
@@ -350,6 +384,21 @@ class FakeExecutor:
         while index < sampling.params.min_tokens and token_id in sampling.stop_token_ids:
             token_id = (token_id + 1) % self._vocab_size
         return token_id
+
+    def _candidates(self, row: _Row, state: int) -> Candidates:
+        """Distinct tokens with falling scores, so close together that often the worse beam has the better child."""
+        banned: set[int] = set()
+        if len(row.token_ids) - row.num_prompt_tokens < row.sampling.params.min_tokens:
+            banned = set(row.sampling.stop_token_ids)
+        token_ids: dict[int, None] = {}
+        number = 0
+        while len(token_ids) < min(row.sampling.num_candidates, self._vocab_size - len(banned)):
+            token_id = _mix(state, number) % self._vocab_size
+            number += 1
+            if token_id not in banned:
+                token_ids[token_id] = None
+        gaps = [0.25 + _mix(state, number, 1) % 64 / 64 for number in range(len(token_ids))]
+        return Candidates(list(token_ids), [-gap for gap in accumulate(gaps)])
 
     def _logprobs(self, token_id: int, state: int, num_top: int) -> TokenLogprobs:
         top = [_mix(state, rank) % self._vocab_size for rank in range(num_top)]

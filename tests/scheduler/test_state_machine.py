@@ -78,6 +78,26 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 2),
+        shared=st.integers(0, 20),
+        own=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 14),
+        n=st.integers(1, 4),
+        spare=st.sampled_from([0, 0, 1]),
+        num_ends=st.sampled_from([0, 3, 20]),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def add_beam_search(self, family, shared, own, n, spare, num_ends, **request) -> None:  # type: ignore[no-untyped-def]
+        name = f"r{len(self.requests)}"
+        request |= {"prompt": _PREFIXES[family][:shared] + own, "n": n, "best_of": n + spare, "use_beam_search": True}
+        request["eos"] = tuple(range(num_ends))
+        request["logprobs"] = 1
+        self.requests[name] = request
+        self.driver.add(name, **request)
+
+    @rule(
+        family=st.integers(0, 2),
         shared=st.lists(st.integers(8, 40), min_size=2, max_size=3),
         own=st.integers(1, 90),
         max_tokens=st.integers(1, 6),
@@ -112,7 +132,8 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         index = None if whole else data.draw(st.integers(0, self.requests[name]["n"] - 1))
         self.driver.abort(name, index)
-        self.aborted.add((name, index))
+        if whole or "use_beam_search" not in self.requests[name]:  # whose sequences nobody outside knows
+            self.aborted.add((name, index))
 
     @rule()
     def forget_cache(self) -> None:
@@ -130,6 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.driver.executor.live_seq_ids or self.driver.core.stats().num_used_blocks == 0
         self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
         self.totals["aborts"] += len(self.aborted)
+        self.totals["hypotheses"] += len(self.driver.rankings)
         for name, request in self.requests.items():
             if name in self.driver.refused:
                 continue
@@ -165,3 +187,4 @@ def test_random_schedules() -> None:
     assert totals["prefix_cache_waits_total"] > 100
     assert totals["evictions_total"] > 1000
     assert totals["aborts"] > 100
+    assert totals["hypotheses"] > 500

@@ -81,7 +81,9 @@ EFFECTS: dict[type, dict[str, tuple[Any, Effect]]] = {
         "prompt": ("other", lambda seen, plain: seen.prompt == "other"),
         "logprobs": (2, lambda seen, plain: seen.params.logprobs == 2),
         "echo": (True, lambda seen, plain: seen.answer["choices"][0]["text"].startswith("hello")),
-        "best_of": (2, lambda seen, plain: seen.status == 400),
+        "best_of": (2, lambda seen, plain: seen.params.best_of == 2),
+        "use_beam_search": (True, lambda seen, plain: seen.params.use_beam_search and seen.status == 200),
+        "beam_width": (2, lambda seen, plain: seen.status == 400),
         "add_special_tokens": (False, lambda seen, plain: usage(plain) == usage(seen) + 1),
     },
     ChatRequest: {
@@ -100,6 +102,8 @@ WITH_OTHERS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "continue_final_message": {"continue_final_message": True, "messages": [{"role": "assistant", "content": "I"}]},
     "user": {"user": "Ann"},
+    "length_penalty": {"use_beam_search": True, "length_penalty": 0.5},
+    "early_stopping": {"use_beam_search": True, "early_stopping": "never"},
 }
 """Fields with a test of their own below: they need another field, or show elsewhere than in the answer."""
 

@@ -7,6 +7,9 @@ import numpy as np
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.runtime import NativeRuntime
 
+MOST_RANKED: int = _native.MOST_RANKED
+"""The largest `num_top` of `VocabularyKernels.rank`."""
+
 
 class VocabularyKernels:
     """The kernels, bound to the columns of sampling parameters that they look rows up in.

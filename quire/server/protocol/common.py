@@ -95,6 +95,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "beam_width": (),
     "chat_template": (),
     "detokenize": (True,),
+    "early_stopping": (False,),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),

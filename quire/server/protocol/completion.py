@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -22,6 +22,7 @@ from quire.server.protocol.common import (
 Prompt = str | list[int]
 
 MAX_PROMPTS = 1024
+_BEAM_SEARCH_FIELDS = ("use_beam_search", "beam_width", "length_penalty", "early_stopping")
 
 
 class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +30,9 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
 
     max_tokens: 0 is allowed with `echo`: the prompt is scored and nothing generated.
     logprobs: number of alternatives; the chosen token's logprob always comes with them.
+    best_of: so many completions are generated, the n of the highest cumulative log-probability come back.
+    use_beam_search: search with `beam_width` beams (also called best_of; if neither is given, n) and return the n best
+    hypotheses; length_penalty and early_stopping as in SamplingParams. Neither can be streamed.
     """
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -36,23 +40,49 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
     logprobs: Int32 | None = None
     echo: bool = False
     best_of: Int32 | None = None
+    use_beam_search: bool = False
+    beam_width: Int32 | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     add_special_tokens: bool = True
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, "suffix": ()}
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        **{name: values for name, values in UNSUPPORTED_FIELDS.items() if name not in _BEAM_SEARCH_FIELDS},
+        "suffix": (),
+    }
 
     def __post_init__(self) -> None:
         self.check_stream_options()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise UserError("best_of is not supported by this server (only the value of n is)", param="best_of")
+        self._check_ranking()
         if self.max_tokens == 0 and not self.echo:
             raise UserError("max_tokens must be at least 1, or 0 together with echo", param="max_tokens")
         prompts = self.prompts
         if len(prompts) > MAX_PROMPTS:
             raise UserError(f"at most {MAX_PROMPTS} prompts are allowed in one request", param="prompt")
-        if len(prompts) * (self.n or 1) > MAX_SEQUENCES:
+        name, num_sequences = self._num_sequences
+        if len(prompts) * num_sequences > MAX_SEQUENCES:
             raise UserError(
-                f"at most {MAX_SEQUENCES} sequences (prompts times n) are allowed in one request", param="n"
+                f"at most {MAX_SEQUENCES} sequences (prompts times {name}) are allowed in one request", param=name
             )
+
+    def _check_ranking(self) -> None:
+        """What is compared at its end cannot be streamed."""
+        if not self.use_beam_search and self.beam_width is not None:
+            raise UserError("beam_width needs use_beam_search", param="beam_width")
+        if self.beam_width is not None and self.best_of not in (None, self.beam_width):
+            raise UserError("beam_width and best_of mean the same: give one of them", param="best_of")
+        if self.use_beam_search and self.max_tokens == 0:
+            raise UserError("max_tokens must be at least 1 with use_beam_search", param="max_tokens")
+        if self.stream and self.use_beam_search:
+            raise UserError("beam search cannot be streamed: its answer is known at its end", param="stream")
+        if self.stream and self._num_sequences[1] > (self.n or 1):
+            raise UserError("best_of greater than n cannot be streamed", param="stream")
+
+    @property
+    def _num_sequences(self) -> tuple[str, int]:
+        """(what the request calls it, sequences that run for each prompt)."""
+        given = ((name, getattr(self, name)) for name in ("beam_width", "best_of", "n"))
+        return next(((name, value) for name, value in given if value is not None), ("n", 1))
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -71,10 +101,20 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
         return self.skip_special_tokens is not False
 
     def to_sampling_params(self) -> SamplingParams:
-        more = {"max_tokens": self.max_tokens or 1, "logprobs": self.logprobs}
+        more: dict[str, Any] = {"max_tokens": self.max_tokens or 1, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self.sampling_params(**more)
+        for name in ("best_of", "use_beam_search", "length_penalty", "early_stopping"):
+            if (value := getattr(self, name)) is not None:
+                more[name] = value
+        if self.beam_width is None:
+            return self.sampling_params(**more)
+        try:
+            return self.sampling_params(**(more | {"best_of": self.beam_width}))
+        except UserError as error:
+            if error.param != "best_of":
+                raise
+            raise UserError(error.message.replace("best_of", "beam_width"), param="beam_width") from None
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -1,0 +1,111 @@
+"""Beam search in vLLM's words: BeamSearchParams in, BeamSearchOutput out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from quire.errors import UserError
+from quire.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.sampling_params import SamplingParams
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one search. Invalid values raise UserError with `param` set.
+
+    beam_width: beams (1..32), and hypotheses that come back. max_tokens: a hypothesis has at most so many.
+    temperature: only 0 or 1, which both mean "the model's own probabilities": nothing is drawn. length_penalty,
+    early_stopping: as in SamplingParams. ignore_eos: only max_tokens ends a hypothesis. min_tokens: none ends before.
+    logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output: the text shows special
+    tokens, the one that ended it among them.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.to_sampling_params()
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same search as a request of `generate`."""
+        try:
+            return SamplingParams(
+                n=self.beam_width,
+                use_beam_search=True,
+                max_tokens=self.max_tokens,
+                ignore_eos=self.ignore_eos,
+                temperature=self.temperature,
+                length_penalty=self.length_penalty,
+                early_stopping=self.early_stopping,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                skip_special_tokens=not self.include_stop_str_in_output,
+                min_tokens=self.min_tokens,
+                logprobs=self.logprobs,
+            )
+        except UserError as error:
+            if error.param != "n":
+                raise
+            raise UserError("beam_width" + error.message.removeprefix("n"), param="beam_width") from None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One hypothesis. `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` has the generated tokens only.
+
+    cum_logprob: sum of the generated tokens' log-probabilities; an end-of-sequence token counts. score: what
+    hypotheses are ranked by, cum_logprob / (generated tokens) ** length_penalty.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    text: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The hypotheses of one prompt, best first: `beam_width`, fewer only if the rules allow fewer."""
+
+    sequences: list[BeamSearchSequence]
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+
+def to_beam_search_output(
+    output: RequestOutput, tokenizer: Decoder | None, params: BeamSearchParams
+) -> BeamSearchOutput:
+    """Word a finished beam-search request as vLLM does. tokenizer: None when the model has none."""
+    prompt_text = None
+    if tokenizer is not None:
+        prompt_text = tokenizer.decode(output.prompt_token_ids, not params.include_stop_str_in_output)
+    return BeamSearchOutput([_to_sequence(output.prompt_token_ids, prompt_text, each) for each in output.outputs])
+
+
+def _to_sequence(prompt: list[int], prompt_text: str | None, completion: CompletionOutput) -> BeamSearchSequence:
+    assert completion.cumulative_logprob is not None
+    assert completion.score is not None
+    return BeamSearchSequence(
+        tokens=prompt + completion.token_ids,
+        cum_logprob=completion.cumulative_logprob,
+        score=completion.score,
+        text=None if prompt_text is None else prompt_text + completion.text,
+        logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+    )

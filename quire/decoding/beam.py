@@ -1,0 +1,245 @@
+"""Beam search: the k best continuations of a prompt, found k at a time (paper §4.4, figure 9).
+
+A request of width k has k sequences as places for beams. In a step every live beam gets candidates from the worker;
+when all have theirs, `expand` ranks all continuations of all beams by cumulative log-probability. Of the first k those
+that end become hypotheses, and the k best that do not end go on, which `follow` does with fork and free alone: the
+first child of a beam keeps its place, further ones share its blocks, and a beam without a child gives its blocks back.
+
+What is decided equals Transformers' beam search: which candidates count, the score of a hypothesis (cumulative
+log-probability / length ** length_penalty, the end token counted), and when a search is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.request import FinishReason, Request, Sequence
+from quire.step import Candidates, SequenceFork, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Beam:
+    """A live beam. Its tokens and blocks are those of the sequence whose place it holds."""
+
+    sequence: Sequence
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One entry per generated token, where asked for."""
+    candidates: Candidates | None = None
+    """What it can go on with, once the worker has said so."""
+
+
+class Child(NamedTuple):
+    """A beam of the next step: a live one with one more token."""
+
+    parent: Beam
+    token_id: int
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobs]
+
+
+class Hypothesis(NamedTuple):
+    """A continuation that has ended."""
+
+    token_ids: list[int]
+    """The generated ones, with the token that ended it."""
+    cumulative_logprob: float
+    score: float
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+class BeamSearch:
+    """The search of one request: its live beams and its best hypotheses, both best first."""
+
+    def __init__(self, request: Request) -> None:
+        params = request.params
+        self.width = params.num_sequences
+        self.beams = [Beam(request.sequences[0])]
+        self.hypotheses: list[Hypothesis] = []
+        """At most `width`."""
+        self.is_done = False
+        self.request = request
+        self._max_tokens = request.max_tokens
+        self._length_penalty = params.length_penalty
+        self._early_stopping = params.early_stopping
+        self._num_logprobs = params.logprobs
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that hold a live beam."""
+        return [beam.sequence for beam in self.beams]
+
+    @property
+    def running_sequences(self) -> list[Sequence]:
+        """Those of them that have a row, in the order of their ids."""
+        return [each for each in self.request.sequences if each.blocks is not None]
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Leading tokens that all live beams have in common, the prompt included."""
+        token_ids = [beam.sequence.token_ids for beam in self.beams]
+        # What the smallest and the largest of sorted lists share, all between them share.
+        first, last = min(token_ids), max(token_ids)
+        pairs = enumerate(zip(first, last, strict=True))
+        return next((position for position, (one, other) in pairs if one != other), len(first))
+
+    def offer(self, sequence: Sequence, candidates: Candidates) -> bool:
+        """Take one beam's candidates. Returns whether all beams have theirs, so that `expand` is due."""
+        for beam in self.beams:
+            if beam.sequence is sequence:
+                beam.candidates = candidates
+        return all(beam.candidates is not None for beam in self.beams)
+
+    def forget_candidates(self) -> None:
+        """The beams are computed again, and so get their candidates again."""
+        for beam in self.beams:
+            beam.candidates = None
+
+    def expand(self) -> list[Child]:
+        """Rank all continuations: keep what ends among the first `width`, return what goes on (at most `width`, best
+        first; none when the search is done)."""
+        length = self.beams[0].sequence.num_output_tokens + 1
+        children: list[Child] = []
+        for rank, (cumulative, beam, number) in enumerate(self._ranked()):
+            if rank >= self.width and len(children) == self.width:
+                break
+            end = self._end_of(beam, number, length)
+            if end is None:
+                if len(children) < self.width:
+                    children.append(self._child(beam, number, cumulative))
+            elif rank < self.width:
+                self._add_hypothesis(self._child(beam, number, cumulative), length, *end)
+        if not children or self._is_settled(children[0].cumulative_logprob, length):
+            self.is_done = True
+            return []
+        return children
+
+    def cut(self, reason: FinishReason) -> None:
+        """End the search before its time: live beams that have generated something stand as hypotheses."""
+        for beam in self.beams:
+            generated = beam.sequence.token_ids[self.request.num_prompt_tokens :]
+            if generated:
+                score = self._score(beam.cumulative_logprob, len(generated))
+                entry = Hypothesis(generated, beam.cumulative_logprob, score, beam.logprobs, reason, None)
+                self._keep(entry)
+        self.is_done = True
+
+    def _ranked(self) -> list[tuple[float, Beam, int]]:
+        """All continuations as (cumulative log-probability, beam, number of its candidate), best first; among equals
+        those of the better beam, then the better candidate."""
+        continuations = [
+            (beam.cumulative_logprob + score, beam, number)
+            for beam in self.beams
+            if beam.candidates is not None
+            for number, score in enumerate(beam.candidates.scores)
+        ]
+        continuations.sort(key=lambda continuation: -continuation[0])
+        return continuations
+
+    def _end_of(self, beam: Beam, number: int, length: int) -> tuple[FinishReason, int | None] | None:
+        assert beam.candidates is not None
+        token_id = beam.candidates.token_ids[number]
+        if token_id in self.request.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if token_id in self.request.eos_token_ids:
+            return FinishReason.STOP, None
+        return (FinishReason.LENGTH, None) if length >= self._max_tokens else None
+
+    def _child(self, beam: Beam, number: int, cumulative: float) -> Child:
+        assert beam.candidates is not None
+        token_ids, scores = beam.candidates.token_ids, beam.candidates.scores
+        logprobs = []
+        if (num_top := self._num_logprobs) is not None:
+            alternatives = [token_ids[number], *token_ids[:num_top]], [scores[number], *scores[:num_top]]
+            logprobs = [*beam.logprobs, TokenLogprobs(*alternatives, rank=number + 1)]
+        return Child(beam, token_ids[number], cumulative, logprobs)
+
+    def _add_hypothesis(self, child: Child, length: int, reason: FinishReason, stop_token: int | None) -> None:
+        generated = child.parent.sequence.token_ids[self.request.num_prompt_tokens :]
+        score = self._score(child.cumulative_logprob, length)
+        ended = [*generated, child.token_id]
+        self._keep(Hypothesis(ended, child.cumulative_logprob, score, child.logprobs, reason, stop_token))
+
+    def _keep(self, hypothesis: Hypothesis) -> None:
+        self.hypotheses.append(hypothesis)
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)  # among equals the earlier one stays
+        del self.hypotheses[self.width :]
+
+    def _score(self, cumulative: float, length: int) -> float:
+        return float(cumulative / length**self._length_penalty)
+
+    def _is_settled(self, best_cumulative: float, length: int) -> bool:
+        """Whether there are enough hypotheses and no live beam is expected to get among them."""
+        if len(self.hypotheses) < self.width:
+            return False
+        if self._early_stopping is True:
+            return True
+        if self._early_stopping == "never" and self._length_penalty > 0:
+            length = self._max_tokens  # where a given log-probability scores best
+        return self._score(best_cumulative, length) <= self.hypotheses[-1].score
+
+
+class Followed(NamedTuple):
+    """What `follow` did, for the plan."""
+
+    dropped: list[Sequence]
+    """Had a row, whose beam died. The row goes before the forks come."""
+    forks: list[SequenceFork]
+    """Places that were taken, by a copy of another row."""
+    chosen_tokens: dict[int, int]
+    """seq_id of every live beam -> its new token."""
+
+
+def follow(search: BeamSearch, children: list[Child], kv: KVCacheManager) -> Followed:
+    """Make `children` the live beams: hand out places, share and free blocks, append the tokens.
+
+    Preempted beams have no blocks; then only the tokens change, and nothing is reported.
+    """
+    request = search.request
+    heirs: dict[Sequence, Child] = {}
+    others = [child for child in children if heirs.setdefault(child.parent.sequence, child) is not child]
+    free = sorted((each for each in request.sequences if each not in heirs), key=lambda each: each.seq_id)
+    # Shared before anything is freed, copied before anything changes: a place may change hands below.
+    copies = [_copy(child.parent.sequence, kv) for child in others]
+    dropped = []
+    for beam in search.beams:
+        sequence = beam.sequence
+        if sequence not in heirs and sequence.blocks is not None:
+            kv.free(sequence.blocks)
+            sequence.blocks = None
+            sequence.num_computed_tokens = 0
+            dropped.append(sequence)
+    forks = []
+    holder_of = {id(child): sequence for sequence, child in heirs.items()}
+    for child, copied, place in zip(others, copies, free, strict=False):
+        place.token_ids, place.blocks, place.chain, place.num_computed_tokens = copied
+        holder_of[id(child)] = place
+        if place.blocks is not None:
+            forks.append(SequenceFork(child.parent.sequence.seq_id, place.seq_id, place.sampling))
+    search.beams = []
+    for child in children:
+        sequence = holder_of[id(child)]
+        sequence.token_ids.append(child.token_id)
+        search.beams.append(Beam(sequence, child.cumulative_logprob, child.logprobs))
+    live = set(holder_of.values())
+    request.sequences.sort(key=lambda sequence: (sequence not in live, sequence.seq_id))
+    has_rows = search.beams[0].sequence.blocks is not None
+    request.unforked = [each for each in request.sequences if each not in live] if has_rows else []
+    chosen = {beam.sequence.seq_id: beam.sequence.token_ids[-1] for beam in search.beams} if has_rows else {}
+    return Followed(dropped, forks, chosen)
+
+
+def _copy(parent: Sequence, kv: KVCacheManager) -> tuple[list[int], SequenceBlocks | None, HashChain | None, int]:
+    """Tokens, blocks, hash chain and number of computed tokens of a beam that begins as `parent` is."""
+    blocks, chain = None, parent.chain
+    if parent.blocks is not None:
+        blocks = kv.fork(parent.blocks, parent.num_computed_tokens)
+        chain = blocks.chain
+    elif chain is not None:
+        chain = chain.fork(chain.num_blocks)
+    return list(parent.token_ids), blocks, chain, parent.num_computed_tokens
