@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_beam_waits_for_its_result_and_others_do_not() -> None:
     engine.run()
     plans = engine.executor.plans
     beams = {seq_id for plan in plans for fork in plan.branches for seq_id in (fork.parent, fork.child)}
-    for before, after in zip(plans, plans[1:], strict=False):
+    for before, after in itertools.pairwise(plans):
         if set(before.sample_seq_ids) & beams and set(before.seq_ids) - beams and set(after.seq_ids) - beams:
             assert not set(after.seq_ids) & beams
     assert sum(bool(set(plan.seq_ids) & beams) for plan in plans) == 12
