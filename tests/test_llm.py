@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.config.options import EngineOptions
 from quire.engine.messages import EngineOutputs
 from quire.errors import ConfigError, EngineDeadError, ModelLoadError, PromptTooLongError, UserError
@@ -69,6 +69,65 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert first_tokens(llm, [{"prompt_token_ids": [1, 2, 3]}, [4]])[0] == expected
     assert llm.generate([]) == []
     assert len(llm.generate([1, 2, 3])[0].outputs[0].token_ids) <= 16
+
+
+def test_beam_search_says_what_generate_says_in_the_words_of_vllm(bundled: LLM) -> None:
+    prompts = ["def add(a, b):", [5, 6, 7]]
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, length_penalty=0.5, logprobs=1)
+    found = bundled.beam_search(prompts, params)
+    outputs = bundled.generate(prompts, params.to_sampling_params())
+    for search, output in zip(found, outputs, strict=True):
+        prompt = bundled.get_tokenizer().decode(output.prompt_token_ids)
+        assert len(search.sequences) == 3
+        for sequence, completion in zip(search.sequences, output.outputs, strict=True):
+            assert sequence.tokens == output.prompt_token_ids + completion.token_ids
+            assert sequence.text == prompt + completion.text
+            assert sequence.cum_logprob == completion.cumulative_logprob
+            assert sequence.score == completion.score == pytest.approx(sequence.cum_logprob / 6**0.5)
+            assert sequence.logprobs == completion.logprobs
+            assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
+        scores = [sequence.score for sequence in search.sequences]
+        assert scores == sorted(scores, reverse=True)
+    assert found[0].sequences[0].text.startswith("def add(a, b):")
+    assert_idle(bundled)
+
+
+def test_a_beam_search_may_show_its_end(bundled: LLM) -> None:
+    tokenizer = bundled.get_tokenizer()
+    (end,) = bundled.model_config.eos_token_ids
+    texts = {}
+    for shown in (False, True):
+        params = SamplingParams(
+            n=2, use_beam_search=True, logit_bias={end: 100.0}, skip_special_tokens=False,
+            include_stop_str_in_output=shown,
+        )  # fmt: skip
+        best = bundled.generate("a", params)[0].outputs[0]
+        assert (best.token_ids, best.finish_reason, best.stop_reason) == ([end], "stop", None)
+        texts[shown] = best.text
+    assert texts == {False: "", True: tokenizer.decode([end], skip_special_tokens=False)}
+
+
+def test_beam_search_takes_beam_search_params(llm: LLM) -> None:
+    with pytest.raises(UserError, match="must be BeamSearchParams"):
+        llm.beam_search([[1, 2]], SamplingParams())  # type: ignore[arg-type]
+    (found,) = llm.beam_search([[1, 2]], BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True))
+    assert [(len(sequence.tokens), sequence.text) for sequence in found.sequences] == [(5, None), (5, None)]
+    assert_idle(llm)
+
+
+def test_best_of(llm: LLM) -> None:
+    """The best two of five are those that five completions with log-probabilities show."""
+    common = {"seed": 5, "max_tokens": 9, "ignore_eos": True}
+    (all_five,) = llm.generate([[1, 2, 3]], SamplingParams(n=5, logprobs=0, **common))
+    best = sorted(all_five.outputs, key=lambda completion: -completion.cumulative_logprob)[:2]
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(n=2, best_of=5, **common))
+    assert [completion.token_ids for completion in output.outputs] == [completion.token_ids for completion in best]
+    assert [completion.index for completion in output.outputs] == [0, 1]
+    assert [completion.cumulative_logprob for completion in output.outputs] == pytest.approx(
+        [completion.cumulative_logprob for completion in best]
+    )
+    assert output.outputs[0].logprobs is None
+    assert_idle(llm)
 
 
 def test_parallel_completions(llm: LLM) -> None:

@@ -28,6 +28,7 @@ from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.step import (
+    Candidates,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
@@ -38,10 +39,13 @@ from quire.step import (
 )
 
 PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
-SAMPLING = SequenceSampling(PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]])
+SAMPLING = SequenceSampling(
+    PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
+)
 NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING)
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1)
+CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
 PROMPT_LOGPROBS = PromptLogprobs(1, [LOGPROBS, LOGPROBS])
 TIMING = RequestTiming(1.5, 2.5, 3.5, num_preemptions=4)
 UPDATE = SequenceUpdate(
@@ -54,6 +58,7 @@ UPDATE = SequenceUpdate(
     stop_reason=9,
     num_cached_tokens=16,
     timing=TIMING,
+    ranking=(-2.5, -1.25),
 )
 STATS = EngineStats(**{name: number for number, name in enumerate(EngineStats.__struct_fields__, start=1)})
 REQUEST = EngineRequest(
@@ -85,10 +90,13 @@ EXAMPLES: list[msgspec.Struct] = [
         block_copies=[(2, 6)],
         forks=[FORK],
         released=[3],
+        branches=[SequenceFork(8, 10, SAMPLING)],
+        chosen_tokens=[(8, 77), (10, 78)],
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
-    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}),
+    CANDIDATES,
+    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}, candidates={0: CANDIDATES}),
     UPDATE,
     TIMING,
     STATS,

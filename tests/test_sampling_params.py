@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import UserError
 from quire.sampling_params import (
     MAX_INTEGER,
@@ -30,11 +31,13 @@ NUMBERS = {
     "min_p": ((0.0, 1.0), (-0.1, 1.1)),
     "presence_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
     "frequency_penalty": ((-2.0, 0, 2.0), (-2.01, 2.01)),
+    "length_penalty": ((1, 1.0), (-10.01, 10.01)),
     "timeout_s": ((1e-6, 1, 0.5, MAX_TIMEOUT_SECONDS), (0, 0.0, -1.0, 1.1 * MAX_TIMEOUT_SECONDS)),
     "repetition_penalty": ((0.01, 1.0, 100.0), (0.0, 1e-45, 0.0099, -1.0, 100.5)),
 }
 INTEGERS = {
     "n": ((1, MAX_N), (0, -1, MAX_N + 1)),
+    "best_of": ((1, MAX_N), (0, -1, MAX_N + 1)),
     "top_k": ((-1, 0, 1, 10**6, MAX_INTEGER), (-2, MAX_INTEGER + 1)),
     "seed": ((-MAX_SEED, 0, MAX_SEED), (MAX_SEED + 1, -MAX_SEED - 1)),
     "max_tokens": ((1, 10**9, MAX_INTEGER), (0, -5, 2**64)),
@@ -43,8 +46,8 @@ INTEGERS = {
     "prompt_logprobs": ((0, MAX_LOGPROBS), (-1, MAX_LOGPROBS + 1)),
     "truncate_prompt_tokens": ((1, 100), (0, -1, MAX_INTEGER + 1)),
 }
-OPTIONAL = ("timeout_s", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+OPTIONAL = ("best_of", "timeout_s", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 
 
@@ -162,11 +165,12 @@ def test_unknown_names_are_refused_with_the_nearest_one() -> None:
 
 def test_greedy_means_temperature_zero() -> None:
     assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(use_beam_search=True).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
 
 
 def test_every_field_is_covered_here() -> None:
-    covered = {*NUMBERS, *INTEGERS, *FLAGS, *TOKEN_LISTS, "stop", "bad_words", "logit_bias"}
+    covered = {*NUMBERS, *INTEGERS, *FLAGS, *TOKEN_LISTS, "stop", "bad_words", "logit_bias", "early_stopping"}
     assert covered == set(SamplingParams.__struct_fields__)
 
 
@@ -195,3 +199,61 @@ def attempt(options: dict[str, Any]) -> SamplingParams | UserError:
         return SamplingParams.from_options(options)
     except UserError as error:
         return error
+
+
+def test_best_of() -> None:
+    assert SamplingParams(n=3).num_sequences == 3
+    assert not SamplingParams(n=3, best_of=3).answers_at_end
+    params = SamplingParams(n=2, best_of=5)
+    assert params.num_sequences == 5
+    assert params.ranks_samples
+    assert params.answers_at_end
+
+
+def test_beam_search() -> None:
+    params = SamplingParams(n=2, best_of=5, use_beam_search=True, early_stopping="never", length_penalty=-2)
+    assert params.num_sequences == 5
+    assert params.answers_at_end
+    assert not params.ranks_samples
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 257}, "best_of"),
+        ({"best_of": 1.5}, "best_of"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "n": 33}, "n"),
+        ({"use_beam_search": True, "best_of": 33}, "best_of"),
+        ({"use_beam_search": True, "length_penalty": 11.0}, "length_penalty"),
+        ({"use_beam_search": True, "length_penalty": float("nan")}, "length_penalty"),
+        ({"use_beam_search": True, "early_stopping": "maybe"}, "early_stopping"),
+        ({"use_beam_search": True, "early_stopping": 1}, "early_stopping"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "top_p": 0.9}, "top_p"),
+        ({"use_beam_search": True, "top_k": 5}, "top_k"),
+        ({"use_beam_search": True, "min_p": 0.1}, "min_p"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "stop_token_ids": list(range(33))}, "stop_token_ids"),
+    ],
+)
+def test_what_is_refused_around_beam_search(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(UserError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+
+
+def test_beam_search_params() -> None:
+    """vLLM's names and defaults."""
+    params = BeamSearchParams(beam_width=4, max_tokens=9)
+    assert params.to_sampling_params() == SamplingParams(n=4, max_tokens=9, use_beam_search=True, temperature=0.0)
+    assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
+    assert params.include_stop_str_in_output is params.early_stopping is False
+    for fields, param in [({"beam_width": 0}, "beam_width"), ({"beam_width": 33}, "beam_width"),
+                          ({"max_tokens": 0}, "max_tokens"), ({"temperature": 0.5}, "temperature")]:  # fmt: skip
+        with pytest.raises(UserError, match=param) as caught:
+            BeamSearchParams(**{"beam_width": 4, "max_tokens": 9, **fields})
+        assert caught.value.param == param

@@ -16,7 +16,9 @@ from quire.errors import UserError
 from quire.sampling_params import SamplingParams
 
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7}
-UNUSED_FIELDS = ("n", "logprobs", "prompt_logprobs", "detokenize")
+UNUSED_FIELDS = (
+    "n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs", "detokenize",
+)  # fmt: skip
 PROMPT = "> "
 HELP = "/exit ends the conversation, /clear forgets it, /help shows this; Ctrl-C stops an answer"
 BUNDLED_NOTE = "note: the bundled model completes Python code; it was not trained to chat"

@@ -91,6 +91,8 @@ def _action(annotation: Any) -> dict[str, Any]:
         return {"action": "append", "type": item, "metavar": "TEXT"}
     if typing.get_origin(kinds[0]) is dict:
         return {"type": _id_values, "metavar": "ID=VALUE,..."}
+    if bool in kinds and str in kinds:
+        return {"type": _truth_or_text, "metavar": "TEXT"}
     kind = str if str in kinds else kinds[0]
     metavar = {int: "N", float: "X"}.get(kind, "TEXT")
     return {"type": _optional(kind) if optional and kind is not str else kind, "metavar": metavar}
@@ -106,6 +108,10 @@ def _optional(kind: Callable[[str], T]) -> Callable[[str], T | None]:
 
     parse.__name__ = getattr(kind, "__name__", "value")
     return parse
+
+
+def _truth_or_text(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _integers(text: str) -> list[int]:

@@ -97,6 +97,7 @@ def as_dict(output: RequestOutput, timing: Timing) -> dict[str, Any]:
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
                 "cumulative_logprob": completion.cumulative_logprob,
+                "score": completion.score,
                 "logprobs": _logprobs(completion.logprobs),
             }
             for completion in output.outputs

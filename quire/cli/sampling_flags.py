@@ -11,6 +11,10 @@ from quire.sampling_params import SamplingParams
 
 HELP: dict[str, str] = {
     "n": "completions of the prompt",
+    "best_of": "generate this many completions and show the n likeliest",
+    "use_beam_search": "search with best_of (else n) beams instead of sampling",
+    "length_penalty": "beam search ranks by the log-probability over the length to this power",
+    "early_stopping": "when a beam search ends: true, false or never",
     "temperature": "0 is greedy",
     "top_p": "sample from the smallest set of tokens of this probability",
     "top_k": "sample from this many best tokens (0: off)",

@@ -11,8 +11,10 @@ import pytest
 from tests.architecture.source import LAYER_OF, PACKAGE, Module, imports, layer_of, modules
 
 TYPING_SEAMS = {
-    # A request carries the handles that the KV cache gave it; the vocabulary names their types, nothing more.
+    # A request carries the handles that the KV cache gave it, and the state of its beam search; the vocabulary names
+    # their types, nothing more.
     ("quire.request", "quire.kv_cache.block_hash"),
+    ("quire.request", "quire.decoding.beam"),
     ("quire.request", "quire.kv_cache.manager"),
 }
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]

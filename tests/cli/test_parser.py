@@ -16,6 +16,7 @@ class Sample(msgspec.Struct):
     limit: int | None = 5
     size: int | str | None = None
     share: float | None = None
+    early: bool | str = False
     enabled: bool = True
     stop: list[str] | str | None = None
     ids: list[int] | None = None
@@ -45,6 +46,9 @@ def test_only_what_is_given_is_stored() -> None:
         (["--limit", "7"], {"limit": 7}),
         (["--size", "4GiB"], {"size": "4GiB"}),
         (["--share", "0.25"], {"share": 0.25}),
+        (["--early", "True"], {"early": True}),
+        (["--early", "false"], {"early": False}),
+        (["--early", "never"], {"early": "never"}),
         (["--enabled"], {"enabled": True}),
         (["--no-enabled"], {"enabled": False}),
         (["--stop", "a,b", "--stop", "\n"], {"stop": ["a,b", "\n"]}),

@@ -82,6 +82,27 @@ def test_an_end_counts_only_among_the_first_k() -> None:
     assert searcher.texts == [[6, 7], [5, 7]]
 
 
+def test_an_end_beyond_the_first_k_is_passed_over() -> None:
+    searcher = Searcher(n=2)
+    searcher.step({5: -1.0, 6: -1.5, 7: -4.0})
+    searcher.step({EOS: -0.5, 7: -4.0, 8: -5.0}, {7: -0.75, EOS: -1.0, 8: -6.0})
+    assert [hypothesis.token_ids for hypothesis in searcher.search.hypotheses] == [[5, EOS]]
+    assert searcher.texts == [[6, 7], [5, 7]]
+
+
+@pytest.mark.parametrize(("next_score", "is_done"), [(-0.5, False), (-1.0, True), (-1.5, True)])
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+def test_a_live_beam_must_be_better_than_the_worst_hypothesis(
+    next_score: float, is_done: bool, early_stopping: bool | str
+) -> None:
+    """At its present length, since a negative penalty makes a longer one worse; as good is not enough."""
+    searcher = Searcher(n=2, length_penalty=-1.0, early_stopping=early_stopping)
+    searcher.step({5: -1.0, EOS: -1.25, 6: -1.5})
+    searcher.step({EOS: -1.0, 7: next_score, 8: -7.0}, {7: -9.0, 8: -9.0, 9: -9.0})
+    assert [hypothesis.score for hypothesis in searcher.search.hypotheses] == [-1.25, -4.0]
+    assert searcher.search.is_done is is_done
+
+
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "is_done"),
     [(True, 1.0, True), (False, 1.0, True), ("never", 1.0, False), ("never", 0.0, True), (False, -1.0, True)],

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from quire.beam_search_params import BeamSearchParams
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.process_client import ProcessClient
@@ -315,6 +316,32 @@ def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: Engine
     gc.collect()
     process.wait(30)
     assert has_ended(process)
+
+
+async def test_beam_search_through_another_process(process_engine: AsyncLLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True, early_stopping="never", logprobs=1)
+    found = await process_engine.beam_search([1, 2, 3], params)
+    assert [sequence.tokens[:3] for sequence in found.sequences] == [[1, 2, 3]] * 3
+    assert len({tuple(sequence.tokens) for sequence in found.sequences}) == 3
+    assert all(len(sequence.logprobs or ()) == 5 for sequence in found.sequences)
+    outputs = [each async for each in process_engine.generate([1, 2, 3], params.to_sampling_params(), delta=True)]
+    assert len(outputs) == 1, "nothing is said before the end"
+    assert [each.cumulative_logprob for each in outputs[0].outputs] == [each.cum_logprob for each in found.sequences]
+    with pytest.raises(UserError, match="must be BeamSearchParams"):
+        await process_engine.beam_search([1], SHORT)  # type: ignore[arg-type]
+
+
+async def test_a_cancelled_beam_search_frees_its_blocks(engine: AsyncLLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=500, ignore_eos=True)
+    task = asyncio.create_task(engine.beam_search([1, 2, 3], params))
+    while (await engine.stats()).num_used_blocks == 0:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while (await engine.stats()).num_used_blocks:
+        await asyncio.sleep(0.001)
+    await engine.call("check")
 
 
 async def test_a_time_limit_ends_a_request_that_runs_and_one_that_waits(engine: AsyncLLM) -> None:

@@ -455,3 +455,60 @@ def test_with_the_bundled_tokenizer() -> None:
             stream += first(output).text
     assert stream == text.removesuffix("\ndef two")
     assert processor.num_unfinished == 0
+
+
+# -- completions that are compared at the end ---------------------------------------------------------------
+
+
+def ranked(token: int, logprob: float, index: int, **fields: Any) -> SequenceUpdate:
+    return update([token], index=index, logprobs=[TokenLogprobs([token], [logprob], 1)], **fields)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_best_of_reports_the_best_at_the_end(delta: bool) -> None:
+    desk = Desk()
+    desk.add(n=2, best_of=3, delta=delta)
+    a, b, c = 5, 6, 7
+    assert not desk.feed(ranked(a, -3.0, 0), ranked(b, -1.0, 1), ranked(c, -2.0, 2)).outputs
+    assert not desk.feed(ranked(a, -1.0, 0, finish_reason=LENGTH), ranked(b, -4.0, 1, finish_reason=LENGTH)).outputs
+    output = desk.one(ranked(c, -0.5, 2, finish_reason=LENGTH))
+    assert [(each.index, each.token_ids, each.cumulative_logprob) for each in output.outputs] == [
+        (0, [c, c], -2.5),
+        (1, [a, a], -4.0),
+    ]
+    assert all(each.logprobs is None for each in output.outputs)
+
+
+def test_what_was_broken_off_is_no_better_than_what_ended() -> None:
+    desk = Desk()
+    desk.add(n=1, best_of=2)
+    desk.feed(ranked(7, -9.0, 0, finish_reason=LENGTH), ranked(8, -1.0, 1))
+    output = desk.processor.abort("r")
+    assert output is not None
+    assert first(output).token_ids == [7]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_hypotheses_come_whole(delta: bool) -> None:
+    desk = Desk()
+    desk.add(n=3, best_of=4, use_beam_search=True, delta=delta)
+    tokens = ids("the fox")
+    output = desk.one(
+        update([*tokens, EOS], index=0, finish_reason=STOP, ranking=(-4.0, -1.0)),
+        update(tokens, index=1, finish_reason=LENGTH, ranking=(-4.0, -2.0)),
+        update([], index=2, finish_reason=LENGTH),
+    )
+    assert output.finished
+    assert [(each.text, each.cumulative_logprob, each.score, each.finish_reason) for each in output.outputs] == [
+        ("the fox", -4.0, -1.0, "stop"),
+        ("the fox", -4.0, -2.0, "length"),
+    ]
+    assert desk.processor.num_unfinished == 0
+
+
+def test_an_aborted_search_has_no_hypotheses() -> None:
+    desk = Desk()
+    desk.add(n=2, use_beam_search=True)
+    output = desk.processor.abort("r")
+    assert output is not None
+    assert [(each.token_ids, each.finish_reason, each.score) for each in output.outputs] == [([], "abort", None)] * 2

@@ -246,6 +246,53 @@ async def test_request_id_becomes_the_id(served: Served) -> None:
     assert random["id"] not in ("cmpl-mine", "cmpl-")
 
 
+async def test_beam_search(served: Served) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
+    answer = await complete(served, **body, n=2, beam_width=4, length_penalty=0, early_stopping="never", logprobs=1)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    assert sums == sorted(sums, reverse=True)
+    assert answer["usage"]["completion_tokens"] == sum(len(each["token_ids"]) for each in answer["choices"]) == 10
+    for width in ({"best_of": 4}, {"n": 4}):
+        same = await complete(served, **{**body, "n": 2, "length_penalty": 0, "early_stopping": "never", **width})
+        assert [each["token_ids"] for each in same["choices"][:2]] == [each["token_ids"] for each in answer["choices"]]
+    alone = await complete(served, **body, beam_width=4)
+    assert len(alone["choices"]) == 1
+    two = await complete(served, **{**body, "prompt": ["hello", "ho"], "echo": True}, n=2)
+    assert [choice["index"] for choice in two["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][:2] for choice in two["choices"]] == ["he", "he", "ho", "ho"]
+    await served.until_idle()
+
+
+async def test_best_of(served: Served) -> None:
+    body = {"prompt": "hello", "max_tokens": 6, "seed": 4, "return_token_ids": True}
+    answer = await complete(served, **body, n=2, best_of=6)
+    assert len(answer["choices"]) == 2
+    assert answer["usage"]["completion_tokens"] == sum(len(each["token_ids"]) for each in answer["choices"])
+    await served.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+        ({"n": 2, "best_of": 3, "stream": True}, "stream"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": True, "beam_width": 33}, "beam_width"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width"),
+        ({"use_beam_search": True, "n": 2, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "n": 2, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "n": 2, "early_stopping": "soon"}, "early_stopping"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": True, "beam_width": 9}, "best_of"),
+    ],
+)
+async def test_what_is_refused_of_ranked_completions(served: Served, fields: dict[str, Any], param: str) -> None:
+    response = await served.client.post("/v1/completions", json={"prompt": "hello", **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
 async def test_a_time_limit_ends_an_answer_with_what_it_has(live: Served) -> None:
     answer = await complete(live, prompt="hello", max_tokens=200, ignore_eos=True, timeout_s=0.3)
     [choice] = answer["choices"]
