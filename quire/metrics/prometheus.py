@@ -47,6 +47,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_preempted": ("num_preempted", "Requests that wait after a preemption."),
     "kv_blocks_used": ("num_used_blocks", "KV blocks that a running sequence refers to."),
     "kv_blocks_cached": ("num_cached_blocks", "Free KV blocks whose content a prefix can still hit."),
+    "kv_blocks_pinned": ("num_pinned_blocks", "KV blocks of registered prefixes; they count as used."),
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),
 }
 

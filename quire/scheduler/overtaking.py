@@ -70,7 +70,7 @@ def way_for(
         blocks = [s.blocks for s in given_up if s.blocks is not None]
         if num_rows - len(given_up) > max_num_seqs:
             return False
-        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, leader.chain, num_cached)
+        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, leader.chain, num_cached, leader.token_ids)
         return has_room(num_blocks, room, kv, is_alone=len(blocks) == len(running))
 
     num_victims = bisect.bisect_left(range(len(candidates) + 1), True, key=fits)
