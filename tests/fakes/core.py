@@ -173,7 +173,7 @@ class CoreDriver(CoreClient):
 def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """The tokens of each completion when the request has a large engine to itself, without caching or chunking."""
     driver = CoreDriver(
-        make_config(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
+        make_config(num_blocks=1024, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
     )
     driver.add("alone", prompt, seed=seed, eos=eos, **params)
     driver.run()
