@@ -225,6 +225,8 @@ class Scheduler:
         )
         for victim in way.victims:
             self._preempt(victim)
+        if way.num_tokens:
+            self._refused = None  # it fits now
         return way.num_tokens
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:

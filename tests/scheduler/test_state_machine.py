@@ -44,9 +44,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         queue_depth=st.sampled_from([1, 2]),
         priority_seconds=st.sampled_from([0.02, 10.0]),
+        max_pins=st.sampled_from([0, 0, 1, 2]),
         enable_prefix_caching=st.booleans(),
     )
-    def start(self, **options) -> None:  # type: ignore[no-untyped-def]
+    def start(self, max_pins: int, **options) -> None:  # type: ignore[no-untyped-def]
+        self.max_pins = max_pins
         self.driver = CoreDriver(make_config(max_model_len=64, **options))
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
@@ -114,8 +116,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.abort(name, index)
         self.aborted.add((name, index))
 
-    @rule(family=st.integers(0, 2), length=st.integers(1, 30), salt=st.sampled_from(["", "", "tenant"]))
+    @rule(family=st.integers(0, 2), length=st.integers(1, 16), salt=st.sampled_from(["", "", "", "tenant"]))
     def pin(self, family: int, length: int, salt: str) -> None:
+        """Few at a time: with most of the pool pinned nothing else would happen."""
+        scheduler = self.driver.scheduler
+        live = [name for name in self.prefixes if scheduler.kv.is_pinned(name) or name in scheduler._requests]
+        if len(live) == self.max_pins:
+            return
         name = f"p{len(self.prefixes)}"
         self.prefixes.append(name)
         self.driver.pin(name, _PREFIXES[family][:length], salt)
@@ -123,7 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin_or_abort_a_pin(self, data) -> None:  # type: ignore[no-untyped-def]
         if self.prefixes:
-            name = data.draw(st.sampled_from(self.prefixes))
+            name = self.prefixes[-data.draw(st.integers(1, min(2, len(self.prefixes))))]
             if self.driver.scheduler.kv.is_pinned(name):
                 self.driver.scheduler.unpin(name)
                 self.totals["unpins"] += 1
