@@ -163,6 +163,27 @@ class LLM:
         assert isinstance(value, int)
         return value
 
+    def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
+        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
+
+        Prompts that start with all its tokens, and have the same `cache_salt`, begin behind it, whatever else needs
+        memory meanwhile (docs/prefixes.md). Raises UserError when it does not fit or would leave requests no room.
+        """
+        with self._busy:
+            request = self._input_processor.process_prefix(
+                f"prefix-{next(self._numbers)}", prefix, cache_salt=cache_salt
+            )
+            self._run([request], [None], use_tqdm=False)
+        return request.request_id
+
+    def unregister_prefix(self, prefix_id: str) -> int:
+        """Let go of a registered prefix; returns how many blocks are pinned no more. What it computed stays cached as
+        long as nobody needs the memory. Raises UserError for an id that is not registered."""
+        with self._busy:
+            value = self._call("unregister_prefix", prefix_id)
+        assert isinstance(value, int)
+        return value
+
     def shutdown(self) -> None:
         """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
         self._finalizer()
@@ -226,11 +247,13 @@ class LLM:
                 self._client.send(Abort(request.request_id))
             self._call("stats")  # whose answer comes after the aborts were handled
 
-    def _call(self, method: str) -> EngineStats | int | None:
-        self._client.send(Call(call_id=0, method=method))
+    def _call(self, method: str, argument: str = "") -> EngineStats | int | None:
+        self._client.send(Call(call_id=0, method=method, argument=argument))
         while True:
             outputs = self._client.receive() or EngineOutputs()
             for result in outputs.results:
+                if result.error is not None:
+                    raise UserError(result.error)
                 return result.value
 
 

@@ -40,6 +40,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix-cache entries are shared only between requests of equal salt."""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
+    pin: bool = False
+    """Keep the prompt's blocks, as the pinned prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
 
 
 class FinishReason(enum.StrEnum):
@@ -144,6 +146,7 @@ class Request:
         "num_prompt_tokens",
         "order_key",
         "params",
+        "pin",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -171,6 +174,7 @@ class Request:
         self.cache_salt = request.cache_salt
         self.arrival_time = arrival_time
         self.priority = request.priority
+        self.pin = request.pin
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """Who is served first: the smallest. A level of priority is worth so many seconds of waiting, so requests age
         without being sorted again, and one is overtaken only by those that arrive soon enough after it."""

@@ -12,11 +12,13 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_blocks: int = 0
     """Usable blocks of the pool."""
     num_used_blocks: int = 0
-    """Blocks that a live sequence refers to."""
+    """Blocks that a live sequence or a pinned prefix refers to."""
     num_cached_blocks: int = 0
     """Free blocks whose content can still be hit by a prefix (evictable)."""
     num_shared_blocks: int = 0
     """Blocks with more than one owner."""
+    num_pinned_blocks: int = 0
+    """Blocks of registered prefixes; they count as used."""
     num_stored_tokens: int = 0
     """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
     num_host_blocks: int = 0

@@ -338,3 +338,68 @@ def test_a_time_limit_of_one_prompt(llm: LLM) -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "timeout"]
     assert outputs[1].outputs[0].token_ids == []
     assert_idle(llm)
+
+
+def test_a_registered_prefix_is_hit_to_the_last_token_and_kept(llm: LLM) -> None:
+    prefix, prompt = list(range(1, 38)), [*range(1, 38), 50, 51]
+    plain = first_tokens(llm, [prompt])
+    llm.reset_prefix_cache()
+    prefix_id = llm.register_prefix(prefix)
+    salted = llm.register_prefix({"prompt_token_ids": prefix}, cache_salt="tenant")
+    assert llm.stats()["num_pinned_blocks"] == llm.stats()["num_used_blocks"] == 6
+    first_tokens(llm, [[60 + index % 30] * 100 for index in range(20)])
+    llm.reset_prefix_cache()
+    [output] = llm.generate([prompt], GREEDY)
+    assert output.num_cached_tokens == 37
+    assert [output.outputs[0].token_ids] == plain
+    assert llm.unregister_prefix(prefix_id) == llm.unregister_prefix(salted) == 3
+    assert_idle(llm)
+    for unknown in (prefix_id, "?"):
+        with pytest.raises(UserError, match="no prefix"):
+            llm.unregister_prefix(unknown)
+
+
+def test_a_prefix_changes_no_seed(tiny_options: EngineOptions) -> None:
+    """Tokens are drawn from the engine's seed and the request's number: the prefix takes none."""
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for prefixes in ([], [[1, 2, 3]]):
+        with LLM.from_options(tiny_options, executor=FAKES + "plain") as llm:
+            for prefix in prefixes:
+                llm.register_prefix(prefix)
+            found.append(first_tokens(llm, [[1, 2, 3, 4], [1, 2, 3, 5]], params))
+    assert found[0] == found[1]
+
+
+def test_a_prefix_that_cannot_be_kept_is_refused(llm: LLM, tiny_options: EngineOptions) -> None:
+    for wrong in ([], [97], [1] * 5000, "text"):
+        with pytest.raises(UserError):
+            llm.register_prefix(wrong)
+    assert_idle(llm)
+    options = msgspec.structs.replace(tiny_options, enable_prefix_caching=False)
+    with LLM.from_options(options, executor=FAKES + "plain") as uncached:
+        with pytest.raises(UserError, match="enable_prefix_caching"):
+            uncached.register_prefix([1, 2, 3])
+        assert len(first_tokens(uncached, [[1]])) == 1
+
+
+def test_the_bundled_model_says_the_same_behind_a_registered_prefix(bundled: LLM) -> None:
+    """Bitwise: the same tokens and the same log-probabilities, greedy and sampled, with several completions."""
+    text = "Once upon a time there was a little dog who lived in a house by the"
+    prompts = [text + " sea and", text + " old mill.", text]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=3),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=3, n=3),
+    ]
+    found = []
+    for register in (False, True):
+        bundled.reset_prefix_cache()
+        prefix_id = bundled.register_prefix(text) if register else None
+        outputs = [output for each in params for output in bundled.generate(prompts, each)]
+        found.append([[(c.token_ids, c.logprobs) for c in output.outputs] for output in outputs])
+        if prefix_id is not None:
+            length = len(bundled.get_tokenizer().encode(text))
+            assert length % 16, "a partial block is what this is about"
+            assert outputs[0].num_cached_tokens == outputs[1].num_cached_tokens == length
+            bundled.unregister_prefix(prefix_id)
+    assert found[0] == found[1]

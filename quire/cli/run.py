@@ -15,6 +15,7 @@ from quire.cli.session import Session, Timing, session
 from quire.errors import UserError
 from quire.outputs import Logprob, RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.utils.text_files import read_text_file
 
 DEFAULTS = {"max_tokens": 128}
 JSON_ONLY = ("logprobs", "prompt_logprobs")
@@ -31,6 +32,13 @@ def build_parser() -> Parser:
     group.add_argument("--chat", action="store_true", help="send PROMPT as a user's message, with the chat template")
     group.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     group.add_argument("--stats", action="store_true", help="print tokens and speed to standard error")
+    group.add_argument(
+        "--preload-prefix",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="text file that is computed and kept as a prefix before the prompt; may be given several times",
+    )
     add_sampling_flags(parser, DEFAULTS)
     add_engine_flags(parser, positional=False, skip=("seed",))
     return parser
@@ -42,7 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     if not namespace.json:
         _check_text_output(params)
     text = _read_stdin() if namespace.prompt == "-" else namespace.prompt
+    prefixes = [read_text_file(path, param="preload_prefix") for path in namespace.preload_prefix]
     with session(engine_options(namespace)) as run:
+        for prefix in prefixes:
+            run.preload(prefix)
         prompt: Any = text
         if namespace.chat:
             chat = run.engine.render_chat([{"role": "user", "content": text}])

@@ -27,6 +27,8 @@ class Engine(Protocol):
         self, prompt: Any, params: SamplingParams, /, *, delta: bool = False
     ) -> AsyncIterator[RequestOutput]: ...
 
+    async def register_prefix(self, prefix: str, /) -> str: ...
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> Any: ...
 
     def shutdown(self) -> None: ...
@@ -103,6 +105,10 @@ class Session:
     def __init__(self, engine: Engine, runner: asyncio.Runner) -> None:
         self.engine = engine
         self._runner = runner
+
+    def preload(self, text: str) -> None:
+        """Compute a prefix and keep it. Raises UserError when it cannot be."""
+        self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
         """Run to the end and return the whole output."""

@@ -12,7 +12,7 @@ import itertools
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -165,8 +165,7 @@ class AsyncLLM:
         if self._draining:
             raise QuireError("the engine is draining and takes no new requests")
         self._bind_loop()
-        self._num_unfinished += 1
-        try:
+        with self._counted():
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
             request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
@@ -179,10 +178,39 @@ class AsyncLLM:
                     yield output
             finally:
                 self._leave(stream)
-        finally:
-            self._num_unfinished -= 1
-            if self._num_unfinished == 0:
-                self._all_finished.set()
+
+    async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
+        """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
+
+        As LLM.register_prefix. Cancelled, it leaves nothing registered.
+        """
+        self.check_health()
+        if self._draining:
+            raise QuireError("the engine is draining and takes no new requests")
+        self._bind_loop()
+        name = f"prefix-{uuid.uuid4().hex}"
+        stream = OutputStream(name, name, delta=True)
+        with self._counted():
+            processing = asyncio.to_thread(
+                lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
+            )
+            self._submit(await processing, None, stream, True)
+            try:
+                while not (await stream.get()).finished:
+                    pass
+            except BaseException:
+                self._leave(stream)
+                with contextlib.suppress(EngineDeadError):
+                    self._client.send(Call(next(self._numbers), "unregister_prefix", name))
+                raise
+        return name
+
+    async def unregister_prefix(self, prefix_id: str) -> int:
+        """Let go of a registered prefix; returns how many blocks are pinned no more. Raises UserError for an id that is
+        not registered."""
+        value = await self.call("unregister_prefix", prefix_id)
+        assert isinstance(value, int)
+        return value
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, cache_salt: str = ""
@@ -225,8 +253,8 @@ class AsyncLLM:
 
     # Control.
 
-    async def call(self, method: str) -> EngineStats | int | None:
-        """Ask the core (`stats`, `check`, `reset_prefix_cache`). Raises UserError for what it does not know."""
+    async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
+        """Ask the core (see the message Call). Raises UserError for what it does not know."""
         self.check_health()
         loop = self._bind_loop()
         call_id = next(self._numbers)
@@ -235,13 +263,13 @@ class AsyncLLM:
             self.check_health()
             self._calls[call_id] = future
         try:
-            self._client.send(Call(call_id, method))
+            self._client.send(Call(call_id, method, argument))
             result = await future
         finally:
             self._calls.pop(call_id, None)
         self.check_health()
         if result.error is not None:
-            raise UserError(result.error, param="method")
+            raise UserError(result.error, param="prefix_id" if argument else "method")
         return result.value
 
     async def stats(self) -> EngineStats:
@@ -296,6 +324,17 @@ class AsyncLLM:
             self._loop = loop
             self._all_finished = asyncio.Event()
         return loop
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """One request more that `drain` waits for."""
+        self._num_unfinished += 1
+        try:
+            yield
+        finally:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:
+                self._all_finished.set()
 
     async def _process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int

@@ -102,8 +102,8 @@ class EngineCore:
                     self._refusals.append(Refusal(request.request_id, error.message, error.param))
             case Abort(request_id, index):
                 self.scheduler.abort(request_id, index)
-            case Call(call_id, method):
-                return self._call(call_id, method)
+            case Call(call_id, method, argument):
+                return self._call(call_id, method, argument)
             case Shutdown():
                 self.shutdown()
         return None
@@ -136,7 +136,7 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
 
-    def _call(self, call_id: int, method: str) -> CallResult:
+    def _call(self, call_id: int, method: str, argument: str) -> CallResult:
         match method:
             case "stats":
                 return CallResult(call_id, self.scheduler.stats())
@@ -145,6 +145,11 @@ class EngineCore:
                 return CallResult(call_id, 0)
             case "reset_prefix_cache":
                 return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
+            case "unregister_prefix":
+                try:
+                    return CallResult(call_id, self.scheduler.unpin(argument))
+                except UserError as error:
+                    return CallResult(call_id, error=error.message)
         return CallResult(call_id, error=f"unknown method {method!r}")
 
     def _check_when_idle(self) -> None:

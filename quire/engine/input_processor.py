@@ -118,6 +118,23 @@ class InputProcessor:
             priority=priority,
         )
 
+    def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
+        """Make the request that computes a prefix and pins it under `request_id`. Raises as `process`.
+
+        It takes no number of its own, so that the seeds of other requests are what they were without it.
+        """
+        content, cache_salt = _split_prompt(prefix, cache_salt)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=self._tokens(content, params, add_special_tokens=True),
+            params=params,
+            max_tokens=1,
+            seed=0,
+            cache_salt=cache_salt,
+            pin=True,
+        )
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

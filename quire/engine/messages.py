@@ -24,10 +24,12 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`."""
+    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`, `unregister_prefix` (of
+    which `argument` is the id)."""
 
     call_id: int
     method: str
+    argument: str = ""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):

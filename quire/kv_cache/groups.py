@@ -12,6 +12,8 @@ from quire.kv_cache.spec import LayerSpec, SlidingWindowSpec
 class FullAttentionRules:
     """Every block is needed until the sequence ends."""
 
+    keeps_all = True
+
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
@@ -33,6 +35,8 @@ class FullAttentionRules:
 
 class SlidingWindowRules(FullAttentionRules):
     """A query at position p reads positions p - window + 1 .. p only."""
+
+    keeps_all = False
 
     def __init__(self, block_size: int, window: int) -> None:
         super().__init__(block_size)

@@ -13,6 +13,7 @@ from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.groups import hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
+from quire.kv_cache.pins import PinnedPrefix, Pins
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.promises import Promises
 
@@ -63,6 +64,7 @@ class KVCacheManager:
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes)
         self._live: dict[int, SequenceBlocks] = {}
         self._promises = Promises()
+        self._pins = Pins(layout.block_size)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -71,9 +73,10 @@ class KVCacheManager:
         return HashChain(self.block_size, salt) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Tokens (whole blocks, at most `max_tokens`) whose KV is cached in every group. Changes nothing."""
+        """Tokens (at most `max_tokens`) whose KV is cached in every group: whole blocks, or a longer pinned prefix with
+        its partial last one. Changes nothing."""
         num_blocks = max_tokens // self.block_size
-        if chain is None or num_blocks == 0:
+        if chain is None:
             return 0
         chain.extend(token_ids, num_blocks)
         hashes = chain.hashes[1:]
@@ -83,7 +86,9 @@ class KVCacheManager:
             agreed = num_blocks
             for rules, index in zip(self._rules, self._indexes, strict=True):
                 num_blocks = rules.longest_hit(index, hashes, num_blocks)
-        return num_blocks * self.block_size
+        num_tokens = num_blocks * self.block_size
+        pin = self._pins.longest(chain, token_ids, max_tokens, num_tokens + 1)
+        return num_tokens if pin is None else pin.num_tokens
 
     def find_computing(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
@@ -104,22 +109,26 @@ class KVCacheManager:
         """Whether a sequence lives and has yet to commit some of its first `num_blocks` blocks."""
         return blocks.promised is not None and blocks.num_committed < num_blocks
 
-    def room_after_match(self, chain: HashChain | None, num_tokens: int) -> tuple[int, int]:
-        """(allocatable blocks left after `begin` with this hit, blocks that the hit itself holds)."""
+    def room_after_match(
+        self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """(allocatable blocks left after `begin` with this hit, blocks that the hit itself holds for good)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
-            for table in self._hit_tables(chain, num_tokens):
-                for block in table:
+            for table in self._hit_tables(chain, num_tokens, token_ids):
+                # A partial last block is replaced by a copy at once.
+                for block in table[: num_tokens // self.block_size]:
                     if block != NULL_BLOCK:
                         held += 1
                         free -= self.pool.is_evictable(block)
         return free, held
 
-    def hit_blocks(self, chain: HashChain | None, num_tokens: int) -> set[int]:
+    def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:
         """The device blocks that a hit of `num_tokens` (as for `begin`) would own."""
         if chain is None or not num_tokens:
             return set()
-        return {block for table in self._hit_tables(chain, num_tokens) for block in table if block != NULL_BLOCK}
+        tables = self._hit_tables(chain, num_tokens, token_ids)
+        return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[SequenceBlocks], kept: set[int]) -> int:
         """Blocks, those in `kept` not counted, that nobody else would own if these sequences gave theirs up."""
@@ -134,18 +143,23 @@ class KVCacheManager:
 
     # -- owning -----------------------------------------------------------------------------------------------------
 
-    def begin(self, chain: HashChain | None, num_cached_tokens: int) -> SequenceBlocks:
-        """Start a sequence that owns the blocks of a hit (`num_cached_tokens` as `match_prefix` returned it)."""
+    def begin(self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()) -> SequenceBlocks:
+        """Start a sequence that owns the blocks of a hit (`num_cached_tokens` as `match_prefix` returned it).
+
+        token_ids: as for `match_prefix`; needed where prefixes are pinned. The partial last block of one is shared
+        until the first `append`, which copies it.
+        """
         if chain is not None and num_cached_tokens:
-            tables = self._hit_tables(chain, num_cached_tokens)
+            tables = self._hit_tables(chain, num_cached_tokens, token_ids)
         else:
             tables = [[] for _ in self._rules]
         for table in tables:
             for block in table:
                 if block != NULL_BLOCK:
                     self.pool.share(block)
-        blocks = SequenceBlocks(tables, num_cached_tokens, chain)
+        blocks = SequenceBlocks(tables, len(tables[0]) * self.block_size, chain)
         blocks.num_committed = num_cached_tokens // self.block_size
+        blocks.tail_shared = num_cached_tokens < blocks.capacity
         self._live[id(blocks)] = blocks
         self._promises.renew(blocks)
         return blocks
@@ -277,18 +291,77 @@ class KVCacheManager:
             return
         del self._live[id(blocks)]
         self._promises.drop(blocks)
-        for table in blocks.tables:
-            for block in reversed(table):
-                if block != NULL_BLOCK:
-                    self.pool.release(block)
-        blocks.tables = []
+        self._release_all(blocks)
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content (blocks in use stay in use). Returns the number of blocks set free."""
         # What is computed now will still be committed, but never be hit without the blocks before it.
         for blocks in self._live.values():
             self._promises.drop(blocks)
-        return self.pool.drop_cached()
+        num_dropped = self.pool.drop_cached()
+        for pin in self._pins:
+            self._enter(pin.blocks)
+        return num_dropped
+
+    # -- pinning ----------------------------------------------------------------------------------------------------
+
+    def pin(self, name: str, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Keep a sequence that has computed exactly `token_ids`, with full blocks committed, as a pinned prefix."""
+        num_tokens = len(token_ids)
+        assert blocks.chain is not None
+        assert name not in self._pins
+        assert blocks.capacity - self.block_size < num_tokens <= blocks.capacity, "computed more than the prefix"
+        del self._live[id(blocks)]
+        self._promises.drop(blocks)
+        num_full = num_tokens // self.block_size
+        # Also who shares the full blocks alone shall find what it reads.
+        self._release_outside_windows(blocks, num_full * self.block_size)
+        self._enter(blocks)
+        self._pins.add(name, PinnedPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :])))
+
+    def unpin(self, name: str) -> int:
+        """Give a pinned prefix up; its full blocks stay cached. Returns how many blocks are pinned no more.
+
+        Raises KeyError for an unknown name.
+        """
+        before = self.num_pinned_blocks
+        self._release_all(self._pins.remove(name).blocks)
+        return before - self.num_pinned_blocks
+
+    def is_pinned(self, name: str) -> bool:
+        return name in self._pins
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self._pins.num_blocks
+
+    @property
+    def num_unpinned_blocks(self) -> int:
+        """Blocks of the pool that sequences can have."""
+        return self.pool.num_usable - self._pins.num_blocks
+
+    @property
+    def num_pinned_empty_slots(self) -> int:
+        """Slots of pinned blocks that hold no token, over all groups."""
+        return self._pins.num_empty_slots * self.num_groups
+
+    def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Blocks that a prompt need never allocate, because it starts with all of a pinned prefix.
+
+        Only layers that keep every block count: a window leaves the shared ones behind.
+        """
+        if not self.enable_prefix_caching or not self._pins.num_blocks:
+            return 0
+        chain, max_tokens = HashChain(self.block_size, salt), len(token_ids) - 1
+        chain.extend(token_ids, max_tokens // self.block_size)
+        pin = self._pins.longest(chain, token_ids, max_tokens)
+        num_full = 0 if pin is None else pin.num_tokens // self.block_size
+        return num_full * self.num_groups_kept
+
+    @property
+    def num_groups_kept(self) -> int:
+        """Groups whose layers keep every block of a sequence."""
+        return sum(rules.keeps_all for rules in self._rules)
 
     # -- bounds and invariants --------------------------------------------------------------------------------------
 
@@ -299,7 +372,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert every invariant of tables, counts, lists and indexes. O(blocks)."""
         owners: dict[int, int] = {}
-        for blocks in self._live.values():
+        for blocks in (*self._live.values(), *(pin.blocks for pin in self._pins)):
             assert len(blocks.tables) == len(self._rules)
             for table in blocks.tables:
                 assert len(table) * self.block_size == blocks.capacity, "table and capacity disagree"
@@ -309,6 +382,12 @@ class KVCacheManager:
                     owners[block] = owners.get(block, 0) + 1
         self.pool.check(owners)
         self.host.check()
+        for pin in self._pins:
+            assert pin.blocks.chain is not None
+            for index, table in zip(self._indexes, pin.blocks.tables, strict=True):
+                for number, block in enumerate(table[: pin.num_tokens // self.block_size]):
+                    found = index.find(pin.blocks.chain.block_hash(number))
+                    assert block in (NULL_BLOCK, found), "a pinned block is not the one that is found"
         for block_hash, blocks in self._promises.items():
             assert id(blocks) in self._live, "a sequence that is gone promises a block"
             assert blocks.chain is not None
@@ -320,13 +399,42 @@ class KVCacheManager:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _hit_tables(self, chain: HashChain, num_tokens: int) -> list[list[int]]:
+    def _hit_tables(self, chain: HashChain, num_tokens: int, token_ids: Sequence[int]) -> list[list[int]]:
+        pin = self._pins.longest(chain, token_ids, num_tokens, num_tokens) if token_ids else None
+        if pin is not None:
+            return [
+                [NULL_BLOCK if index < rules.first_needed_block(num_tokens) else block for index, block in enumerate(t)]
+                for rules, t in zip(self._rules, pin.blocks.tables, strict=True)
+            ]
+        assert num_tokens % self.block_size == 0, "a hit of a pinned prefix needs the tokens"
         num_blocks = num_tokens // self.block_size
         hashes = chain.hashes[1 : num_blocks + 1]
         return [
             hit_blocks(rules, index, hashes, num_blocks, self.block_size)
             for rules, index in zip(self._rules, self._indexes, strict=True)
         ]
+
+    def _enter(self, blocks: SequenceBlocks) -> None:
+        """Make the full blocks of a prefix the ones that the indexes find, or where there are others, use those."""
+        assert blocks.chain is not None
+        for index, table in zip(self._indexes, blocks.tables, strict=True):
+            for number, block in enumerate(table[: blocks.num_committed]):
+                if block == NULL_BLOCK:
+                    continue
+                block_hash = blocks.chain.block_hash(number)
+                index.add(block_hash, block)
+                found = index.find(block_hash)
+                if found is not None and found != block:
+                    self.pool.share(found)
+                    self.pool.release(block)
+                    table[number] = found
+
+    def _release_all(self, blocks: SequenceBlocks) -> None:
+        for table in blocks.tables:
+            for block in reversed(table):
+                if block != NULL_BLOCK:
+                    self.pool.release(block)
+        blocks.tables = []
 
     def _release_outside_windows(self, blocks: SequenceBlocks, start: int) -> None:
         for rules, table in zip(self._rules, blocks.tables, strict=True):

@@ -52,6 +52,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_swapped": ("num_swapped", "Preempted requests whose KV blocks are in the host pool."),
     "kv_blocks_used": ("num_used_blocks", "KV blocks that a running sequence refers to."),
     "kv_blocks_cached": ("num_cached_blocks", "Free KV blocks whose content a prefix can still hit."),
+    "kv_blocks_pinned": ("num_pinned_blocks", "KV blocks of registered prefixes; they count as used."),
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),
     "host_blocks": ("num_host_blocks", "Blocks of the host pool."),
     "host_blocks_used": ("num_used_host_blocks", "Blocks of the host pool that a swapped request holds."),

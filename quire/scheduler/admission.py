@@ -12,8 +12,11 @@ WATERMARK = 0.01
 """Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""
 
 
-def refuse_impossible(request: Request, kv: KVCacheManager, max_num_seqs: int, max_chunk: int) -> None:
-    """Raise PromptTooLongError when the request could not finish even alone, with the whole pool to itself.
+def refuse_impossible(
+    request: Request, kv: KVCacheManager, num_usable: int, *, max_num_seqs: int, max_chunk: int
+) -> None:
+    """Raise PromptTooLongError when the request could not finish even alone, with `num_usable` blocks to itself, the
+    pool without what pinned prefixes hold or are to hold.
 
     Whatever passes can always run: preempting everybody else makes room for it, so nothing starves.
     """
@@ -21,19 +24,29 @@ def refuse_impossible(request: Request, kv: KVCacheManager, max_num_seqs: int, m
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
     if n > max_num_seqs:
         raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {max_num_seqs}", param=name)
+    needed = blocks_at_most(request, kv, max_chunk)
+    if needed > num_usable:
+        pinned = "" if num_usable == kv.pool.num_usable else f", {kv.pool.num_usable - num_usable} more are pinned"
+        raise PromptTooLongError(
+            f"the request needs up to {needed} KV blocks ({request.num_prompt_tokens} prompt tokens, max_tokens="
+            f"{request.max_tokens}, {name}={n}), and the KV cache has {num_usable}{pinned}; lower max_tokens or "
+            f"{name}, or give the KV cache more memory",
+            param="max_tokens",
+        )
+
+
+def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
+    """Blocks that the request can come to hold, less those of a pinned prefix that it shares whatever happens."""
+    n = request.params.num_sequences
     # The last sampled token needs no KV.
     total = request.num_prompt_tokens + request.max_tokens - 1
     if n == 1:
         needed = kv.most_blocks(total, max_chunk)
     else:
         needed = _blocks_of_siblings(request.num_prompt_tokens, kv, [total] * n)
-    if needed > kv.pool.num_usable:
-        raise PromptTooLongError(
-            f"the request needs up to {needed} KV blocks ({request.num_prompt_tokens} prompt tokens, max_tokens="
-            f"{request.max_tokens}, {name}={n}), and the KV cache has {kv.pool.num_usable}; lower max_tokens or "
-            f"{name}, or give the KV cache more memory",
-            param="max_tokens",
-        )
+    if request.bypass_prefix_cache:
+        return needed
+    return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
 
 
 def blocks_to_start(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_chunk: int) -> int:
@@ -41,7 +54,8 @@ def blocks_to_start(request: Request, kv: KVCacheManager, num_cached_tokens: int
 
     Not just the first chunk's: that would start requests that are preempted halfway, work thrown away.
     """
-    free, held = kv.room_after_match(request.live_sequences[0].chain, num_cached_tokens)
+    leader = request.live_sequences[0]
+    free, held = kv.room_after_match(leader.chain, num_cached_tokens, leader.token_ids)
     return kv.pool.num_allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held)
 
 
@@ -53,7 +67,7 @@ def blocks_to_resume(request: Request, kv: KVCacheManager, max_chunk: int) -> in
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
     """Whether a request that takes `num_blocks` may start when the pool has `room` blocks for it."""
-    reserve = 0 if is_alone else int(WATERMARK * kv.pool.num_usable)
+    reserve = 0 if is_alone else int(WATERMARK * kv.num_unpinned_blocks)
     return num_blocks + reserve <= room
 
 

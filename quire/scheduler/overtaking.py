@@ -68,7 +68,8 @@ def way_for(
         num_cached = kv.match_prefix(leader.chain, leader.token_ids, end - 1)
         if would_wait(request, kv, num_cached, end - 1) is not None:
             return NO_WAY
-        num_blocks, kept = blocks_to_start(request, kv, num_cached, max_chunk), kv.hit_blocks(leader.chain, num_cached)
+        num_blocks = blocks_to_start(request, kv, num_cached, max_chunk)
+        kept = kv.hit_blocks(leader.chain, num_cached, leader.token_ids)
         num_tokens = min(end - num_cached, max_chunk)
     candidates = _candidates(request, running)
     num_rows = len(running) + num_claimed_rows + len(sequences)

@@ -58,14 +58,15 @@ class Cheaper:
 
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
     """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when it is
-    to be recomputed: by choice, for want of room, with nothing to save, or in the middle of a beam search's step."""
+    to be recomputed: by choice, for want of room, with nothing to save, or while a sample decides about the blocks."""
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
     if kv.host.blocks.num_usable == 0 or not any(num_computed):
         return None
-    if request.beam_search is not None and any(sequence.num_pending_tokens for sequence in sequences):
-        # What these samples decide makes beams fork and die, which needs their blocks to be in one place.
+    in_flight = any(sequence.num_pending_tokens for sequence in sequences)
+    if in_flight and (request.pin or request.beam_search is not None):
+        # What these samples decide is done with the blocks: they are pinned, or beams fork and die.
         return None
     footprint = kv.footprint(handles)
     num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size

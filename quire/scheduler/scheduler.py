@@ -17,13 +17,14 @@ from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens, waiting_siblings
 from quire.errors import UserError
-from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.branching import Branching, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.overtaking import way_for
+from quire.scheduler.pinning import Pinning
 from quire.scheduler.plan_builder import Mark, PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.queue import RequestQueue
@@ -38,6 +39,8 @@ class _InFlight(NamedTuple):
 
     plan: StepPlan
     sequences: list[Sequence]
+    blocks: list[SequenceBlocks | None]
+    """Those of `sequences` when the plan was made: who was preempted since may have others by now."""
     samples: list[Sequence]
     resumed: list[tuple[Sequence, int]]
 
@@ -66,6 +69,7 @@ class Scheduler:
         self._num_unforked = 0
         """Sequences of running requests that have a claim to a row and not the row itself (`Request.unforked`)."""
         self._deadlines = Deadlines()
+        self._pinning = Pinning(kv, self._max_chunk)
         self._released: list[int] = []
         self._branching = Branching()
         self._refused: Request | None = None
@@ -83,11 +87,17 @@ class Scheduler:
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def add(self, source: EngineRequest, now: float) -> None:
-        """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id."""
+        """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id or for a
+        prefix that may not be pinned.
+        """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
-        refuse_impossible(request, self.kv, self._max_num_seqs, self._max_chunk)
+        num_usable = self._pinning.num_usable
+        refuse_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
+        if request.pin:
+            self._pinning.refuse(request, self._requests.values())
+            self._pinning.begin(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
@@ -142,9 +152,16 @@ class Scheduler:
             self._waiting.put_back(request)
         self._running = [s for s in self._running if s.finish_reason is None]
 
+    def unpin(self, name: str) -> int:
+        """Give up a pinned prefix; returns how many blocks that leaves to others. Raises UserError for unknown ones."""
+        if not self.kv.is_pinned(name):
+            raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
+        self._refused = None
+        return self.kv.unpin(name)
+
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the whole pool can hold."""
-        usable = self.kv.pool.num_usable
+        """The longest sequence, up to `limit` tokens, that the pool can hold beside what is pinned."""
+        usable = self._pinning.num_usable
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, usable, key=lambda n: self.kv.most_blocks(n, self._max_chunk))
 
@@ -166,7 +183,13 @@ class Scheduler:
         self._insert_forked(builder)
         plan = builder.build(self._released, *self._branching.take())
         self._released = []
-        self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples, builder.resumed)
+        self._in_flight[plan.step_id] = _InFlight(
+            plan,
+            builder.sequences,
+            [sequence.blocks for sequence in builder.sequences],
+            builder.samples,
+            builder.resumed,
+        )
         self._stats.steps_total += 1
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
         self._stats.copied_blocks_total += len(plan.block_copies)
@@ -177,11 +200,9 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
-        plan, sequences, samples, resumed = self._in_flight.pop(result.step_id)
-        self._commit(plan, sequences)
-        for sequence, num_computed in resumed:
-            if sequence.blocks is not None:
-                self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+        in_flight = self._in_flight.pop(result.step_id)
+        sequences, samples = in_flight.sequences, in_flight.samples
+        self._commit(in_flight)
         updates = []
         any_finished = False
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
@@ -193,6 +214,8 @@ class Scheduler:
                 any_finished |= bool(ended)
                 updates += ended
                 continue
+            if sequence.request.pin and sequence.blocks is None:
+                continue  # preempted meanwhile: without its blocks there is nothing to pin, so it runs again
             sequence.token_ids.append(token_id)
             update = SequenceUpdate(sequence.request.request_id, sequence.index, [token_id])
             if result.logprobs and position in result.logprobs:
@@ -234,6 +257,8 @@ class Scheduler:
         )
         for victim in way.victims:
             self._preempt(builder, victim)
+        if way.num_tokens or way.victims:
+            self._refused = None  # it fits now
         return way.num_tokens
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
@@ -341,7 +366,7 @@ class Scheduler:
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
         self._enter_running(request, [leader])
-        leader.blocks = self.kv.begin(leader.chain, num_cached)
+        leader.blocks = self.kv.begin(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
@@ -379,6 +404,7 @@ class Scheduler:
         start = leader.num_computed_tokens
         growth = self.kv.append(leader.blocks, start, start + num_tokens)
         assert growth is not None, "admitted without room"
+        builder.block_copies += growth.copies  # of a pinned prefix's last block; the new row names the copy already
         builder.add_row(leader)
         builder.schedule(leader, num_tokens)
         if leader.num_computed_tokens == leader.request.fork_position:
@@ -434,28 +460,39 @@ class Scheduler:
         self._stats.preemptions_total += 1
         self._waiting.put_back(request)
 
-    def _commit(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+    def _commit(self, in_flight: _InFlight) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
-        size = self.kv.block_size
-        for sequence, start, count in zip(sequences, plan.start_positions, plan.num_tokens, strict=True):
-            if sequence.blocks is not None and start // size != (start + count) // size:
+        plan, size = in_flight.plan, self.kv.block_size
+        columns = (in_flight.sequences, in_flight.blocks, plan.start_positions, plan.num_tokens)
+        for sequence, blocks, start, count in zip(*columns, strict=True):
+            if sequence.blocks is None or sequence.blocks is not blocks:
+                continue
+            if start // size != (start + count) // size:
                 self.kv.commit(sequence.blocks, sequence.token_ids, start + count)
+        for sequence, num_computed in in_flight.resumed:
+            if sequence.blocks is not None:
+                self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence; with the last one the request leaves. `_running` is filtered by the caller."""
         sequence.finish_reason = reason
+        request = sequence.request
         if sequence.blocks is not None:
             self._drop_row(sequence)
-            self.kv.free(sequence.blocks)
+            if request.pin and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.kv.pin(request.request_id, sequence.blocks, request.prompt_token_ids)
+            else:
+                self.kv.free(sequence.blocks)
             sequence.blocks = None
         elif sequence.swapped is not None:
             self.kv.free(sequence.swapped)
             sequence.swapped = None
-        request = sequence.request
         if not any(other.finish_reason is None for other in request.sequences):
             request.status = RequestStatus.FINISHED
             self._waiting.remove(request)
             self._deadlines.discard(request)
+            if request.pin:
+                self._pinning.end(request)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
@@ -531,6 +568,7 @@ class Scheduler:
         stats.num_used_blocks = pool.num_used
         stats.num_cached_blocks = pool.num_evictable
         stats.num_shared_blocks = pool.num_shared
+        stats.num_pinned_blocks = self.kv.num_pinned_blocks
         stats.evictions_total = pool.num_evictions
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
         stats.num_used_host_blocks = self.kv.host.blocks.num_used
@@ -549,7 +587,7 @@ class Scheduler:
             for sequence in self._running
             if sequence.blocks is not None
         }
-        return self.kv.num_groups * sum(last_blocks.values())
+        return self.kv.num_groups * sum(last_blocks.values()) + self.kv.num_pinned_empty_slots
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""

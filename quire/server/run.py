@@ -8,16 +8,17 @@ import errno
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
+from quire.utils.text_files import read_text_file
 
 if TYPE_CHECKING:
     import uvicorn
@@ -42,6 +43,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     """
     report = StartReport()
     check_certificate(settings)
+    prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
     with bind(settings) as listener, _interruptible():
         engine = AsyncLLM.from_options(options, executor=executor)
         report.phase("load tokenizer, launch engine process")
@@ -58,10 +60,22 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             service = _Service(engine, app.state.context, server)
             url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                if prefixes:
+                    runner.run(preload(engine, prefixes))
+                    report.phase("compute prefixes")
                 names, backend = app.state.context.model_names, engine.ready.backend
                 return runner.run(service.run(listener, lambda: report.show(names, url, backend)))
         finally:
             engine.shutdown()
+
+
+async def preload(engine: AsyncLLM, prefixes: Mapping[str, str]) -> None:
+    """Register the texts (by the files they come from). Raises ConfigError for one that cannot be."""
+    for path, text in prefixes.items():
+        try:
+            await engine.register_prefix(text)
+        except UserError as error:
+            raise ConfigError(f"preload_prefix: {path}: {error.message}", param="preload_prefix") from None
 
 
 class _Service:

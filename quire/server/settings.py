@@ -17,6 +17,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_body_size: bytes of a request body, as a number or "8MiB".
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
+    preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
     host: str = "127.0.0.1"
@@ -26,6 +27,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_body_size: int | str = "8MiB"
     max_num_queued: int | None = 4096
     shutdown_timeout: float = 30.0
+    preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -45,7 +47,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"shutdown_timeout must be a number of seconds >= 0, not {self.shutdown_timeout}",
                 param="shutdown_timeout",
             )
-        for name in ("served_model_name", "cors_allowed_origins"):
+        for name in ("served_model_name", "preload_prefix", "cors_allowed_origins"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"{name} must not hold an empty string", param=name)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
@@ -84,6 +86,7 @@ HELP: dict[str, str] = {
     "max_body_size": "largest request body, such as 8MiB",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
+    "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",
     "ssl_keyfile": "private key file: serve https",
     "ssl_certfile": "certificate file: serve https",

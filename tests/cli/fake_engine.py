@@ -24,12 +24,17 @@ class FakeEngine:
     pieces: Sequence[str | BaseException] = ("Hel", "lo", " wörld")
     has_template: bool = True
     requests: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
     is_shut_down: bool = False
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> Rendered:
         if not self.has_template:
             raise UserError("this model has no chat template")
         return Rendered(json.dumps(list(messages)), [1, 2, 3])
+
+    async def register_prefix(self, prefix: str) -> str:
+        self.prefixes.append(prefix)
+        return f"prefix-{len(self.prefixes)}"
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, delta: bool = False

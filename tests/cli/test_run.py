@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +163,20 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     with session.interrupts_deferred():
         steps.append("undisturbed")
     assert steps == ["after the signal", "undisturbed"]
+
+
+def test_prefixes_are_computed_before_the_prompt(engine: FakeEngine, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"prefix {name}\n")
+    flags = [flag for name in "ab" for flag in ("--preload-prefix", str(tmp_path / name))]
+    assert main(["run", "hi", *flags]) == 0
+    assert engine.prefixes == ["prefix a\n", "prefix b\n"]
+    assert len(engine.requests) == 1
+
+
+def test_a_prefix_file_that_cannot_be_read_is_told_before_the_model_is_loaded(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "hi", "--preload-prefix", str(tmp_path / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    assert engine.opened == []  # type: ignore[attr-defined]

@@ -387,3 +387,43 @@ async def test_first_come_first_served_takes_no_priorities(options: EngineOption
     with pytest.raises(UserError, match="scheduling_policy") as caught:
         await anext(engine.generate([1, 2], SHORT, priority=1))
     assert caught.value.param == "priority"
+
+
+async def test_prefixes_are_registered_and_let_go(engine: AsyncLLM) -> None:
+    prefix = list(range(1, 22))
+    plain = await collect(engine, [*prefix, 5])
+    await engine.reset_prefix_cache()
+    name = await engine.register_prefix(prefix)
+    assert (await engine.stats()).num_pinned_blocks == 2
+    outputs = [output async for output in engine.generate([*prefix, 5], SHORT)]
+    assert (outputs[-1].num_cached_tokens, outputs[-1].outputs[0].token_ids) == (21, plain)
+    assert await engine.unregister_prefix(name) == 2
+    with pytest.raises(UserError, match="no prefix"):
+        await engine.unregister_prefix(name)
+    with pytest.raises(UserError, match="not a token id"):
+        await engine.register_prefix([97])
+    await until_empty(engine)
+    assert engine.num_unfinished == 0
+
+
+async def test_a_registration_that_is_cancelled_leaves_nothing(engine: AsyncLLM) -> None:
+    blocker = await begin(engine, "a")
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        task = asyncio.create_task(engine.register_prefix(list(range(1, 90))))
+        await asyncio.sleep(delay)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            await engine.unregister_prefix(task.result())
+    await engine.abort("a")
+    await blocker
+    assert (await until_empty(engine)).num_pinned_blocks == 0
+
+
+async def test_a_prefix_that_does_not_fit_is_refused(options: EngineOptions) -> None:
+    engine = start(msgspec.structs.replace(options, num_blocks_override=8))
+    with pytest.raises(UserError, match="unregister other prefixes"):
+        await engine.register_prefix([1] * 120)
+    assert engine.num_unfinished == 0
+    assert len(await collect(engine, [1, 2])) == 6

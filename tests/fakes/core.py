@@ -101,6 +101,7 @@ class CoreClient:
         bad: list[list[int]] | None = None,
         salt: str = "",
         priority: int = 0,
+        pin: bool = False,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
@@ -116,9 +117,14 @@ class CoreClient:
                     bad_token_sequences=bad or [],
                     cache_salt=salt,
                     priority=priority,
+                    pin=pin,
                 )
             )
         )
+
+    def pin(self, request_id: str, prefix: list[int], salt: str = "") -> None:
+        """Ask for a prefix to be pinned."""
+        self.add(request_id, prefix, salt=salt, pin=True, max_tokens=1)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.core.handle(Abort(request_id, index))
@@ -158,7 +164,8 @@ class CoreClient:
 
     def assert_all_free(self) -> None:
         stats = self.core.stats()
-        assert stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks leaked"
+        leaked = stats.num_used_blocks - stats.num_pinned_blocks
+        assert leaked == 0, f"{leaked} blocks leaked"
         assert stats.num_used_host_blocks == stats.num_swapped == 0, f"{stats.num_used_host_blocks} host blocks leaked"
         assert stats.num_running == stats.num_waiting == 0
 
@@ -177,7 +184,7 @@ class CoreDriver(CoreClient):
 def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """The tokens of each completion when the request has a large engine to itself, without caching or chunking."""
     driver = CoreDriver(
-        make_config(num_blocks=4096, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
+        make_config(num_blocks=1024, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
     )
     driver.add("alone", prompt, seed=seed, eos=eos, **params)
     driver.run()

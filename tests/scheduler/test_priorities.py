@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from quire.request import FinishReason
+from quire.request import EngineRequest, FinishReason
+from quire.sampling_params import SamplingParams
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 
@@ -129,6 +130,45 @@ def test_age_protects_from_being_pushed_out() -> None:
     driver.run()
     assert driver.core.stats().preemptions_total == 0
     assert finish_order(driver) == ["old", "new"]
+
+
+def test_age_protects_one_of_two() -> None:
+    """Both would be needed, and one comes before: so neither is pushed out."""
+    driver = CoreDriver(make_config(max_num_seqs=2))
+    driver.add("old", prompt(6), max_tokens=20)
+    driver.step()
+    driver.clock.advance(10.0)
+    driver.add("young", prompt(6, start=2), max_tokens=20)
+    driver.step()
+    driver.clock.advance(0.1)
+    driver.add("pair", prompt(6, start=3), n=2, temperature=1.0, max_tokens=2, priority=-1)
+    driver.step()
+    assert running(driver) == ["old", "young"]
+    while ("old", 0) not in driver.finished:
+        driver.step()
+    assert driver.core.stats().preemptions_total == 0
+    driver.run()
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_to_be_earlier_in_the_order_is_not_enough_to_push_out(priority: int) -> None:
+    """As a request that comes back to the queue with its leader aborted can be."""
+    driver = CoreDriver(make_config(max_num_seqs=1))
+    driver.clock.advance(100.0)
+    driver.add("runs", prompt(6), max_tokens=12)
+    driver.step()
+    source = EngineRequest(
+        request_id="earlier",
+        prompt_token_ids=prompt(6, start=3),
+        params=SamplingParams(temperature=0.0, max_tokens=2),
+        max_tokens=2,
+        seed=0,
+        priority=priority,
+    )
+    driver.scheduler.add(source, 0.0)
+    driver.run()
+    assert driver.core.stats().preemptions_total == 0
+    assert finish_order(driver) == ["runs", "earlier"]
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])

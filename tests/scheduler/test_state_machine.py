@@ -43,16 +43,20 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(6, 40),
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         queue_depth=st.sampled_from([1, 2]),
+        priority_seconds=st.sampled_from([0.02, 10.0]),
+        max_pins=st.sampled_from([0, 1, 2, 3]),
         enable_prefix_caching=st.booleans(),
         preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         num_host_blocks=st.sampled_from([3, 20, 200]),
     )
-    def start(self, num_host_blocks, **options) -> None:  # type: ignore[no-untyped-def]
+    def start(self, num_host_blocks: int, max_pins: int, **options) -> None:  # type: ignore[no-untyped-def]
+        self.max_pins = max_pins
         if options["preemption_mode"] != "recompute":
             options["num_host_blocks"] = num_host_blocks
         self.driver = CoreDriver(make_config(max_model_len=64, **options))
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
+        self.prefixes: list[str] = []
 
     @rule(
         family=st.integers(0, 2),
@@ -65,8 +69,10 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         stop=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        priority=st.sampled_from([0, 0, 0, 1, -1, 3, -3]),
+        timeout_s=st.sampled_from([None, None, None, None, None, 0.05, 0.2]),
     )
-    def add(self, family, shared, own, salt, n, greedy, stop, **request) -> None:  # type: ignore[no-untyped-def]
+    def add(self, family, shared, own, salt, n, greedy, stop, priority, **request) -> None:  # type: ignore[no-untyped-def]
         name = f"r{len(self.requests)}"
         request["prompt"] = _PREFIXES[family][:shared] + own
         request["n"] = n
@@ -74,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         if stop:
             request["stop_token_ids"] = _STOP_TOKENS
         self.requests[name] = request
-        self.driver.add(name, salt=salt, **request)
+        self.driver.add(name, salt=salt, priority=priority, **request)
 
     @rule(
         family=st.integers(0, 2),
@@ -123,6 +129,8 @@ class EngineMachine(RuleBasedStateMachine):
                 planned = core.stats().steps_total
                 self.driver.step()
                 self.driver.scheduler.check()
+                # The last ones may have run out of time.
+                may_be_empty = may_be_empty or not self.driver.scheduler.has_requests
                 assert may_be_empty or core.stats().steps_total > planned, "requests wait, and nothing is computed"
 
     @rule(data=st.data(), whole=st.booleans())
@@ -134,6 +142,27 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.abort(name, index)
         if whole or "use_beam_search" not in self.requests[name]:  # whose sequences nobody outside knows
             self.aborted.add((name, index))
+
+    @rule(family=st.integers(0, 2), length=st.integers(1, 16), salt=st.sampled_from(["", "", "", "tenant"]))
+    def pin(self, family: int, length: int, salt: str) -> None:
+        """Few at a time: with most of the pool pinned nothing else would happen."""
+        scheduler = self.driver.scheduler
+        live = [name for name in self.prefixes if scheduler.kv.is_pinned(name) or name in scheduler._requests]
+        if len(live) == self.max_pins:
+            return
+        name = f"p{len(self.prefixes)}"
+        self.prefixes.append(name)
+        self.driver.pin(name, _PREFIXES[family][:length], salt)
+
+    @rule(data=st.data())
+    def unpin_or_abort_a_pin(self, data) -> None:  # type: ignore[no-untyped-def]
+        if self.prefixes:
+            name = self.prefixes[-data.draw(st.integers(1, min(2, len(self.prefixes))))]
+            if self.driver.scheduler.kv.is_pinned(name):
+                self.driver.scheduler.unpin(name)
+                self.totals["unpins"] += 1
+            else:
+                self.driver.abort(name)
 
     @rule()
     def forget_cache(self) -> None:
@@ -148,17 +177,27 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.run()
-        assert not self.driver.executor.live_seq_ids or self.driver.core.stats().num_used_blocks == 0
+        for name in self.prefixes:
+            is_pinned = self.driver.scheduler.kv.is_pinned(name)
+            assert not is_pinned or self.driver.finished[name, 0] is FinishReason.LENGTH
+            self.totals["pins"] += is_pinned
+            self.totals["pins refused"] += name in self.driver.refused
+            if is_pinned:
+                self.driver.scheduler.unpin(name)
+        self.driver.scheduler.check()
+        assert self.driver.core.stats().num_used_blocks == 0
         self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
         self.totals["aborts"] += len(self.aborted)
         self.totals["hypotheses"] += len(self.driver.rankings)
         for name, request in self.requests.items():
             if name in self.driver.refused:
                 continue
-            expected = generate_alone(**request)
+            expected = generate_alone(**{**request, "timeout_s": None})
             for index in range(request["n"]):
                 tokens = self.driver.tokens.get((name, index), [])
-                if (name, None) in self.aborted or (name, index) in self.aborted:
+                timed_out = self.driver.finished.get((name, index)) is FinishReason.TIMEOUT
+                assert not timed_out or request["timeout_s"] is not None
+                if timed_out or (name, None) in self.aborted or (name, index) in self.aborted:
                     assert tokens == expected[index][: len(tokens)]
                 else:
                     assert tokens == expected[index]
@@ -192,3 +231,7 @@ def test_random_schedules() -> None:
     assert totals["evictions_total"] > 1000
     assert totals["aborts"] > 100
     assert totals["hypotheses"] > 500
+    assert totals["timed_out_requests_total"] > 50
+    assert totals["pins"] > 10
+    assert totals["unpins"] > 0
+    assert totals["pins refused"] > 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -261,3 +262,42 @@ class TestTls:
             assert caught.value.param == "ssl_certfile"
             assert "\n" not in caught.value.message
         check_certificate(ServerSettings(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]))
+
+
+def test_preloaded_prefixes_are_pinned_before_the_server_is_ready(
+    model_path: Path, tmp_path: Path, processes: list[Process]
+) -> None:
+    paths = []
+    for number, text in enumerate(("You are a helpful assistant.", "Answer in verse: ")):
+        paths.append(tmp_path / f"prefix{number}.txt")
+        paths[-1].write_text(text)
+    process = Process(model_path, "readable", preload_prefix=[str(path) for path in paths])
+    processes.append(process)
+    process.wait_ready()
+    metrics = httpx.get(f"{process.url}/metrics").text
+    assert re.search(r"^quire:kv_blocks_pinned\{.*\} 4\.0$", metrics, re.MULTILINE), "two blocks each"
+    body = {"prompt": "Answer in verse: why?", "max_tokens": 2}
+    usage = httpx.post(f"{process.url}/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len("Answer in verse: ") + 1, "and the start token"
+    process.signal(signal.SIGTERM)
+    assert process.popen.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "cannot read"), (b"", "is empty"), (b"\xff", "not valid UTF-8"), (b"x" * 300, "tokens")],
+)
+def test_a_prefix_that_cannot_be_loaded_is_an_error_of_serve(
+    model_path: Path, tmp_path: Path, content: bytes | None, reason: str
+) -> None:
+    path = tmp_path / "prefix.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        serve(
+            EngineOptions(model=str(model_path), num_blocks_override=64),
+            ServerSettings(port=0, preload_prefix=[str(path)]),
+            executor="tests.server.executor:readable",
+        )
+    assert caught.value.param == "preload_prefix"
+    assert str(path) in caught.value.message
