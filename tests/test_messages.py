@@ -85,6 +85,8 @@ EXAMPLES: list[msgspec.Struct] = [
         block_copies=[(2, 6)],
         forks=[FORK],
         released=[3],
+        swap_out=[(4, 2)],
+        swap_in=[(3, 5)],
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
