@@ -70,6 +70,8 @@ REQUEST = EngineRequest(
     eos_token_ids=[2],
     bad_token_sequences=[[4, 5]],
     cache_salt="tenant",
+    priority=-2,
+    pin=True,
 )
 RESULT = CallResult(3, value=STATS, error="why")
 REFUSAL = Refusal("r-2", "too long", param="prompt")
@@ -90,6 +92,8 @@ EXAMPLES: list[msgspec.Struct] = [
         block_copies=[(2, 6)],
         forks=[FORK],
         released=[3],
+        swap_out=[(4, 2)],
+        swap_in=[(3, 5)],
         branches=[SequenceFork(8, 10, SAMPLING)],
         chosen_tokens=[(8, 77), (10, 78)],
     ),
@@ -103,7 +107,7 @@ EXAMPLES: list[msgspec.Struct] = [
     REQUEST,
     AddRequest(REQUEST),
     Abort("r-1", index=1),
-    Call(3, "stats"),
+    Call(3, "unregister_prefix", "p-1"),
     Shutdown(),
     RESULT,
     REFUSAL,

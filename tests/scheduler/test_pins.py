@@ -6,6 +6,7 @@ import pytest
 
 from quire.errors import UserError
 from quire.request import FinishReason
+from quire.scheduler.plan_builder import PlanBuilder
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 PREFIX = [(5 * i) % 90 + 1 for i in range(22)]
@@ -196,7 +197,7 @@ def test_a_prefix_that_is_preempted_while_it_is_computed_is_pinned_in_the_end() 
             driver.step()
         plan = scheduler.schedule(driver.clock.now())
         if "p" in scheduler._requests and scheduler._requests["p"].sequences[0].blocks is not None:
-            scheduler._preempt(scheduler._requests["p"])
+            scheduler._preempt(PlanBuilder(0, 0), scheduler._requests["p"])
         scheduler.check()
         driver.core._in_flight.append(driver.executor.execute(plan))
         driver.run()
