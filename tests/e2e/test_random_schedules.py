@@ -64,6 +64,8 @@ EXTRAS: list[dict[str, Any]] = [
     {"bad": [[token] for token in range(40)] + [[50, 51], [60, 61, 62]], "presence_penalty": 2.0},
     {"logit_bias": dict.fromkeys(range(97), -100.0)},
     {"allowed_token_ids": [3, 4, 5, 90, 91], "top_k": 200},
+    {"use_beam_search": True, "best_of": 3, "temperature": 0.0, "stop_token_ids": list(range(0, 97, 12))},
+    {"use_beam_search": True, "best_of": 3, "temperature": 0.0, "early_stopping": "never", "frequency_penalty": 0.5},
 ]
 
 requests = st.fixed_dictionaries(
