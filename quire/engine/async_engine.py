@@ -27,6 +27,7 @@ from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOut
 from quire.engine.output_stream import OutputStream
 from quire.engine.process_client import ProcessClient
 from quire.errors import EngineDeadError, QuireError, UserError
+from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
@@ -211,6 +212,9 @@ class AsyncLLM:
 
     async def call(self, method: str) -> EngineStats | int | None:
         """Ask the core (`stats`, `check`, `reset_prefix_cache`). Raises UserError for what it does not know."""
+        return (await self._ask(method)).value
+
+    async def _ask(self, method: str) -> CallResult:
         self.check_health()
         loop = self._bind_loop()
         call_id = next(self._numbers)
@@ -226,13 +230,20 @@ class AsyncLLM:
         self.check_health()
         if result.error is not None:
             raise UserError(result.error, param="method")
-        return result.value
+        return result
 
     async def stats(self) -> EngineStats:
         """A fresh snapshot."""
         value = await self.call("stats")
         assert isinstance(value, EngineStats)
         return value
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
+        the caller's id, "#" and a number that no other request has."""
+        snapshot = (await self._ask("kv_snapshot")).kv
+        assert snapshot is not None
+        return snapshot
 
     async def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many blocks held one."""

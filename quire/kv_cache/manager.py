@@ -13,6 +13,7 @@ from quire.kv_cache.groups import hit_blocks, rules_for
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.promises import Promises
+from quire.kv_cache.spec import SlidingWindowSpec
 
 
 class SequenceBlocks:
@@ -53,6 +54,8 @@ class KVCacheManager:
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
+        self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in layout.groups]
+        """Per group the sliding window in tokens, None for full attention."""
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)

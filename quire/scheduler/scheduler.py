@@ -17,6 +17,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.decoding.parallel import create_sequences, fork_at_prompt_end
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
@@ -379,6 +380,11 @@ class Scheduler:
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
         return copy.copy(stats)
+
+    def snapshot(self) -> KVSnapshot:
+        """Every block and every live request, to look at. O(blocks + table entries)."""
+        running = dict.fromkeys(sequence.request for sequence in self._running)
+        return take_snapshot(self.kv, running, self._waiting)
 
     def _num_empty_slots(self) -> int:
         """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they

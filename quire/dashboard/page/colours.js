@@ -1,0 +1,21 @@
+// A colour for each request that stays with it: neighbours in time are a golden angle apart, and those that are eight
+// apart, whose hues are close again, differ in lightness.
+
+const GOLDEN_ANGLE = 137.508;
+
+function colourOf(id) {
+  const number = Number(id.slice(id.lastIndexOf("#") + 1)) || 1;
+  return { hue: (195 + (number - 1) * GOLDEN_ANGLE) % 360, tone: Math.floor((number - 1) / 8) % 2 ? -0.1 : 0.02 };
+}
+
+function paint(target, { hue, tone }) {
+  target.style.setProperty("--hue", hue.toFixed(1));
+  target.style.setProperty("--tone", tone);
+}
+
+// In the well, which is dark in both themes.
+const lit = ({ hue, tone }) => `oklch(${(0.78 + tone).toFixed(2)} 0.12 ${hue.toFixed(1)})`;
+const unfilled = (hue) => `oklch(0.4 0.06 ${hue.toFixed(1)})`;
+const faded = (hue) => `oklch(0.42 0.045 ${hue.toFixed(1)})`;
+
+const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
