@@ -28,7 +28,7 @@ class FrameClient:
         self._url = url.rstrip("/")
         if not self._url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a server, such as http://127.0.0.1:8000", param="url")
-        headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=SECONDS_WITHOUT_A_BYTE, trust_env=False)
         self._decoder = msgspec.json.Decoder(Frame)
 

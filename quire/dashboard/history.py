@@ -22,7 +22,7 @@ class _Counters(NamedTuple):
 
 
 class History:
-    """Fed with the newest frame at a steady pace. Before the second one the means are those since the server's start."""
+    """Fed with the newest frame at a steady pace. With the first one the means are those since the server's start."""
 
     def __init__(self) -> None:
         self._counters: deque[_Counters] = deque(maxlen=WINDOW)

@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from quire.dashboard.frame import Frame, number_of, owners_of
+from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
 from quire.dashboard.history import History
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
 from quire.kv_cache.snapshot import KVSnapshot, RequestView
@@ -139,10 +139,9 @@ def _requests(frame: Frame) -> RenderableType:
 
 def _row(request: RequestView) -> tuple[RenderableType, ...]:
     name, _, number = request.request_id.rpartition("#")
-    shown = Text.assemble(
-        ("██ ", Style(color=colour_of(request.request_id))), (f"#{number} ", "bold"), (name[:16], "dim")
-    )
-    num_blocks = len({block for s in request.sequences for table in s.tables for block in table if block})
+    chip = ("██ ", Style(color=colour_of(request.request_id)))
+    shown = Text.assemble(chip, (f"#{number} ", "bold"), (name[:16], "dim"))
+    num_blocks = len(blocks_of(request))
     num_generated = sum(sequence.num_output_tokens for sequence in request.sequences)
     numbers = (request.num_prompt_tokens, request.num_cached_tokens, num_generated, len(request.sequences), num_blocks)
     return shown, request.status, *(f"{number:,}" for number in numbers)

@@ -89,7 +89,7 @@ class BlockPool:
         return dropped
 
     def states(self) -> bytes:
-        """One byte a block: `FREE_STATE`, `CACHED_STATE` (evictable), or the number of owners, at most `MOST_OWNERS`."""
+        """A byte for each block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS."""
         try:
             states = bytearray(self.ref_counts).replace(b"\xff", b"\xfe")
         except ValueError:  # a count that no byte holds

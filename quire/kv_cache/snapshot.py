@@ -1,7 +1,7 @@
 """The memory made visible: every block's state and every live sequence's tables, taken when somebody asks for it.
 
-Plain data for the live page, `quire top` and `GET /debug/kv` (docs/live-view.md). Taking it is linear in blocks and table
-entries, and nothing is kept for it between two requests.
+Plain data for the live page, `quire top` and `GET /debug/kv` (docs/live-view.md). Taking it is linear in blocks and
+table entries, and nothing is kept for it from one time to the next.
 """
 
 from __future__ import annotations

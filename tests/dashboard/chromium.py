@@ -95,7 +95,8 @@ class Chromium:
         """Evaluate until the value is true, and return it. The browser's own clock decides how often it looks."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline:
-            value = self.evaluate(expression)
+            # An element is no value that could be handed over.
+            value = self.evaluate(f"((found) => found instanceof Node || found)({expression})")
             if value:
                 return value
             self.evaluate("new Promise((done) => setTimeout(done, 20))")

@@ -1,11 +1,11 @@
-// A colour for each request that stays with it: neighbours in time are a golden angle apart, and those that are eight
-// apart, whose hues are close again, differ in lightness.
+// A colour for each request that stays with it: neighbours in time are a golden angle apart, and those that are eight or
+// thirteen apart, whose hues are close again, differ in lightness.
 
 const GOLDEN_ANGLE = 137.508;
 
 function colourOf(id) {
   const number = Number(id.slice(id.lastIndexOf("#") + 1)) || 1;
-  return { hue: (195 + (number - 1) * GOLDEN_ANGLE) % 360, tone: Math.floor((number - 1) / 8) % 2 ? -0.1 : 0.02 };
+  return { hue: (195 + (number - 1) * GOLDEN_ANGLE) % 360, tone: [0.03, -0.07, -0.16][Math.floor((number - 1) / 8) % 3] };
 }
 
 function paint(target, { hue, tone }) {

@@ -54,8 +54,8 @@ async function runTrial() {
       if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
+      colourOutputs(chunk.id);
       for (const choice of chunk.choices) {
-        colourOutput(outputs[choice.index], chunk.id);
         outputs[choice.index].text.append(choice.text);
         if (choice.finish_reason) outputs[choice.index].end.textContent = ` · ${choice.finish_reason}`;
         count += 1;
@@ -86,12 +86,12 @@ function makeOutputs(count) {
 }
 
 // The colour that the request has in the map.
-function colourOutput(output, id) {
-  if (output.coloured) return;
+function colourOutputs(id) {
+  if (byId("outputs").dataset.request === id) return;
   for (const request of state.requests.values()) {
     if (request.request_id.startsWith(`${id}#`)) {
-      paint(output.part, request.colour);
-      output.coloured = true;
+      paint(byId("outputs"), request.colour);
+      byId("outputs").dataset.request = id;
     }
   }
 }
