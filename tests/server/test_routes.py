@@ -43,15 +43,6 @@ async def test_the_models_own_name_is_the_default(model_path: Path) -> None:
         assert (await served.client.post("/v1/completions", json=body)).json()["model"] == str(model_path)
 
 
-async def test_home_page_names_the_model_and_escapes_it(model_path: Path) -> None:
-    async with serving(model_path, ServerSettings(served_model_name=["<b>&"])) as served:
-        response = await served.client.get("/")
-        assert response.headers["content-type"].startswith("text/html")
-        assert "&lt;b&gt;&amp;" in response.text
-        assert "<b>" not in response.text
-        assert "http://quire/v1/completions" in response.text
-
-
 async def test_load_counts_unfinished_requests(live: Served) -> None:
     assert (await live.client.get("/load")).json() == {"server_load": 0}
     body = {"prompt": ["a", "b"], "max_tokens": 200, "stream": True}

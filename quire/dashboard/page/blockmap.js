@@ -1,11 +1,14 @@
 // The block map: a canvas with one cell for each physical block, from left to right and from top to bottom.
 
+const STRIPES = 4; // requests that a shared block shows
+
 class BlockMap {
-  constructor(canvas, { first, tallest }) {
+  constructor(canvas, { tallest }) {
     this.canvas = canvas;
-    this.first = first; // the first block that is shown; block 0 of the device is never handed out
+    this.first = 1; // block 0 is the null block, which is never handed out
     this.tallest = tallest; // CSS pixels, as long as the cells stay large enough to see
     this.hues = new Float32Array(0); // of the last owner, so that what stays cached keeps a trace of its colour
+    this.drawn = []; // what each cell shows, so that only cells that change are drawn
   }
 
   // Chooses the largest cell with which `count` blocks fit.
@@ -13,6 +16,7 @@ class BlockMap {
     const width = this.canvas.clientWidth;
     const ratio = window.devicePixelRatio || 1;
     if (count === this.count && width === this.width && ratio === this.ratio) return;
+    this.drawn = [];
     let cell = 26;
     const rows = () => Math.ceil(count / Math.max(1, Math.floor(width / cell)));
     while (cell > 4 && rows() * cell > this.tallest) cell -= 1;
@@ -29,29 +33,37 @@ class BlockMap {
     this.canvas.style.height = `${this.height}px`;
   }
 
-  // states: a byte a block; owners: block -> table entries; marked: the request to light, or null.
-  draw(states, owners, marked, cursor) {
+  // states: a byte a block; owners: see `state`; marked: the request to light, or null.
+  draw(states, owners, marked) {
     this.layout(Math.max(0, states.length - this.first));
     this.states = states;
     if (this.hues.length !== states.length) this.hues = new Float32Array(states.length).fill(-1);
     const context = this.canvas.getContext("2d");
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    context.clearRect(0, 0, this.width, this.height);
     this.brush = { context, free: cssColour("--free"), cached: cssColour("--cached") };
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.font = `700 ${Math.min(12, Math.round(this.cell * 0.5))}px ${cssColour("--sans")}`;
     for (let block = this.first; block < states.length; block++) {
-      const entries = owners.get(block);
-      const isMarked = entries !== undefined && entries.some((entry) => entry.request === marked);
-      context.globalAlpha = marked === null || isMarked ? 1 : 0.25;
-      this.drawBlock(block, states[block], entries);
+      const owned = owners.get(block);
+      const isMarked = marked === null || (owned !== undefined && owned.requests.includes(marked));
+      const look = lookOf(states[block], owned, isMarked);
+      if (this.drawn[block] === look) continue;
+      this.drawn[block] = look;
+      const { x, y } = this.place(block);
+      context.clearRect(x - this.gap / 2, y - this.gap / 2, this.cell, this.cell);
+      context.globalAlpha = isMarked ? 1 : 0.25;
+      this.drawBlock(block, states[block], owned);
     }
     context.globalAlpha = 1;
-    if (cursor !== null && cursor >= this.first && cursor < states.length) this.drawCursor(cursor);
   }
 
-  drawBlock(block, value, entries) {
+  // After a change of colours.
+  forget() {
+    this.drawn = [];
+  }
+
+  drawBlock(block, value, owned) {
     const { context, free, cached } = this.brush;
     const { x, y, size } = this.place(block);
     if (value === 0) {
@@ -60,24 +72,25 @@ class BlockMap {
       context.fillRect(x, y, size, size);
       return;
     }
-    if (value === CACHED || entries === undefined) {
+    if (value === CACHED || owned === undefined) {
       const hue = this.hues[block];
       context.fillStyle = value !== CACHED ? "#8a8f99" : hue < 0 ? cached : faded(hue);
       context.fillRect(x, y, size, size);
       return;
     }
-    const colours = [...new Set(entries.map((entry) => entry.request.colour))].slice(0, 4);
-    const fill = this.cell >= 8 ? Math.max(...entries.map(fillOf)) : 1;
-    this.hues[block] = colours[0].hue;
-    const height = size / colours.length;
-    colours.forEach((colour, i) => {
+    const stripes = Math.min(owned.requests.length, STRIPES);
+    const fill = this.cell >= 8 ? owned.fill : 1;
+    this.hues[block] = owned.requests[0].colour.hue;
+    for (let i = 0; i < stripes; i++) {
+      const { colour } = owned.requests[i];
+      const height = size / stripes;
       if (fill < 1) {
         context.fillStyle = unfilled(colour.hue);
         context.fillRect(x, y + i * height, size, height);
       }
-      context.fillStyle = lit(colour);
+      context.fillStyle = colour.lit;
       context.fillRect(x, y + i * height, size * fill, height);
-    });
+    }
     if (value > 1) this.drawCount(value, x, y, size);
   }
 
@@ -90,14 +103,6 @@ class BlockMap {
       const dot = Math.max(2, size / 3);
       context.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
     }
-  }
-
-  drawCursor(block) {
-    const { x, y, size } = this.place(block);
-    const { context } = this.brush;
-    context.lineWidth = 2;
-    context.strokeStyle = "#fff";
-    context.strokeRect(x - 1, y - 1, size + 2, size + 2);
   }
 
   place(block) {
@@ -128,18 +133,32 @@ class BlockMap {
   }
 }
 
+// Two cells of the same look are drawn alike.
+function lookOf(value, owned, isMarked) {
+  if (owned === undefined) return isMarked ? value : value + 256;
+  return `${value} ${owned.requests.map((request) => request.request_id).join()} ${owned.fill} ${isMarked}`;
+}
+
+// A frame around the block that the reader points at.
+function drawCursor(map, cursor, block) {
+  cursor.hidden = block === null;
+  if (block === null) return;
+  const { x, y, size } = map.place(block);
+  Object.assign(cursor.style, { left: `${x - 2}px`, top: `${y - 2}px`, width: `${size + 4}px`, height: `${size + 4}px` });
+}
+
 function describeBlock(block) {
   const { kv } = state.frame;
   const value = kv.bytes[block];
   if (value === 0) return `Block ${block} is free.`;
   if (value === CACHED) return `Block ${block} is cached: nobody owns it, a prefix can still hit it.`;
-  const entries = state.owners.get(block) ?? [];
+  const { entries, fill } = state.owners.get(block) ?? { entries: [], fill: 0 };
   if (entries.length === 0) return `Block ${block} has ${plural(value, "owner")} besides the live requests.`;
   const shown = entries.slice(0, 6).map((entry) => {
     const sequence = entry.request.sequences.length > 1 ? ` sequence ${entry.sequence.index}` : "";
     return `${nameOf(entry.request)}${sequence}, logical ${entry.logical}`;
   });
   const more = entries.length > shown.length ? `; and ${entries.length - shown.length} more` : "";
-  const slots = Math.round(Math.max(...entries.map(fillOf)) * kv.block_size);
+  const slots = Math.round(fill * kv.block_size);
   return `Block ${block}, ${slots} of ${kv.block_size} slots filled, ${plural(value, "owner")}: ${shown.join("; ")}${more}.`;
 }

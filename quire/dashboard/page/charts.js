@@ -1,6 +1,7 @@
 // Rates over the last two minutes, sampled once a second from the counters of the frames.
 
 const SAMPLES = 120;
+const LEAST_SPAN = 30; // samples that fill the width before there are more
 
 const CHARTS = [
   { key: "tokens", name: "Tokens a second", hue: 195, format: (v) => (v < 10 ? v.toFixed(1) : Math.round(v).toLocaleString("en")) },
@@ -109,7 +110,8 @@ function drawLine({ canvas, hue, top }, values) {
   context.fillStyle = cssColour("--line");
   context.fillRect(0, height - 1, width, 1);
   const highest = top ?? Math.max(1e-9, ...values.filter((value) => value !== null)) * 1.1;
-  const x = (i) => width - 2 - ((values.length - 1 - i) * (width - 4)) / (SAMPLES - 1);
+  const span = Math.max(LEAST_SPAN, values.length) - 1;
+  const x = (i) => width - 2 - ((values.length - 1 - i) * (width - 4)) / span;
   const y = (value) => height - 1.5 - (value / highest) * (height - 5);
   const points = values.map((value, i) => (value === null ? null : [x(i), y(value)])).filter(Boolean);
   if (points.length === 0) return;

@@ -5,7 +5,9 @@ const GOLDEN_ANGLE = 137.508;
 
 function colourOf(id) {
   const number = Number(id.slice(id.lastIndexOf("#") + 1)) || 1;
-  return { hue: (195 + (number - 1) * GOLDEN_ANGLE) % 360, tone: [0.03, -0.07, -0.16][Math.floor((number - 1) / 8) % 3] };
+  const hue = (195 + (number - 1) * GOLDEN_ANGLE) % 360;
+  const tone = [0.03, -0.07, -0.16][Math.floor((number - 1) / 8) % 3];
+  return { hue, tone, lit: `oklch(${(0.78 + tone).toFixed(2)} 0.12 ${hue.toFixed(1)})` };
 }
 
 function paint(target, { hue, tone }) {
@@ -13,8 +15,7 @@ function paint(target, { hue, tone }) {
   target.style.setProperty("--tone", tone);
 }
 
-// In the well, which is dark in both themes.
-const lit = ({ hue, tone }) => `oklch(${(0.78 + tone).toFixed(2)} 0.12 ${hue.toFixed(1)})`;
+// In the well, which is dark in both themes; `lit` is for what is owned.
 const unfilled = (hue) => `oklch(0.4 0.06 ${hue.toFixed(1)})`;
 const faded = (hue) => `oklch(0.42 0.045 ${hue.toFixed(1)})`;
 

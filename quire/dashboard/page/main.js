@@ -5,8 +5,8 @@ const LONGEST_WAIT = 10_000; // milliseconds between two attempts to connect
 
 const link = { key: sessionStorage.getItem("quire-key"), abort: null, wait: 500, timer: 0, isPaused: false };
 
-const deviceMap = new BlockMap(byId("map"), { first: 1, tallest: 440 });
-const hostMap = new BlockMap(byId("host-map"), { first: 0, tallest: 120 });
+const deviceMap = new BlockMap(byId("map"), { tallest: 440 });
+const hostMap = new BlockMap(byId("host-map"), { tallest: 120 });
 
 class RefusedError extends Error {}
 
@@ -96,12 +96,13 @@ function drawAll() {
 function drawMaps() {
   const { kv } = state.frame;
   const marked = state.requests.get(activeId()) ?? null;
-  deviceMap.draw(kv.bytes, state.owners, marked, state.block);
-  byId("host").hidden = kv.hostBytes.length === 0;
-  if (kv.hostBytes.length > 0) {
-    hostMap.draw(kv.hostBytes, state.hostOwners, marked, null);
+  deviceMap.draw(kv.bytes, state.owners, marked);
+  drawCursor(deviceMap, byId("cursor"), state.block);
+  byId("host").hidden = kv.hostBytes.length < 2;
+  if (kv.hostBytes.length > 1) {
+    hostMap.draw(kv.hostBytes, state.hostOwners, marked);
     const used = kv.hostBytes.reduce((sum, value) => sum + (value > 0 && value < CACHED), 0);
-    byId("host-summary").textContent = `${used} of ${plural(kv.hostBytes.length, "block")} swapped out`;
+    byId("host-summary").textContent = `${used} of ${plural(kv.hostBytes.length - 1, "block")} in use`;
   }
   drawSummary(kv.bytes);
   if (state.block !== null) byId("block-text").textContent = describeBlock(state.block);
@@ -141,14 +142,15 @@ function listen() {
   map.addEventListener("pointerleave", () => pointAtBlock(null));
   map.addEventListener("blur", () => pointAtBlock(null));
   map.addEventListener("click", (event) => {
-    const [entry] = state.owners.get(deviceMap.blockAt(event)) ?? [];
+    const [entry] = state.owners.get(deviceMap.blockAt(event))?.entries ?? [];
     state.pinned = entry ? entry.request.request_id : null;
     drawAll();
   });
   map.addEventListener("keydown", (event) => {
     if (!/^(Arrow(Left|Right|Up|Down)|Home|End)$/.test(event.key) || state.frame === null) return;
     event.preventDefault();
-    pointAtBlock(state.block === null ? deviceMap.first : deviceMap.neighbour(state.block, event.key));
+    const enters = state.block === null && event.key.startsWith("Arrow");
+    pointAtBlock(enters ? deviceMap.first : deviceMap.neighbour(state.block, event.key));
   });
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
@@ -171,6 +173,7 @@ function listen() {
   });
   byId("theme").addEventListener("click", () => setTheme({ auto: "light", light: "dark", dark: "auto" }[theme()]));
   document.addEventListener("visibilitychange", connect);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   window.addEventListener("resize", () => {
     drawAll();
     drawCharts();
@@ -184,6 +187,12 @@ function setTheme(name) {
   else document.documentElement.dataset.theme = name;
   localStorage.setItem("quire-theme", name);
   byId("theme").textContent = `Theme: ${name}`;
+  recolour();
+}
+
+function recolour() {
+  deviceMap.forget();
+  hostMap.forget();
   drawAll();
   drawCharts();
 }

@@ -4,7 +4,7 @@ const byId = (id) => document.getElementById(id);
 
 const state = {
   frame: null,
-  owners: new Map(), // physical block -> [{request, sequence, group, logical}]
+  owners: new Map(), // physical block -> {entries: [{request, sequence, group, logical}], requests, fill}
   requests: new Map(), // id -> request, with `blocks` (a Set) and `colour`
   hovered: null, // id of the request under the pointer or the keyboard's focus
   pinned: null, // id of the request that was selected
@@ -40,8 +40,8 @@ function takeFrame(frame) {
     request.blocks = new Set();
     requests.set(request.request_id, request);
     for (const sequence of request.sequences) {
-      addOwners(owners, request, sequence, sequence.tables, request.blocks);
-      addOwners(hostOwners, request, sequence, sequence.host_tables ?? [], new Set());
+      addOwners(owners, request, sequence, sequence.tables, request.blocks, kv.block_size);
+      addOwners(hostOwners, request, sequence, sequence.host_tables ?? [], new Set(), kv.block_size);
     }
   }
   state.frame = frame;
@@ -52,27 +52,23 @@ function takeFrame(frame) {
   if (!requests.has(state.pinned)) state.pinned = null;
 }
 
-function addOwners(owners, request, sequence, tables, blocks) {
+function addOwners(owners, request, sequence, tables, blocks, blockSize) {
+  const lastFill = sequence.num_filled_slots / blockSize;
   tables.forEach((table, group) => {
     table.forEach((block, logical) => {
       if (block === 0) return; // a sliding window has passed
       blocks.add(block);
-      const owner = { request, sequence, group, logical };
-      const known = owners.get(block);
-      if (known) known.push(owner);
-      else owners.set(block, [owner]);
+      let known = owners.get(block);
+      if (known === undefined) owners.set(block, (known = { entries: [], requests: [], fill: 0 }));
+      known.entries.push({ request, sequence, group, logical });
+      if (known.requests.at(-1) !== request) known.requests.push(request);
+      known.fill = Math.max(known.fill, logical < table.length - 1 ? 1 : lastFill);
     });
   });
 }
 
 // The request that the map lights and the tables show; null: none in particular.
 const activeId = () => state.hovered ?? state.pinned;
-
-// Slots of a block that hold tokens, as a share.
-function fillOf(owner) {
-  const last = owner.sequence.tables[owner.group].length - 1;
-  return owner.logical < last ? 1 : owner.sequence.num_filled_slots / state.frame.kv.block_size;
-}
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const percent = (share) => `${share > 0 && share < 0.1 ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;

@@ -77,7 +77,8 @@ function drawPage(sequence, group, block, logical) {
     return page;
   }
   const { kv } = state.frame;
-  const slots = Math.round(fillOf({ sequence, group, logical }) * kv.block_size);
+  const isLast = logical === sequence.tables[group].length - 1;
+  const slots = isLast ? sequence.num_filled_slots : kv.block_size;
   const count = kv.bytes[block];
   if (count > 1) page.append(element("span", "count", `×${count}`));
   const fill = element("i", "fill");
