@@ -23,6 +23,8 @@ from quire.engine.messages import (
     Refusal,
     Shutdown,
 )
+from quire.kv_cache import snapshot
+from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
@@ -73,7 +75,10 @@ REQUEST = EngineRequest(
     priority=-2,
     pin=True,
 )
-RESULT = CallResult(3, value=STATS, error="why")
+SEQUENCE_VIEW = SequenceView(1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]])
+REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
+SNAPSHOT = KVSnapshot(block_size=16, windows=[None, 128], states=bytes([0, 1, 254, 255]), requests=[REQUEST_VIEW])
+RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT)
 REFUSAL = Refusal("r-2", "too long", param="prompt")
 EXAMPLES: list[msgspec.Struct] = [
     NEW_SEQUENCE,
@@ -109,6 +114,9 @@ EXAMPLES: list[msgspec.Struct] = [
     Abort("r-1", index=1),
     Call(3, "unregister_prefix", "p-1"),
     Shutdown(),
+    SEQUENCE_VIEW,
+    REQUEST_VIEW,
+    SNAPSHOT,
     RESULT,
     REFUSAL,
     EngineOutputs([UPDATE], stats=STATS, results=[RESULT], refusals=[REFUSAL]),
@@ -130,7 +138,8 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    wanted = structs(step) | structs(outputs) | structs(stats) | structs(request) | structs(messages)
+    modules = (step, outputs, stats, request, messages, snapshot)
+    wanted = set().union(*map(structs, modules))
     assert wanted == {type(example) for example in EXAMPLES}
 
 

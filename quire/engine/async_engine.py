@@ -28,6 +28,7 @@ from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOut
 from quire.engine.output_stream import OutputStream
 from quire.engine.process_client import ProcessClient
 from quire.errors import EngineDeadError, QuireError, UserError
+from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
@@ -255,6 +256,9 @@ class AsyncLLM:
 
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
         """Ask the core (see the message Call). Raises UserError for what it does not know."""
+        return (await self._ask(method, argument)).value
+
+    async def _ask(self, method: str, argument: str = "") -> CallResult:
         self.check_health()
         loop = self._bind_loop()
         call_id = next(self._numbers)
@@ -270,13 +274,20 @@ class AsyncLLM:
         self.check_health()
         if result.error is not None:
             raise UserError(result.error, param="prefix_id" if argument else "method")
-        return result.value
+        return result
 
     async def stats(self) -> EngineStats:
         """A fresh snapshot."""
         value = await self.call("stats")
         assert isinstance(value, EngineStats)
         return value
+
+    async def kv_snapshot(self) -> KVSnapshot:
+        """Every block and every live request, as of the next turn of the core. `request_id` is the engine's own key:
+        the caller's id, "#" and a number that no other request has."""
+        snapshot = (await self._ask("kv_snapshot")).kv
+        assert snapshot is not None
+        return snapshot
 
     async def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many blocks held one."""

@@ -143,6 +143,8 @@ class EngineCore:
             case "check":
                 self.scheduler.check()
                 return CallResult(call_id, 0)
+            case "kv_snapshot":
+                return CallResult(call_id, kv=self.scheduler.snapshot())
             case "reset_prefix_cache":
                 return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
             case "unregister_prefix":

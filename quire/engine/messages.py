@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.stats import EngineStats
@@ -24,8 +25,8 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """A control call answered by a CallResult. Methods: `stats`, `check`, `reset_prefix_cache`, `unregister_prefix` (of
-    which `argument` is the id)."""
+    """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
+    `unregister_prefix` (of which `argument` is the id)."""
 
     call_id: int
     method: str
@@ -43,6 +44,8 @@ class CallResult(msgspec.Struct, array_like=True):
     call_id: int
     value: EngineStats | int | None = None
     error: str | None = None
+    kv: KVSnapshot | None = None
+    """Answers `kv_snapshot`; a field of its own, because msgspec tells no two plain structs of a union apart."""
 
 
 class Refusal(msgspec.Struct, array_like=True):

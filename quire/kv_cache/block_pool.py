@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
 
+FREE_STATE, MOST_OWNERS, CACHED_STATE = 0, 254, 255
+"""Bytes of `BlockPool.states`."""
+
 
 class BlockPool:
     """All blocks of one device, `NULL_BLOCK` excepted.
@@ -84,6 +87,16 @@ class BlockPool:
         for index in self._indexes:
             index.clear()
         return dropped
+
+    def states(self) -> bytes:
+        """A byte for each block: FREE_STATE, CACHED_STATE (evictable), or the number of owners, at most MOST_OWNERS."""
+        try:
+            states = bytearray(self.ref_counts).replace(b"\xff", b"\xfe")
+        except ValueError:  # a count that no byte holds
+            states = bytearray(min(count, MOST_OWNERS) for count in self.ref_counts)
+        for block in self._evictable:
+            states[block] = CACHED_STATE
+        return bytes(states)
 
     def check(self, owners: dict[int, int]) -> None:
         """Compare with `owners` (block -> number of table entries that name it). Raises AssertionError."""

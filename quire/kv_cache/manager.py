@@ -16,6 +16,7 @@ from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.pins import PinnedPrefix, Pins
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.promises import Promises
+from quire.kv_cache.spec import SlidingWindowSpec
 
 
 class SequenceBlocks:
@@ -58,6 +59,8 @@ class KVCacheManager:
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
+        self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in layout.groups]
+        """Per group the sliding window in tokens, None for full attention."""
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)

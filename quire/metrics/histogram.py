@@ -26,6 +26,11 @@ class Histogram:
         """Number of observations."""
         return sum(self._counts)
 
+    @property
+    def sum(self) -> float:
+        """Of all observations."""
+        return self._sum
+
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value` into its bucket, `times` times."""
         self._counts[bisect_left(self.buckets, value)] += times

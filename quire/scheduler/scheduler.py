@@ -18,6 +18,7 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens, waiting_siblings
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
@@ -578,6 +579,11 @@ class Scheduler:
         # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
         stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
+
+    def snapshot(self) -> KVSnapshot:
+        """Every block and every live request, to look at. O(blocks + table entries)."""
+        running = dict.fromkeys(sequence.request for sequence in self._running)
+        return take_snapshot(self.kv, running, self._waiting)
 
     def _num_empty_slots(self) -> int:
         """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they

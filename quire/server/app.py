@@ -16,6 +16,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
 from quire.server.health import add_health_routes
 from quire.server.home import add_home_route
+from quire.server.live import add_live_routes
 from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
@@ -57,7 +58,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     add_tokenize_routes(app, context)
     add_health_routes(app, context)
     add_metrics_route(app, context)
-    add_home_route(app, context)
+    add_live_routes(app, context)
+    add_home_route(app)
     add_openapi_route(app)
 
     install_error_handlers(app)

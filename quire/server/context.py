@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,13 @@ class ServerContext:
     max_body_bytes: int
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+    """Ends what would hold connections open for ever."""
+
+    def close(self) -> None:
+        """Called once the last answer is given, before the HTTP server waits for its connections to end."""
+        for end in self.on_close:
+            end()
 
     def served_name(self, model: str | None) -> str:
         """The name to answer with. None asks for the default; raises UnknownModelError for any other model."""

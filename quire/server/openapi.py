@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Response
 
+from quire.dashboard.frame import Frame
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelList
@@ -23,6 +24,7 @@ _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Stru
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatResponse),
     "/v1/models": ("List the models", None, ModelList),
     "/tokenize": ("Text or a conversation to token ids", TokenizeRequest, TokenizeResponse),
+    "/debug/kv": ("Every KV block and every live request", None, Frame),
     "/detokenize": ("Token ids to text", DetokenizeRequest, DetokenizeResponse),
 }
 

@@ -103,6 +103,7 @@ class _Service:
                     raise ConfigError("the HTTP server did not start")
             announce()
             status = await self._until_over()
+            self._context.close()
             self._server.should_exit = True
             await serving
             return status

@@ -41,7 +41,7 @@ def raising(error: BaseException) -> Callable[[], int]:
 def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([flag]) == 0
     printed = capsys.readouterr().out
-    for name in ("serve", "run", "chat", "bench", "plan"):
+    for name in ("serve", "run", "chat", "bench", "plan", "top"):
         assert f"  {name} " in printed
 
 
@@ -61,7 +61,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("serv", "unknown command 'serv'; did you mean 'serve'?"),
         ("--verison", "unknown option '--verison'; did you mean '--version'?"),
-        ("zzz", "unknown command 'zzz' (commands: serve, run, chat, bench, plan)"),
+        ("zzz", "unknown command 'zzz' (commands: serve, run, chat, bench, plan, top)"),
     ],
 )
 def test_unknown_commands_are_corrected(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_unknown_commands_are_corrected(name: str, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["serve", "run", "chat", "bench", "plan"])
+@pytest.mark.parametrize("name", ["serve", "run", "chat", "bench", "plan", "top"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert f"usage: quire {name}" in capsys.readouterr().out
@@ -148,7 +148,8 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_help_and_flags_import_nothing_heavy() -> None:
     """What makes `quire --help` quick, without a clock: the modules that it must not load."""
     code = (
-        "import sys; from quire.cli.main import main; main(['--help']); main(['plan', '--help']);"
+        "import sys; from quire.cli.main import main; main(['--help']);"
+        "main(['plan', '--help']); main(['top', '--help']);"
         "heavy = {'torch', 'numpy', 'rich', 'zmq', 'fastapi', 'httpx', 'transformers', 'tokenizers', 'asyncio'};"
         "print('LOADED', sorted(heavy & set(sys.modules)))"
     )

@@ -11,7 +11,7 @@ from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
 
 KEY = "s3cret-schlüssel"
-PUBLIC = {"/health", "/ping", "/version", "/metrics"}
+PUBLIC = {"/", "/health", "/ping", "/version", "/metrics"}
 
 
 @pytest.fixture

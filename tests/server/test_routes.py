@@ -43,15 +43,6 @@ async def test_the_models_own_name_is_the_default(model_path: Path) -> None:
         assert (await served.client.post("/v1/completions", json=body)).json()["model"] == str(model_path)
 
 
-async def test_home_page_names_the_model_and_escapes_it(model_path: Path) -> None:
-    async with serving(model_path, ServerSettings(served_model_name=["<b>&"])) as served:
-        response = await served.client.get("/")
-        assert response.headers["content-type"].startswith("text/html")
-        assert "&lt;b&gt;&amp;" in response.text
-        assert "<b>" not in response.text
-        assert "http://quire/v1/completions" in response.text
-
-
 async def test_load_counts_unfinished_requests(live: Served) -> None:
     assert (await live.client.get("/load")).json() == {"server_load": 0}
     body = {"prompt": ["a", "b"], "max_tokens": 200, "stream": True}
@@ -64,6 +55,7 @@ async def test_openapi_describes_every_field(served: Served) -> None:
     schemas = document["components"]["schemas"]
     assert {"temperature", "top_k", "echo", "prompt"} <= set(schemas["CompletionRequest"]["properties"])
     assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert set(schemas["KVSnapshot"]["required"]) == {"block_size", "windows", "states", "requests"}
     for reference in json.dumps(document).split('"#/components/schemas/')[1:]:
         assert reference.split('"')[0] in schemas
     posts = {route.path for route in served.client._transport.app.routes if "POST" in route.methods}  # type: ignore[attr-defined]

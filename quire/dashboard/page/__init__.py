@@ -1,0 +1,50 @@
+"""The live page: one HTML document put together from the files beside this one, with the policy that confines it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+
+SCRIPTS = ("state.js", "colours.js", "blockmap.js", "tables.js", "requests.js", "charts.js", "prompt.js", "main.js")
+"""In the order in which they stand in the page's one script."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """html: UTF-8. policy: the value of its Content-Security-Policy header."""
+
+    html: bytes
+    policy: str
+
+
+def load_page() -> Page:
+    """Read and join the files. Nothing in the page depends on the server: what it shows it fetches."""
+    folder = files(__name__)
+    style = folder.joinpath("style.css").read_text(encoding="utf-8")
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
+    html = folder.joinpath("index.html").read_text(encoding="utf-8")
+    html = html.replace("/* style */", style).replace("/* script */", script)
+    return Page(html.encode(), content_policy(style, script))
+
+
+def content_policy(style: str, script: str) -> str:
+    """Only these very texts may style and run, and only this server may be asked."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src '{_digest(script)}'",
+            f"style-src '{_digest(style)}'",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

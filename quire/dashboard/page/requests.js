@@ -1,0 +1,97 @@
+// The queues: running, preempted, waiting. Rows are kept from frame to frame, so that pointing at one is steady.
+
+const QUEUES = [
+  ["running", "Running", "nothing runs"],
+  ["preempted", "Preempted", ""],
+  ["swapped", "Swapped out", ""],
+  ["waiting", "Waiting", ""],
+];
+const ROWS_SHOWN = 50;
+
+const rows = new Map(); // request id -> its button
+const queues = new Map(); // status -> {section, count, list, more}
+
+function buildQueues() {
+  for (const [status, title, empty] of QUEUES) {
+    const section = element("section", "queue");
+    const count = element("span");
+    const heading = element("h3", "", title);
+    heading.append(count);
+    const list = element("ul");
+    const more = element("p", "more");
+    const none = element("p", "none", empty);
+    section.append(heading, list, more, none);
+    byId("queues").append(section);
+    queues.set(status, { section, count, list, more, none });
+  }
+}
+
+function drawQueues() {
+  const byStatus = new Map(QUEUES.map(([status]) => [status, []]));
+  for (const request of state.requests.values()) byStatus.get(request.status)?.push(request);
+  for (const [status, parts] of queues) {
+    const found = byStatus.get(status);
+    parts.count.textContent = found.length;
+    parts.section.hidden = found.length === 0 && status !== "running";
+    parts.none.hidden = found.length > 0;
+    const items = found.slice(0, ROWS_SHOWN).map(drawRow);
+    if (items.length !== parts.list.children.length || items.some((item, i) => parts.list.children[i] !== item)) {
+      parts.list.replaceChildren(...items);
+    }
+    parts.more.hidden = found.length <= ROWS_SHOWN;
+    parts.more.textContent = `and ${found.length - ROWS_SHOWN} more`;
+  }
+  for (const id of rows.keys()) if (!state.requests.has(id)) rows.delete(id);
+  const sequences = [...state.requests.values()].reduce((sum, request) => sum + request.sequences.length, 0);
+  byId("requests-summary").textContent =
+    state.requests.size === 0 ? "" : `${plural(state.requests.size, "request")}, ${plural(sequences, "sequence")}`;
+}
+
+function drawRow(request) {
+  const id = request.request_id;
+  const item = rows.get(id) ?? makeRow(request);
+  const button = item.firstChild;
+  button.dataset.status = request.status;
+  button.setAttribute("aria-pressed", state.pinned === id);
+  button.classList.toggle("active", activeId() === id);
+  const generated = request.sequences.reduce((sum, sequence) => sum + sequence.num_output_tokens, 0);
+  const notes = [`${request.num_prompt_tokens} + ${generated} tokens`];
+  if (request.sequences.length > 1) notes.push(plural(request.sequences.length, "sequence"));
+  if (request.num_preemptions > 0) notes.push(`preempted ${request.num_preemptions}×`);
+  if (request.waits_for_prefix) notes.push("waits for a prefix in the making");
+  button.querySelector(".what").textContent = notes.join(" · ");
+  button.querySelector("b").textContent = request.blocks.size;
+  return item;
+}
+
+function makeRow(request) {
+  const id = request.request_id;
+  const item = element("li");
+  const button = element("button", "request");
+  button.type = "button";
+  paint(button, request.colour);
+  const who = element("span", "who", `${nameOf(request)} `);
+  who.append(element("small", "", longNameOf(request)));
+  const blocks = element("span", "blocks");
+  blocks.append(element("b"), "blocks");
+  button.append(element("i", "chip"), who, element("span", "what"), blocks);
+  button.title = id;
+  button.addEventListener("pointerenter", () => pointAtRequest(id));
+  button.addEventListener("pointerleave", () => pointAtRequest(null));
+  button.addEventListener("focus", () => button.matches(":focus-visible") && pointAtRequest(id));
+  button.addEventListener("blur", () => pointAtRequest(null));
+  button.addEventListener("click", () => {
+    state.pinned = state.pinned === id ? null : id;
+    drawAll();
+  });
+  button.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    const all = [...document.querySelectorAll(".request")];
+    all[all.indexOf(button) + step]?.focus();
+  });
+  item.append(button);
+  rows.set(id, item);
+  return item;
+}

@@ -1,0 +1,153 @@
+"""The live view in a terminal: a frame becomes text that rich can print, two blocks to a character."""
+
+from __future__ import annotations
+
+import colorsys
+
+from rich.color import Color
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from quire.dashboard.frame import Frame, blocks_of, number_of, owners_of
+from quire.dashboard.history import History
+from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
+from quire.kv_cache.snapshot import KVSnapshot, RequestView
+
+GOLDEN_ANGLE = 137.508 / 360
+FREE, CACHED, UNKNOWN = Color.from_rgb(38, 41, 48), Color.from_rgb(84, 90, 102), Color.from_rgb(150, 155, 165)
+SHARED_LIFT = 0.55
+"""How far the colour of a shared block is moved towards white."""
+SPARKS = "▁▂▃▄▅▆▇█"
+STATUSES = ("running", "preempted", "waiting")
+REQUESTS_SHOWN = 12
+MAP_ROWS = 24
+"""Lines of the map; a larger pool shows so many blocks in a cell that it fits."""
+
+
+def colour_of(request_id: str, *, shared: bool = False) -> Color:
+    """The colour of a request: that of the live page, as near as a terminal's palette has it."""
+    hue = (0.5 + (number_of(request_id) - 1) * GOLDEN_ANGLE) % 1
+    parts = colorsys.hls_to_rgb(hue, 0.62, 0.6)
+    lift = SHARED_LIFT if shared else 0.0
+    red, green, blue = (round(255 * (part + (1 - part) * lift)) for part in parts)
+    return Color.from_rgb(red, green, blue)
+
+
+class BlockMap:
+    """All blocks from left to right and from top to bottom, each half a character: the upper half, then the lower.
+
+    Where the pool is larger than the lines allow, a cell stands for several blocks and shows its busiest.
+    """
+
+    def __init__(self, kv: KVSnapshot, rows: int = MAP_ROWS) -> None:
+        self._kv = kv
+        self._rows = rows
+        self._owners = {block: entries[0].request_id for block, entries in owners_of(kv).items()}
+
+    def blocks_per_cell(self, width: int) -> int:
+        return max(1, -(-(len(self._kv.states) - 1) // (2 * width * self._rows)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        step = self.blocks_per_cell(width)
+        cells = [self._colour(first, step) for first in range(1, len(self._kv.states), step)]
+        for start in range(0, len(cells), 2 * width):
+            upper = cells[start : start + width]
+            lower = cells[start + width : start + 2 * width]
+            for column, colour in enumerate(upper):
+                below = lower[column] if column < len(lower) else None
+                yield Segment("▀", Style(color=colour, bgcolor=below))
+            yield Segment.line()
+
+    def _colour(self, first: int, count: int) -> Color:
+        states = self._kv.states[first : first + count]
+        used = [state for state in states if state not in (FREE_STATE, CACHED_STATE)]
+        if not used:
+            return CACHED if CACHED_STATE in states else FREE
+        block = first + states.index(max(used))
+        owner = self._owners.get(block)
+        return UNKNOWN if owner is None else colour_of(owner, shared=max(used) > 1)
+
+
+def counts_of(kv: KVSnapshot) -> dict[str, int]:
+    """used, shared, cached, free: numbers of blocks."""
+    states = kv.states[1:]
+    free, cached = states.count(FREE_STATE), states.count(CACHED_STATE)
+    used = len(states) - free - cached
+    return {"used": used, "shared": used - states.count(1), "cached": cached, "free": free}
+
+
+def render(frame: Frame, history: History, url: str) -> RenderableType:
+    """Everything, from the first line to the last request."""
+    counts = counts_of(frame.kv)
+    title = Text.assemble(("Quire ", "bold"), (frame.model, "bold cyan"), f"  {url}  ", (frame.backend, "dim"))
+    if frame.is_draining:
+        title.append("  shutting down", "bold red")
+    block_map = BlockMap(frame.kv)
+    caption = "  ".join(f"{count:,} {name}" for name, count in counts.items())
+    panel = Panel(block_map, title=f"{caption} [dim]of {len(frame.kv.states) - 1:,} blocks[/]", title_align="left")
+    return Group(title, _rates(frame, history, counts["used"]), panel, _requests(frame))
+
+
+def _rates(frame: Frame, history: History, num_used: int) -> Table:
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    usage = num_used / max(1, len(frame.kv.states) - 1)
+    figures = (
+        ("tokens/s", "-" if history.tokens_per_second is None else f"{history.tokens_per_second:,.0f}", "tokens"),
+        ("first token", _milliseconds(history.time_to_first_token), "ttft"),
+        ("prefix hits", "-" if history.hit_rate is None else f"{history.hit_rate:.0%}", "hits"),
+        ("KV in use", f"{usage:.0%}", "usage"),
+    )
+    for _ in figures:
+        table.add_column(ratio=1)
+    table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value, _ in figures))
+    if history.num_samples > 1:
+        table.add_row(*(Text(sparkline(history.values(key), 18), "cyan") for _, _, key in figures))
+    return table
+
+
+def sparkline(values: list[float | None], width: int) -> str:
+    """The last `width` values in characters of eight heights; a space where there is no value."""
+    shown = values[-width:]
+    highest = max((value for value in shown if value is not None), default=0.0)
+    return "".join(
+        " " if value is None else SPARKS[min(7, int(8 * value / highest)) if highest > 0 else 0] for value in shown
+    )
+
+
+def _requests(frame: Frame) -> RenderableType:
+    if not frame.kv.requests:
+        return Text("no requests", "dim")
+    counts = {status: sum(r.status == status for r in frame.kv.requests) for status in STATUSES}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("request", "state"):
+        table.add_column(name)
+    for name in ("prompt", "cached", "generated", "sequences", "blocks"):
+        table.add_column(name, justify="right")
+    for request in frame.kv.requests[:REQUESTS_SHOWN]:
+        table.add_row(*_row(request))
+    parts: list[RenderableType] = [Text("  ".join(f"{count} {status}" for status, count in counts.items())), table]
+    left = len(frame.kv.requests) - REQUESTS_SHOWN
+    if left > 0:
+        parts.append(Text(f"and {left:,} more", "dim"))
+    return Group(*parts)
+
+
+def _row(request: RequestView) -> tuple[RenderableType, ...]:
+    name, _, number = request.request_id.rpartition("#")
+    chip = ("██ ", Style(color=colour_of(request.request_id)))
+    shown = Text.assemble(chip, (f"#{number} ", "bold"), (name[:16], "dim"))
+    num_blocks = len(blocks_of(request))
+    num_generated = sum(sequence.num_output_tokens for sequence in request.sequences)
+    numbers = (request.num_prompt_tokens, request.num_cached_tokens, num_generated, len(request.sequences), num_blocks)
+    return shown, request.status, *(f"{number:,}" for number in numbers)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,92 @@
+"""The memory made visible: every block's state and every live sequence's tables, taken when somebody asks for it.
+
+Plain data for the live page, `quire top` and `GET /debug/kv` (docs/live-view.md). Taking it is linear in blocks and
+table entries, and nothing is kept for it from one time to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request, Sequence
+
+
+class SequenceView(msgspec.Struct):
+    """One live sequence and its block tables."""
+
+    index: int
+    """Which completion of the request: 0 .. n - 1."""
+    num_output_tokens: int
+    num_stored_tokens: int
+    """Tokens whose keys and values are in the cache, those of plans in flight included."""
+    num_filled_slots: int
+    """Slots of the last block that hold a token; 0 without blocks."""
+    tables: list[list[int]]
+    """Per KV group: logical index -> physical block, 0 where a sliding window has passed. Empty lists while the
+    sequence has no blocks: it waits, or its prompt is still being computed by its first sibling."""
+
+
+class RequestView(msgspec.Struct):
+    """One live request."""
+
+    request_id: str
+    status: str
+    """`running`, `waiting` or `preempted`."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache when it first started."""
+    num_preemptions: int
+    waits_for_prefix: bool
+    """Another request computes a prefix that this one will share; it starts when that is there."""
+    sequences: list[SequenceView]
+
+
+class KVSnapshot(msgspec.Struct):
+    """The whole KV cache at one moment between two steps."""
+
+    block_size: int
+    """Tokens of a block."""
+    windows: list[int | None]
+    """Per KV group: the sliding window of its layers in tokens, None for full attention."""
+    states: bytes
+    """Byte i is the state of physical block i: 0 free, 255 cached (no owner, its content can still be hit), any other
+    value the number of its owners, at most 254. Block 0 is never handed out."""
+    requests: list[RequestView]
+    """Running ones by arrival, then the queue in its order."""
+
+
+def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
+    """Copy what is to be shown. O(blocks + table entries)."""
+    views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
+    return KVSnapshot(block_size=kv.block_size, windows=list(kv.windows), states=kv.pool.states(), requests=views)
+
+
+def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
+    return RequestView(
+        request_id=request.request_id,
+        status=request.status.name.lower(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+        waits_for_prefix=request.wait is not None,
+        sequences=[_view_sequence(sequence, kv) for sequence in request.live_sequences],
+    )
+
+
+def _view_sequence(sequence: Sequence, kv: KVCacheManager) -> SequenceView:
+    blocks, num_stored = sequence.blocks, sequence.num_computed_tokens
+    tables: list[list[int]] = [[] for _ in kv.windows]
+    num_filled_slots = 0
+    if blocks is not None and blocks.capacity > 0:
+        tables = [list(table) for table in blocks.tables]
+        num_filled_slots = num_stored - (blocks.capacity - kv.block_size)
+    return SequenceView(
+        index=sequence.index,
+        num_output_tokens=sequence.num_output_tokens,
+        num_stored_tokens=num_stored,
+        num_filled_slots=num_filled_slots,
+        tables=tables,
+    )

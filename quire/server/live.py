@@ -1,0 +1,68 @@
+"""GET /debug/kv and /debug/kv/events: every KV block and every live request, once or as they change."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from quire.dashboard.feed import Feed
+from quire.dashboard.frame import Frame, Observations
+from quire.server.context import ServerContext
+from quire.server.errors import invalid_request
+from quire.server.responses import json_response
+from quire.server.streaming import EventStream
+from quire.version import __version__
+
+DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
+"""Events a second."""
+
+
+def add_live_routes(app: FastAPI, context: ServerContext) -> None:
+    """Both routes say what runs here, so they ask for the key; only the page that shows them does not."""
+    encoder = msgspec.json.Encoder()
+
+    async def poll() -> bytes:
+        return encoder.encode(await take_frame(context))
+
+    feed = Feed(poll)
+    context.on_close.append(feed.close)
+
+    @app.get("/debug/kv")
+    async def kv() -> Response:
+        return json_response(await take_frame(context), {"Cache-Control": "no-store"})
+
+    @app.get("/debug/kv/events")
+    async def kv_events(request: Request) -> Response:
+        return EventStream(feed.events(parse_rate(request.query_params.get("rate"))))
+
+
+async def take_frame(context: ServerContext) -> Frame:
+    """Ask the engine. Raises EngineDeadError when it is gone."""
+    kv = await context.engine.kv_snapshot()
+    metrics = context.metrics
+    # The answer came with a snapshot of the counters, which the metrics have by now.
+    return Frame(
+        version=__version__,
+        model=context.model_names[0],
+        backend=context.engine.ready.backend,
+        max_model_len=context.engine.ready.max_model_len,
+        is_draining=context.draining,
+        time_to_first_token=Observations(metrics.time_to_first_token.sum, metrics.time_to_first_token.count),
+        stats=metrics.stats,
+        kv=kv,
+    )
+
+
+def parse_rate(text: str | None) -> float:
+    """Events a second. Raises ApiError (400) for what is no number from `MIN_RATE` to `MAX_RATE`."""
+    if text is None:
+        return DEFAULT_RATE
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise invalid_request(f"rate must be a number from {MIN_RATE:g} to {MAX_RATE:g}, not {text!r}", param="rate")
+    return rate

@@ -1,0 +1,34 @@
+"""Where no browser is installed its tests are deselected, and the run says so at its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dashboard.chromium import NAMES, find_chromium
+from tests.server.conftest import model_path, served
+
+__all__ = ["model_path", "served"]
+
+MISSING = (
+    f"{{}} tests of the live page were NOT run: none of {', '.join(NAMES)} is installed "
+    "(on Debian and Ubuntu: apt-get install chromium)"
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if find_chromium() is not None:
+        return
+    without = [item for item in items if item.get_closest_marker("browser")]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+        config.stash[NUM_DESELECTED] = len(without)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    count = config.stash.get(NUM_DESELECTED, 0)
+    if count:
+        terminalreporter.write_line(MISSING.format(count), yellow=True, bold=True)
+
+
+NUM_DESELECTED = pytest.StashKey[int]()

@@ -1,0 +1,191 @@
+"""GET /debug/kv and its events, against a server whose engine is real up to the fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from quire.bench.sse import EventParser
+from quire.dashboard.frame import Frame
+from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
+from quire.server.settings import ServerSettings
+from tests.server.conftest import NUM_BLOCKS, Served, serving
+from tests.server.test_serve import Process
+
+LONG = {"prompt": "a" * 40, "max_tokens": 200, "n": 4, "temperature": 1.0}
+
+
+def count_polls(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that grows with every snapshot that the engine is asked for."""
+    polls: list[None] = []
+    ask = served.engine.kv_snapshot
+
+    async def counted() -> Any:
+        polls.append(None)
+        return await ask()
+
+    monkeypatch.setattr(served.engine, "kv_snapshot", counted)
+    return polls
+
+
+@asynccontextmanager
+async def watching(served: Served, path: str = "/debug/kv/events"):  # type: ignore[no-untyped-def]
+    """The frames of an event stream; leaving it hangs up."""
+    async with served.client.stream("GET", path) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+
+        async def frames():  # type: ignore[no-untyped-def]
+            parser = EventParser()
+            async for data in response.aiter_raw():
+                for event in parser.feed(data):
+                    yield msgspec.json.decode(event, type=Frame)
+
+        stream = frames()
+        try:
+            yield stream
+        finally:
+            await stream.aclose()
+
+
+async def test_the_schema_that_the_document_describes(served: Served) -> None:
+    await served.client.post("/v1/completions", json={"prompt": "a" * 40, "max_tokens": 3})
+    response = await served.client.get("/debug/kv")
+    assert response.headers["cache-control"] == "no-store"
+    frame = response.json()
+    assert frame["model"] == "tiny"
+    assert frame["kv"]["block_size"] == 16
+    assert frame["kv"]["windows"] == [None]
+    assert frame["kv"]["requests"] == []
+    assert frame["stats"]["generation_tokens_total"] == 3
+    assert frame["stats"]["num_blocks"] == NUM_BLOCKS
+    assert frame["time_to_first_token"]["count"] == 1
+    assert frame["time_to_first_token"]["sum"] > 0
+    states = base64.b64decode(frame["kv"]["states"])
+    assert len(states) == NUM_BLOCKS + 1
+    assert states.count(CACHED_STATE) == frame["stats"]["num_cached_blocks"] == 2
+    assert states.count(FREE_STATE) == NUM_BLOCKS + 1 - 2
+    document = (Path(__file__).parents[2] / "docs" / "live-view.md").read_text(encoding="utf-8")
+    assert [name for name in names_in(frame) if f"`{name}`" not in document] == []
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Names of fields at every depth, those of the statistics excepted, which have their own place."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield name
+        if name != "stats":
+            yield from names_in(inner)
+
+
+async def test_requests_and_their_tables(live: Served) -> None:
+    post = asyncio.ensure_future(live.client.post("/v1/completions", json={**LONG, "request_id": "mine"}))
+    async with watching(live) as frames:
+        async for frame in frames:
+            if any(sequence.num_output_tokens > 1 for r in frame.kv.requests for sequence in r.sequences):
+                break
+    [request] = frame.kv.requests
+    assert request.request_id.startswith("cmpl-mine#")
+    assert (request.status, request.num_prompt_tokens, len(request.sequences)) == ("running", 41, 4)
+    first_blocks = {sequence.tables[0][0] for sequence in request.sequences}
+    assert len(first_blocks) == 1, "the prompt's blocks are shared"
+    assert frame.kv.states[first_blocks.pop()] == 4
+    await live.engine.abort(list(live.engine._keys))
+    await post
+    await live.until_idle()
+    after = msgspec.json.decode((await live.client.get("/debug/kv")).content, type=Frame)
+    assert after.kv.requests == []
+    assert set(after.kv.states) <= {FREE_STATE, CACHED_STATE}
+
+
+async def test_nobody_looks_and_the_engine_is_left_alone(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls = count_polls(live, monkeypatch)
+    await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20})
+    assert polls == []
+    async with watching(live) as frames:
+        await anext(frames)
+    while len(polls) != (seen := len(polls)) or seen == 0:
+        await asyncio.sleep(0.05)
+    await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20})
+    assert len(polls) == seen
+
+
+async def test_several_viewers_share_the_polls(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls = count_polls(live, monkeypatch)
+    post = asyncio.ensure_future(live.client.post("/v1/completions", json=LONG))
+
+    async def look() -> list[bytes]:
+        found = []
+        async with watching(live, "/debug/kv/events?rate=10") as frames:
+            async for frame in frames:
+                found.append(msgspec.json.encode(frame))
+                if len(found) == 5:
+                    return found
+        return found
+
+    seen = await asyncio.gather(*(look() for _ in range(6)))
+    # The first viewer's poll may be over before the last one connects; six times as many there never are.
+    assert 5 <= len(polls) <= 12
+    assert len({frame for frames in seen for frame in frames}) <= len(polls)
+    post.cancel()
+    await asyncio.gather(post, return_exceptions=True)
+    await live.until_idle()
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "11", "nan", "inf", "fast", ""])
+async def test_a_rate_out_of_bounds(served: Served, rate: str) -> None:
+    response = await served.client.get("/debug/kv/events", params={"rate": rate})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "rate"
+
+
+async def test_a_dead_engine(model_path: Path) -> None:
+    async with serving(model_path, executor="failing", live=True) as served, watching(served) as frames:
+        await anext(frames)
+        post = asyncio.ensure_future(served.client.post("/v1/completions", json=LONG))
+        with pytest.raises(msgspec.ValidationError, match="missing required field"):
+            async for _ in frames:
+                pass
+        assert (await post).status_code == 503
+        for path in ("/debug/kv", "/debug/kv/events"):
+            response = await served.client.get(path)
+            assert response.status_code == 503
+            assert "injected failure" in response.json()["error"]["message"]
+
+
+async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> None:
+    async with serving(model_path, ServerSettings(api_key="key", served_model_name=["secret-name"])) as served:
+        for path in ("/debug/kv", "/debug/kv/events"):
+            assert (await served.client.get(path)).status_code == 401
+        page = await served.client.get("/")
+        assert page.status_code == 200
+        assert "secret-name" not in page.text
+        response = await served.client.get("/debug/kv", headers={"Authorization": "Bearer key"})
+        assert response.json()["model"] == "secret-name"
+
+
+def test_a_viewer_sees_the_drain_and_does_not_delay_the_end(model_path: Path) -> None:
+    process = Process(model_path).wait_ready()
+    parser, answers = EventParser(), []
+    with httpx.Client(base_url=process.url, timeout=60) as client, client.stream("GET", "/debug/kv/events") as events:
+        with client.stream("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 60, "stream": True}) as post:
+            lines = post.iter_lines()
+            next(lines)
+            process.signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        for data in events.iter_raw():
+            answers += [json.loads(event) for event in parser.feed(data)]
+    # The stream came to its regular end (else httpx raises), after frames that said what goes on.
+    assert [answer["is_draining"] for answer in answers][-1] is True
+    status, error = process.finish()
+    assert status == 0
+    assert "Cancel" not in error
