@@ -145,9 +145,7 @@ class LinearSubject:
 class _Calls:
     """Programs over successive copies of a packed matrix, all of the same rows."""
 
-    def __init__(
-        self, machine: Machine, copies: Sequence[PackedMatrix], x: torch.Tensor, work: Work, precision: str
-    ) -> None:
+    def __init__(self, runtime: NativeRuntime, copies: Sequence[PackedMatrix], x: torch.Tensor, work: Work) -> None:
         rows, width = x.shape[0], copies[0].out_features // (2 if copies[0].gated else 1)
         self._x = aligned_rows(*x.shape)
         self._x.copy_(x)
