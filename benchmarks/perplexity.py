@@ -4,10 +4,10 @@
         [--json FILE]
 
 The text is what the bundled model never saw: the files of the standard library that training/corpus.py holds out, the
-first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure. With
-bf16 is weights and KV cache in bfloat16, w16a16 multiplies them in it as well (matmul_precision). With
---simulate the weights are rounded and stored back as float32, which leaves the numbers' format alone to blame; then
-`int4:32`, `int4:64` and `int4:128` name group sizes, and the vocabulary's matrix is rounded to 8 bits in all of them.
+first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure.
+bf16: weights and KV cache are stored in bfloat16; w16a16: and multiplied in it (matmul_precision). With --simulate the
+weights are rounded and stored back as float32, which leaves the numbers' format alone to blame; then `int4:32`,
+`int4:64` and `int4:128` name group sizes, and the vocabulary's matrix is rounded to 8 bits in all of them.
 """
 
 from __future__ import annotations

@@ -117,13 +117,13 @@ def run_linear(
     activation: Activation = Activation.NONE,
     residual: torch.Tensor | None = None,
     in_place: bool = False,
-    max_rows: int | None = None,
     precision: MatmulPrecision = MatmulPrecision.FLOAT32,
 ) -> torch.Tensor:
-    """x: [rows, in_features]. in_place: the residual lies where the output goes."""
+    """x: [rows, in_features]. in_place: the residual lies where the output goes. Two programs of three allow more rows
+    than these."""
     rows = x.shape[0]
     width = matrix.out_features // 2 if matrix.gated else matrix.out_features
-    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1), precision)
+    program = _native.Program(isa, pool(threads), max(rows, 1) + rows % 3 * 20, precision)
     given, out = GuardedRows(rows, matrix.in_features, x), GuardedRows(rows, width)
     beside = GuardedRows(rows, width, residual)
     if in_place:
