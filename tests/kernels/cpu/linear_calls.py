@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu._native import Activation, WeightType
+from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
 
 
 def _emulated() -> list[str]:
     """Kernels for instructions that this machine may lack, where the build has them and the rest runs here."""
-    try:
-        return [_native.resolve_isa("amx_emulated")]
-    except ValueError:
-        return []
+    found = []
+    for isa in ("amx_emulated", "bf16_emulated"):
+        with suppress(ValueError):
+            found.append(_native.resolve_isa(isa))
+    return found
 
 
 ISAS = [*_native.available_isas(), *_emulated()]
-KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded")
+BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
+"""Instruction sets that multiply bfloat16."""
+KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded", "bf16_rounded")
+CASES = [(kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)]
 _TYPES = {
     "f32": WeightType.F32,
     "bf16": WeightType.BF16,
@@ -28,6 +34,10 @@ _TYPES = {
 }
 _GUARD = -12345.678
 _POOLS: dict[int, _native.Pool] = {}
+
+
+def precision_of(kind: str) -> MatmulPrecision:
+    return MatmulPrecision.BFLOAT16 if kind == "bf16_rounded" else MatmulPrecision.FLOAT32
 
 
 def pool(threads: int) -> _native.Pool:
@@ -76,7 +86,7 @@ def random_matrix(
     type_name = kind.removesuffix("_rounded")
     size = in_features**-0.5
     if type_name in ("f32", "bf16", "f16"):
-        matrix = PackedMatrix(_TYPES[kind], in_features, out_features, gated=gated)
+        matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)
         matrix.load_dense(torch.randn(out_features, in_features, generator=random) * size)
     else:
         matrix = PackedMatrix(
@@ -107,12 +117,13 @@ def run_linear(
     activation: Activation = Activation.NONE,
     residual: torch.Tensor | None = None,
     in_place: bool = False,
-    max_rows: int | None = None,
+    precision: MatmulPrecision = MatmulPrecision.FLOAT32,
 ) -> torch.Tensor:
-    """x: [rows, in_features]. in_place: the residual lies where the output goes."""
+    """x: [rows, in_features]. in_place: the residual lies where the output goes. Two programs of three allow more rows
+    than these."""
     rows = x.shape[0]
     width = matrix.out_features // 2 if matrix.gated else matrix.out_features
-    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1))
+    program = _native.Program(isa, pool(threads), max(rows, 1) + rows % 3 * 20, precision)
     given, out = GuardedRows(rows, matrix.in_features, x), GuardedRows(rows, width)
     beside = GuardedRows(rows, width, residual)
     if in_place:
