@@ -13,6 +13,7 @@ namespace quire {
 #define QUIRE_DECLARE(isa)                  \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
+  extern const AttentionKernels kAttention; \
   extern const LimitKernels kLimits;        \
   }
 #define QUIRE_DECLARE_ALL(isa)              \
@@ -52,14 +53,14 @@ const Kernels kTables[] = {
     {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512_vnni::kLimits},
+    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling, avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
-    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
 };

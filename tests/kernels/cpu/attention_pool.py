@@ -14,8 +14,8 @@ from quire.kernels.reference import paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 
-ISAS = [isa for isa in _native.available_isas() if isa != "avx512_vnni"]
-"""avx512_vnni shares the attention of avx512."""
+ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
+"""amx shares the attention of avx512_vnni."""
 POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3)}
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -166,9 +166,12 @@ class NativePool:
         shares = self.memory.view(self.num_blocks, heads, -1)
         scale_bytes = 8 * size if element == torch.int8 else 0
         elements = shares[:, :, scale_bytes:].contiguous().view(element).double().view(self.num_blocks, heads, 2, -1)
-        keys = elements[:, :, 0].view(self.num_blocks, heads, size // width, depth, width).transpose(3, 4)
-        both = torch.stack((keys.reshape(self.num_blocks, heads, size, depth), elements[:, :, 1].view(
-            self.num_blocks, heads, size, depth)), dim=1)  # fmt: skip
+        packed = 4 // element.itemsize
+        shape = (self.num_blocks, heads, size, depth)
+        keys = elements[:, :, 0].view(self.num_blocks, heads, size // width, depth // packed, width, packed)
+        shared = min(packed, size)
+        values = elements[:, :, 1].view(self.num_blocks, heads, size // shared, depth, shared)
+        both = torch.stack((keys.transpose(3, 4).reshape(shape), values.transpose(3, 4).reshape(shape)), dim=1)
         if scale_bytes:
             scales = shares[:, :, :scale_bytes].contiguous().view(torch.float32).double()
             both = both * scales.view(self.num_blocks, heads, 2, size, 1).transpose(1, 2)
