@@ -395,7 +395,10 @@ void attend(const AttentionArgs& args, const Step& step, Team& team) {
         run_item<CacheType::kF32, false>(work, step);
         break;
       case CacheType::kBF16:
-        run_item<CacheType::kBF16, false>(work, step);
+        if (args.precision == MatmulPrecision::kBFloat16)
+          run_item<CacheType::kBF16, kHasDots<CacheType::kBF16>>(work, step);
+        else
+          run_item<CacheType::kBF16, false>(work, step);
         break;
       case CacheType::kI8:
         run_item<CacheType::kI8, kHasDots<CacheType::kI8>>(work, step);

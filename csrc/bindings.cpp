@@ -38,6 +38,9 @@ void bind_weight(nb::module_& module) {
       .value("F32", CacheType::kF32)
       .value("BF16", CacheType::kBF16)
       .value("I8", CacheType::kI8);
+  nb::enum_<MatmulPrecision>(module, "MatmulPrecision")
+      .value("FLOAT32", MatmulPrecision::kFloat32)
+      .value("BFLOAT16", MatmulPrecision::kBFloat16);
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def(
           "__init__",
@@ -62,10 +65,11 @@ void bind_program(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def(
           "__init__",
-          [](Program* self, const std::string& isa, std::shared_ptr<Pool> pool, int64_t max_rows) {
-            new (self) Program(kernels_for(isa), std::move(pool), max_rows);
+          [](Program* self, const std::string& isa, std::shared_ptr<Pool> pool, int64_t max_rows,
+             MatmulPrecision precision) {
+            new (self) Program(kernels_for(isa), std::move(pool), max_rows, precision);
           },
-          "isa"_a, "pool"_a, "max_rows"_a)
+          "isa"_a, "pool"_a, "max_rows"_a, "precision"_a = MatmulPrecision::kFloat32)
       .def_prop_ro("scratch_bytes", &Program::scratch_bytes)
       .def("__len__", &Program::size)
       .def(
@@ -77,11 +81,11 @@ void bind_program(nb::module_& module) {
           "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a)
       .def(
           "embed",
-          [](Program& program, const PackedWeight& table, uintptr_t plain, int64_t width, int64_t shift,
-             bool by_position, bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, at<void>(plain), width, shift, by_position, accumulate, out});
+          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, bool by_position,
+             bool accumulate, const Ref& out) {
+            program.add(EmbedArgs{table, width, shift, by_position, accumulate, out});
           },
-          "table"_a, "plain"_a, "width"_a, "shift"_a, "by_position"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "by_position"_a, "accumulate"_a, "out"_a)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -160,6 +164,7 @@ NB_MODULE(_native, module) {
   module.def("resolve_isa", [](const std::string& name) {
     return std::string(quire::isa_name(quire::kernels_for(name).isa));
   });
+  module.def("has_bf16_products", [](const std::string& name) { return quire::kernels_for(name).bf16_products; });
   quire::bind_weight(module);
   quire::bind_attention(module);
   quire::bind_program(module);

@@ -35,35 +35,52 @@ QUIRE_DECLARE_ALL(avx512)
 #if defined(QUIRE_HAVE_AVX512_VNNI)
 QUIRE_DECLARE(avx512_vnni)
 #endif
+#if defined(QUIRE_HAVE_AVX512_BF16)
+QUIRE_DECLARE(avx512_bf16)
+#endif
 #if defined(QUIRE_HAVE_AMX)
 QUIRE_DECLARE(amx)
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
 QUIRE_DECLARE(amx_emulated)
 #endif
+#if defined(QUIRE_HAVE_BF16_EMULATED)
+QUIRE_DECLARE(bf16_emulated)
+#endif
 
 namespace {
 
 const Kernels kTables[] = {
-    {Isa::kPortable, portable::kLinear, portable::kLayers, portable::kAttention, portable::kSampling, portable::kLimits},
+    {Isa::kPortable, false, portable::kLinear, portable::kLayers, portable::kAttention, portable::kSampling,
+     portable::kLimits},
 #if defined(QUIRE_HAVE_AVX2)
-    {Isa::kAvx2, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kSampling, avx2::kLimits},
+    {Isa::kAvx2, false, avx2::kLinear, avx2::kLayers, avx2::kAttention, avx2::kSampling, avx2::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512)
-    {Isa::kAvx512, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
+    {Isa::kAvx512, false, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, avx512_vnni::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
+    {Isa::kAvx512Vnni, false, avx512_vnni::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
+#endif
+#if defined(QUIRE_HAVE_AVX512_BF16)
+    {Isa::kAvx512Bf16, true, avx512_bf16::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling,
+     avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, amx::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling, avx512_vnni::kLimits},
+    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling, avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
-    {Isa::kAmxEmulated, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
+    {Isa::kAmxEmulated, false, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
+#if defined(QUIRE_HAVE_BF16_EMULATED)
+    {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention, portable::kSampling,
+     bf16_emulated::kLimits},
+#endif
 };
+
+bool is_emulated(Isa isa) { return isa == Isa::kAmxEmulated || isa == Isa::kBf16Emulated; }
 
 // Whether the processor has int8 tiles, the system saves them, and lets this process use them.
 bool tiles_are_usable() {
@@ -98,15 +115,19 @@ bool machine_has(Isa isa) {
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     case Isa::kAvx512Vnni:
       return machine_has(Isa::kAvx512) && __builtin_cpu_supports("avx512vnni");
+    case Isa::kAvx512Bf16:
+      return machine_has(Isa::kAvx512Vnni) && __builtin_cpu_supports("avx512bf16");
     case Isa::kAmx: {
       static const bool usable = tiles_are_usable();
-      return usable && machine_has(Isa::kAvx512Vnni);
+      return usable && machine_has(Isa::kAvx512Bf16);
     }
     case Isa::kAmxEmulated:
       return machine_has(Isa::kAvx512Vnni);
+    case Isa::kBf16Emulated:
+      return true;
   }
 #endif
-  return isa == Isa::kPortable;
+  return isa == Isa::kPortable || isa == Isa::kBf16Emulated;
 }
 
 }  // namespace
@@ -121,10 +142,14 @@ const char* isa_name(Isa isa) {
       return "avx512";
     case Isa::kAvx512Vnni:
       return "avx512_vnni";
+    case Isa::kAvx512Bf16:
+      return "avx512_bf16";
     case Isa::kAmx:
       return "amx";
     case Isa::kAmxEmulated:
       return "amx_emulated";
+    case Isa::kBf16Emulated:
+      return "bf16_emulated";
   }
   return "unknown";
 }
@@ -132,7 +157,7 @@ const char* isa_name(Isa isa) {
 std::vector<Isa> available_isas() {
   std::vector<Isa> found;
   for (const Kernels& table : kTables)
-    if (table.isa != Isa::kAmxEmulated && machine_has(table.isa)) found.push_back(table.isa);
+    if (!is_emulated(table.isa) && machine_has(table.isa)) found.push_back(table.isa);
   return found;
 }
 
@@ -142,7 +167,7 @@ const Kernels& kernels_for(const std::string& name) {
   for (const Kernels& table : kTables) {
     if (!machine_has(table.isa)) continue;
     if (name == isa_name(table.isa)) return table;
-    if (table.isa == Isa::kAmxEmulated) continue;
+    if (is_emulated(table.isa)) continue;
     best = &table;
     names += std::string(names.empty() ? "" : ", ") + isa_name(table.isa);
   }

@@ -9,11 +9,13 @@
 
 namespace quire {
 
-// kAmxEmulated: the AMX kernels over tile instructions in plain C++. Slow; for tests, which ask for it by name.
-enum class Isa : int { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAmx, kAmxEmulated };
+// The emulated ones are for tests, which ask for them by name. kAmxEmulated: the AMX kernels over tile instructions in
+// plain C++. kBf16Emulated: portable kernels with bfloat16 products that have the bits of AVX512-BF16.
+enum class Isa : int { kPortable = 0, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx, kAmxEmulated, kBf16Emulated };
 
 struct Kernels {
   Isa isa;
+  bool bf16_products;  // MatmulPrecision::kBFloat16 is possible
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;

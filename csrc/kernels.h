@@ -42,6 +42,10 @@ struct Step {
 
 enum class Activation : int32_t { kNone = 0, kRelu, kSilu, kGelu, kGeluTanh, kQuickGelu };
 
+// What activations are rounded to before they multiply weights, keys or values that are stored in bfloat16. Sums are
+// float32 either way; what is stored in another type is not concerned.
+enum class MatmulPrecision : int32_t { kFloat32 = 0, kBFloat16 };
+
 // -- linear (linear.cpp) --------------------------------------------------------------------------------------------
 
 enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4 };
@@ -50,7 +54,8 @@ inline constexpr int64_t kPanel = 32;
 
 // A matrix [out_features, in_features], packed in panels of kPanel output columns, zero-padded:
 //   f32, f16         [panel][k][32]
-//   bf16             [panel][k][16][2]: columns c and c + 16 side by side, two shifts away from being float32
+//   bf16             [panel][k / 2][32][2]          pairs of k, as they are multiplied in bfloat16; each value is one
+//                    shift away from being float32. in_features padded to a multiple of 2
 //   i8               [panel][k / 4][32][4]          in_features padded to a multiple of 4 inside each group
 //   i4               [panel][k / 8][32][4] bytes: low nibbles k .. k+3, high nibbles k+4 .. k+7 (values 0 .. 15)
 //                    in_features padded to a multiple of 8 inside each group
@@ -80,6 +85,7 @@ struct LinearArgs {
   Ref residual;  // may be the same place as out
   Ref out;
   Activation activation = Activation::kNone;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
 
 struct LinearKernels {
@@ -92,8 +98,7 @@ struct LinearKernels {
 
 // out[t] (+)= row `ids[t] + shift` of a table. ids: the step's token ids or positions.
 struct EmbedArgs {
-  PackedWeight table;      // packed: a vocabulary matrix that is also the projection to logits
-  const void* plain = nullptr;  // else [num_rows, width] of table.type (kF32, kBF16 or kF16)
+  PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
   int64_t shift = 0;
   bool by_position = false;
@@ -134,6 +139,7 @@ enum class CacheType : int32_t { kF32 = 0, kBF16, kI8 };
 struct AttentionArgs {
   int32_t group = 0;  // which of Step::attention
   CacheType cache = CacheType::kF32;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
   std::byte* pages = nullptr;
   int64_t block_bytes = 0;
   int64_t num_blocks = 0;

@@ -54,31 +54,16 @@ QUIRE_INLINE void by_pieces(const EmbedArgs& args, int64_t group_size, float* ro
   }
 }
 
-// table: [num_rows, width], or packed float panels: elements of a row are `apart` from one another.
-template <class Element>
-void embed_floats(const EmbedArgs& args, const Element* source, int64_t apart, float* row) {
-  const WeightType type = args.table.type;
+template <class Element, WeightType kType>
+void embed_floats(const EmbedArgs& args, int64_t id, float* row) {
+  const auto [panel, column] = panel_column(args.table, id);
+  const auto* data = static_cast<const std::byte*>(args.table.data) + panel * panel_bytes(args.table);
+  const auto* from = reinterpret_cast<const Element*>(data);
   Element narrow[kPiece] = {};
-  by_pieces(args, args.width, row, [=, &narrow](int64_t first, int64_t count, float* piece) {
-    const Element* from = source + first * apart;
-    if (apart == 1)
-      std::memcpy(narrow, from, static_cast<std::size_t>(count) * sizeof(Element));
-    else
-      for (int64_t i = 0; i < count; ++i) narrow[i] = from[i * apart];
-    widen(narrow, type, piece);
+  by_pieces(args, args.width, row, [=, column = column, &narrow](int64_t first, int64_t count, float* piece) {
+    for (int64_t i = 0; i < count; ++i) narrow[i] = from[index_in_panel(kType, first + i, column)];
+    widen(narrow, kType, piece);
   });
-}
-
-template <class Element>
-void embed_from(const EmbedArgs& args, int64_t id, float* row) {
-  if (args.plain) {
-    embed_floats(args, static_cast<const Element*>(args.plain) + id * args.width, 1, row);
-  } else {
-    const auto* data = static_cast<const Element*>(args.table.data);
-    const auto [panel, column] = panel_column(args.table, id);
-    const int64_t first = index_in_panel(args.table.type, 0, column);
-    embed_floats(args, data + panel * args.table.in_features * kPanel + first, kPanel, row);
-  }
 }
 
 void embed_integers(const EmbedArgs& args, int64_t id, float* row) {
@@ -111,11 +96,13 @@ void embed(const EmbedArgs& args, const Step& step, Team& team) {
       const int64_t id = ids[t] + args.shift;
       switch (args.table.type) {
         case WeightType::kF32:
-          embed_from<float>(args, id, row);
+          embed_floats<float, WeightType::kF32>(args, id, row);
           break;
         case WeightType::kBF16:
+          embed_floats<uint16_t, WeightType::kBF16>(args, id, row);
+          break;
         case WeightType::kF16:
-          embed_from<uint16_t>(args, id, row);
+          embed_floats<uint16_t, WeightType::kF16>(args, id, row);
           break;
         case WeightType::kI8:
         case WeightType::kI4:

@@ -1,7 +1,7 @@
 // The yardsticks of `quire bench kernels`. Compiled once for each instruction set.
 #include "limits.h"
 
-#include "simd.h"
+#include "bf16_dot.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -105,10 +105,37 @@ void integer_peak(const PeakLimitArgs& args, Team& team) {
   std::memcpy(team.scratch(), &chain[0], sizeof(vi));
 }
 
+#if defined(QUIRE_BF16_DOT)
+void bf16_products(const PeakLimitArgs& args, Team& team) {
+  // Two products that cancel each other, so that sums stay where they are.
+  uint16_t pair[2] = {to_bf16(args.factor), to_bf16(-args.factor)};
+  const vu x = bit_cast<vu>(broadcast(bit_cast<float>(pair))), w = bit_cast<vu>(broadcast_int(0x3f803f80));
+  vf chain[kChains];
+  for (int i = 0; i < kChains; ++i) chain[i] = broadcast(static_cast<float>(i));
+  while (team.take() < args.units)
+    for (int turn = 0; turn < kTurns; ++turn) {
+#pragma GCC unroll 32  // else the sums live in memory
+      for (int i = 0; i < kChains; ++i) chain[i] = dot_bf16(chain[i], x, w);
+    }
+  for (int i = 1; i < kChains; ++i) chain[0] += chain[i];
+  store(reinterpret_cast<float*>(team.scratch()), chain[0]);
+}
+constexpr auto bf16_peak = bf16_products;
+constexpr int64_t kBf16Products = 2;
+#else
+constexpr void (*bf16_peak)(const PeakLimitArgs&, Team&) = nullptr;
+constexpr int64_t kBf16Products = 0;
+#endif
+
 }  // namespace
 
 extern const LimitKernels kLimits;
-const LimitKernels kLimits = {read, float_peak, integer_peak, int64_t{2} * kTurns* kChains* kLanes,
-                              int64_t{2} * kTurns* kChains* kLanes* kProductsPerLane};
+const LimitKernels kLimits = {read,
+                              float_peak,
+                              integer_peak,
+                              bf16_peak,
+                              int64_t{2} * kTurns* kChains* kLanes,
+                              int64_t{2} * kTurns* kChains* kLanes* kProductsPerLane,
+                              int64_t{2} * kTurns* kChains* kLanes* kBf16Products};
 
 }  // namespace quire::QUIRE_ISA

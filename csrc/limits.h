@@ -29,9 +29,11 @@ struct LimitKernels {
   void (*read)(const ReadLimitArgs&, Team&);
   void (*float_peak)(const PeakLimitArgs&, Team&);
   void (*integer_peak)(const PeakLimitArgs&, Team&);
+  void (*bf16_peak)(const PeakLimitArgs&, Team&);  // null: the instruction set has no bfloat16 products
   // Multiplications and additions of one unit.
   int64_t float_operations;
   int64_t integer_operations;
+  int64_t bf16_operations;
 };
 
 }  // namespace quire

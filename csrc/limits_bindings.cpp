@@ -64,6 +64,16 @@ void bind_limits(nb::module_& module) {
         return units * limits.integer_operations;
       },
       "isa"_a, "pool"_a, "units"_a);
+  module.def(
+      "bf16_limit",
+      [](const std::string& isa, Pool& pool, int64_t units) {
+        const Kernels& kernels = kernels_for(isa);
+        if (!kernels.bf16_products)
+          throw std::invalid_argument(std::string(isa_name(kernels.isa)) + " has no bfloat16 products");
+        run(pool, kernels.limits.bf16_peak, PeakLimitArgs{units, 0.75f, 0});
+        return units * kernels.limits.bf16_operations;
+      },
+      "isa"_a, "pool"_a, "units"_a);
 }
 
 }  // namespace quire

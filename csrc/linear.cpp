@@ -1,4 +1,5 @@
 // Linear layers over packed weights, every type. Compiled once for each instruction set.
+#include "linear_bf16.h"
 #include "linear_driver.h"
 #include "linear_tiles.h"
 
@@ -14,9 +15,21 @@ struct Panels {
   static void multiply(const Tile& tile, int64_t rows) { tile_kernels(*tile.weight)[rows - 1](tile); }
 };
 
+#if defined(QUIRE_BF16_DOT)
+void linear(const LinearArgs& args, const Step& step, Team& team) {
+  (multiplies_bf16(args) ? run_linear<Bf16Pairs> : run_linear<Panels>)(args, step, team);
+}
+std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
+  return (multiplies_bf16(args) ? scratch_for<Bf16Pairs> : scratch_for<Panels>)(args, rows);
+}
+#else
+constexpr auto linear = run_linear<Panels>;
+constexpr auto linear_scratch = scratch_for<Panels>;
+#endif
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {run_linear<Panels>, scratch_for<Panels>};
+const LinearKernels kLinear = {linear, linear_scratch};
 
 }  // namespace quire::QUIRE_ISA

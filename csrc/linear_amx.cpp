@@ -1,11 +1,18 @@
 // Linear layers with int8 weights and int8 activations on AMX: tiles of 16 x 64 bytes. Everything else, and what is too
-// small for tiles, is left to the AVX-512 VNNI kernels. The sums are integers and what follows them is computed as
+// small for tiles, is left to the AVX-512 kernels. The sums are integers and what follows them is computed as
 // there: results have the same bits.
 #include "amx_tiles.h"
 #include "linear_driver.h"
 
+// Machines with tiles have AVX512-BF16 as well; the emulation asks for no more than it needs.
+#if defined(QUIRE_EMULATE_AMX)
+#define QUIRE_BELOW avx512_vnni
+#else
+#define QUIRE_BELOW avx512_bf16
+#endif
+
 namespace quire {
-namespace avx512_vnni {
+namespace QUIRE_BELOW {
 extern const LinearKernels kLinear;
 }
 }  // namespace quire
@@ -128,7 +135,7 @@ bool for_tiles(const PackedWeight& weight) {
 }
 
 void linear(const LinearArgs& args, const Step& step, Team& team) {
-  if (!for_tiles(args.weight) || step.rows < kFewestRows) return avx512_vnni::kLinear.linear(args, step, team);
+  if (!for_tiles(args.weight) || step.rows < kFewestRows) return QUIRE_BELOW::kLinear.linear(args, step, team);
   AmxConfig config;
   for (int tile = 0; tile < 8; ++tile) {
     config.rows[tile] = kAmxRows;
@@ -140,7 +147,7 @@ void linear(const LinearArgs& args, const Step& step, Team& team) {
 }
 
 std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
-  const std::size_t without = avx512_vnni::kLinear.linear_scratch(args, rows);
+  const std::size_t without = QUIRE_BELOW::kLinear.linear_scratch(args, rows);
   const std::size_t with = for_tiles(args.weight) ? scratch_for<AmxMethod>(args, rows) : 0;
   return with > without ? with : without;
 }

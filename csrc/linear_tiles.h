@@ -18,24 +18,28 @@ struct PairOfVectors {
 };
 
 struct F32 {
-  static constexpr int64_t kStep = 128;  // bytes of a panel for one k
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
+  static constexpr int64_t kDepth = 1;   // values of k that lie together
+  static constexpr int64_t kStep = 128;  // their bytes of a panel
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int) {
     const float* values = reinterpret_cast<const float*>(at) + part * kLanes;
     return {load(values), load(values + 16)};
   }
 };
 
 struct BF16 {
-  static constexpr int64_t kStep = 64;
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
-    vu words = load_as<vu>(at + part * kLanes * 4);
-    return {bit_cast<vf>(words << 16), bit_cast<vf>(words & 0xffff0000u)};
+  static constexpr int64_t kDepth = 2;
+  static constexpr int64_t kStep = 128;
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int j) {
+    const vu low = load_as<vu>(at + part * kLanes * 4), high = load_as<vu>(at + part * kLanes * 4 + 64);
+    if (j == 0) return {bit_cast<vf>(low << 16), bit_cast<vf>(high << 16)};
+    return {bit_cast<vf>(low & 0xffff0000u), bit_cast<vf>(high & 0xffff0000u)};
   }
 };
 
 struct F16 {
+  static constexpr int64_t kDepth = 1;
   static constexpr int64_t kStep = 64;
-  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part) {
+  static QUIRE_INLINE PairOfVectors load_pair(const std::byte* at, int part, int) {
     const uint16_t* values = reinterpret_cast<const uint16_t*>(at) + part * kLanes;
     return {load_f16(values), load_f16(values + 16)};
   }
@@ -56,20 +60,23 @@ void float_tile(const Tile& tile) {
     const std::byte* panel = tile.panel;
     const std::byte* soon = tile.prefetch;
     const float* x = reinterpret_cast<const float*>(tile.x);
-    for (int64_t k = 0; k < depth; ++k) {
-      const PairOfVectors w = Weight::load_pair(panel, part);
+    for (int64_t k = 0; k < depth; k += Weight::kDepth) {
+#pragma GCC unroll 2
+      for (int j = 0; j < Weight::kDepth; ++j) {
+        const PairOfVectors w = Weight::load_pair(panel, part, j);
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        const vf value = broadcast(x[r]);
-        low[r] = fma(value, w.low, low[r]);
-        high[r] = fma(value, w.high, high[r]);
+        for (int r = 0; r < kRows; ++r) {
+          const vf value = broadcast(x[j * kPitch + r]);
+          low[r] = fma(value, w.low, low[r]);
+          high[r] = fma(value, w.high, high[r]);
+        }
       }
       for (int64_t line = 0; line < Weight::kStep; line += 64) {
         prefetch_line(soon);
         soon += tile.prefetch_step;
       }
       panel += Weight::kStep;
-      x += kPitch;
+      x += Weight::kDepth * kPitch;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {

@@ -14,7 +14,7 @@ QUIRE_LAYOUT int64_t rounded_up(int64_t value, int64_t multiple) { return (value
 
 // A group of k begins at a multiple of this many values.
 QUIRE_LAYOUT int64_t group_alignment(WeightType type) {
-  return type == WeightType::kI8 ? 4 : type == WeightType::kI4 ? 8 : 1;
+  return type == WeightType::kI4 ? 8 : type == WeightType::kI8 ? 4 : type == WeightType::kBF16 ? 2 : 1;
 }
 
 QUIRE_LAYOUT int64_t num_groups(const PackedWeight& weight) {
@@ -75,7 +75,7 @@ QUIRE_LAYOUT PanelColumn panel_column(const PackedWeight& weight, int64_t row) {
 QUIRE_LAYOUT int64_t index_in_panel(WeightType type, int64_t k, int64_t column) {
   switch (type) {
     case WeightType::kBF16:
-      return k * kPanel + column % (kPanel / 2) * 2 + column / (kPanel / 2);
+      return (k / 2 * kPanel + column) * 2 + k % 2;
     case WeightType::kI8:
       return (k / 4 * kPanel + column) * 4 + k % 4;
     case WeightType::kI4:

@@ -63,28 +63,29 @@ template <class Source, WeightType kFrom, WeightType kTo>
 void pack_float_rows(const PackedWeight& weight, const Source* source, int64_t stride, int64_t first, int64_t count) {
   using Target = std::conditional_t<kTo == WeightType::kF32, float, uint16_t>;
   auto* data = static_cast<Target*>(const_cast<void*>(weight.data));
-  const int64_t depth = weight.in_features;
+  const int64_t depth = weight.in_features, panel_values = panel_bytes(weight) / static_cast<int64_t>(sizeof(Target));
   for (int64_t from = 0; from < count;) {
     // Rows that lie in one panel go together.
     const int64_t panel = panel_column(weight, first + from).panel;
     int64_t to = from + 1;
     while (to < count && panel_column(weight, first + to).panel == panel) ++to;
-    Target* out = data + panel * depth * kPanel;
+    Target* out = data + panel * panel_values;
     for (int64_t k = 0; k < depth; k += kChunk) {
       const int64_t end = k + kChunk < depth ? k + kChunk : depth;
       for (int64_t row = from; row < to; ++row) {
         const Source* in = source + row * stride;
         if (row + 2 < to) prefetch(in + 2 * stride + k, (end - k) * static_cast<int64_t>(sizeof(Source)));
-        Target* column = out + index_in_panel(kTo, 0, panel_column(weight, first + row).column);
+        const int64_t column = panel_column(weight, first + row).column;
         for (int64_t i = k; i < end; ++i) {
+          Target& place = out[index_in_panel(kTo, i, column)];
           if constexpr (kFrom == kTo)
-            column[i * kPanel] = in[i];
+            place = in[i];
           else if constexpr (kTo == WeightType::kF32)
-            column[i * kPanel] = widen(in[i], kFrom);
+            place = widen(in[i], kFrom);
           else if constexpr (kTo == WeightType::kBF16)
-            column[i * kPanel] = to_bf16(widen(in[i], kFrom));
+            place = to_bf16(widen(in[i], kFrom));
           else
-            column[i * kPanel] = to_f16(widen(in[i], kFrom));
+            place = to_f16(widen(in[i], kFrom));
         }
       }
     }

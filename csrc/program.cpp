@@ -6,7 +6,14 @@
 
 namespace quire {
 
-void Program::add(const LinearArgs& args) {
+Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows, MatmulPrecision precision)
+    : kernels_(kernels), pool_(std::move(pool)), max_rows_(max_rows), precision_(precision) {
+  if (precision == MatmulPrecision::kBFloat16 && !kernels.bf16_products)
+    throw std::invalid_argument(std::string(isa_name(kernels.isa)) + " has no bfloat16 products");
+}
+
+void Program::add(LinearArgs args) {
+  args.precision = precision_;
   ops_.emplace_back(Call<LinearArgs>{kernels_.linear.linear, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.linear_scratch(args, max_rows_));
 }
@@ -19,7 +26,8 @@ void Program::add(const RotationArgs& args) {
   ops_.emplace_back(Call<RotationArgs>{kernels_.layers.rotation, args});
 }
 
-void Program::add(const AttentionArgs& args) {
+void Program::add(AttentionArgs args) {
+  args.precision = precision_;
   attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});

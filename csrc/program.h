@@ -13,15 +13,14 @@ namespace quire {
 
 class Program {
  public:
-  // max_rows: most rows of a run.
-  Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows)
-      : kernels_(kernels), pool_(std::move(pool)), max_rows_(max_rows) {}
+  // max_rows: most rows of a run. Throws std::invalid_argument for a precision that the kernels do not have.
+  Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows, MatmulPrecision precision);
 
-  void add(const LinearArgs& args);
+  void add(LinearArgs args);
   void add(const EmbedArgs& args);
   void add(const NormArgs& args);
   void add(const RotationArgs& args);
-  void add(const AttentionArgs& args);
+  void add(AttentionArgs args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -42,6 +41,7 @@ class Program {
   const Kernels& kernels_;
   std::shared_ptr<Pool> pool_;
   int64_t max_rows_;
+  MatmulPrecision precision_;
   std::size_t scratch_bytes_ = 0;
   std::vector<Op> ops_;
   std::vector<AttentionArgs> attention_;

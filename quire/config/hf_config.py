@@ -60,7 +60,7 @@ def load_model_config(
     if family.rotary:
         rope = read_rope(fields, head_dim)
         longest, usual = rope.longest, rope.usual_length
-    resolved_dtype = _stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
+    resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
         path=path,
@@ -148,7 +148,7 @@ def _architecture(fields: Fields) -> str:
     )
 
 
-def _stored_dtype(raw: Mapping[str, Any]) -> str:
+def stored_dtype(raw: Mapping[str, Any]) -> str:
     """What config.json says that the weights are stored in (Transformers 5 calls it dtype); float32 if nothing, or
     nothing that Quire computes with."""
     stored = raw.get("dtype", raw.get("torch_dtype"))

@@ -36,6 +36,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pipeline_parallel_size: int = 1
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    matmul_precision: str = "auto"
     num_threads: int | None = None
 
     @classmethod
@@ -79,5 +80,6 @@ HELP: dict[str, str] = {
     "pipeline_parallel_size": "ranks that share the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model) or torch (plain operators)",
     "kv_cache_dtype": "auto (bfloat16 for bfloat16 weights, else float32), float32, bfloat16 or int8",
+    "matmul_precision": "auto, float32 or bfloat16 (CPUs with AVX512-BF16: multiply bfloat16 operands as such)",
     "num_threads": "compute threads (default: one per core)",
 }

@@ -8,7 +8,7 @@ from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
-from quire.config.hf_config import load_model_config
+from quire.config.hf_config import load_model_config, stored_dtype
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
@@ -24,6 +24,7 @@ CACHE_DTYPES = {
     "torch": ("auto", "float32", "bfloat16", "float16"),
 }
 """What each attention back end stores keys and values in."""
+MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
 QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {
@@ -58,6 +59,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             num_threads=_positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
+            matmul_precision=_matmul_precision(options, model, backend),
         ),
         seed=options.seed,
     )
@@ -86,6 +88,29 @@ def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
     # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
     plain = "float32" if dtype == "auto" else model.dtype
     return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
+
+
+def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str) -> str:
+    """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
+    every engine on a GPU does with them: not for weights that are cast to it here."""
+    asked = _choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
+    if backend == "torch":
+        if asked not in ("auto", model.dtype):
+            raise ConfigError(
+                f"matmul_precision={asked!r} is not possible: plain operators multiply in the dtype of the weights, "
+                f"{model.dtype}",
+                param="matmul_precision",
+            )
+        return model.dtype
+    if asked == "bfloat16" and "bfloat16" not in (model.dtype, model.kv_cache_dtype):
+        raise ConfigError(
+            f"matmul_precision='bfloat16' would change nothing: weights are {model.dtype} and the KV cache is "
+            f"{model.kv_cache_dtype}",
+            param="matmul_precision",
+        )
+    if asked == "auto" and (model.dtype, stored_dtype(model.hf)) != ("bfloat16", "bfloat16"):
+        return "float32"
+    return asked
 
 
 def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> QuantizationConfig | None:

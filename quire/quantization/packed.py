@@ -143,7 +143,6 @@ class PackedLinear:
             over=onto,
             in_place=onto is not None,
             table=matrix.as_native(),
-            plain=0,
             width=parameters.shape.in_features,
             shift=indices.shift,
             by_position=indices.by_position,

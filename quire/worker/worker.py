@@ -124,7 +124,9 @@ class Worker:
         computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
         weights = model.dtype if model.quantization is None else model.quantization.method
-        return f"{computes}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache"
+        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache"
+        precision = device.matmul_precision if self._runtime is None else self._runtime.matmul_precision
+        return f"{computes}, {threads}, {formats}, {precision} products"
 
     @_computes
     def execute(self, plan: StepPlan) -> StepResult:
@@ -153,4 +155,4 @@ def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:
         return None
     from quire.kernels.cpu.runtime import NativeRuntime
 
-    return NativeRuntime(device.cpu_isa, device.num_threads)
+    return NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)

@@ -113,6 +113,7 @@ def test_options_reach_their_slices(model: str) -> None:
         ("dtype", "float64"),
         ("device", "cuda"),
         ("attention_backend", "flash"),
+        ("matmul_precision", "float16"),
         ("preemption_mode", "swap"),
         ("quantization", "awq"),
         ("tensor_parallel_size", 2),
@@ -207,6 +208,33 @@ def test_cache_dtypes_of_the_back_ends(model: str, backend: str, cache: str, pos
         assert resolved(model, **options).model.kv_cache_dtype == cache
     else:
         assert refused(model, **options).param == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "precision"),
+    [
+        ("float32", {}, "float32"),
+        ("bfloat16", {}, "auto"),  # as the CPU has it
+        ("bfloat16", {"dtype": "float32"}, "float32"),
+        ("float32", {"dtype": "bfloat16"}, "float32"),  # cast here
+        ("bfloat16", {"matmul_precision": "float32"}, "float32"),
+        ("bfloat16", {"matmul_precision": "bfloat16"}, "bfloat16"),
+        ("float32", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, "bfloat16"),
+        ("float32", {"kv_cache_dtype": "bfloat16", "matmul_precision": "bfloat16"}, "bfloat16"),
+        ("float32", {"matmul_precision": "bfloat16"}, None),  # nothing is stored in it
+        ("bfloat16", {"attention_backend": "torch"}, "float32"),
+        ("bfloat16", {"attention_backend": "torch", "dtype": "bfloat16"}, "bfloat16"),
+        ("bfloat16", {"attention_backend": "torch", "matmul_precision": "bfloat16"}, None),
+        ("bfloat16", {"attention_backend": "torch", "dtype": "bfloat16", "matmul_precision": "float32"}, None),
+    ],
+)
+def test_matmul_precision(model: str, stored: str, options: dict[str, str], precision: str | None) -> None:
+    """None: refused, because the option would change nothing or cannot be honoured."""
+    change(model, torch_dtype=stored)
+    if precision is None:
+        assert refused(model, **options).param == "matmul_precision"
+    else:
+        assert resolved(model, **options).device.matmul_precision == precision
 
 
 @pytest.mark.parametrize(

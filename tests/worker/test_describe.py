@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.errors import ConfigError
 from quire.worker.worker import Worker
 
 
 @pytest.mark.parametrize(
     ("options", "isa", "expected"),
     [
-        ({}, "portable", "native kernels for portable, 1 thread, float32 weights, float32 KV cache"),
+        (
+            {},
+            "portable",
+            "native kernels for portable, 1 thread, float32 weights, float32 KV cache, float32 products",
+        ),
         (
             {"num_threads": 2, "dtype": "bfloat16", "kv_cache_dtype": "int8"},
             "portable",
-            "native kernels for portable, 2 threads, bfloat16 weights, int8 KV cache",
+            "native kernels for portable, 2 threads, bfloat16 weights, int8 KV cache, float32 products",
         ),
-        ({"quantization": "w8a8"}, "portable", "native kernels for portable, 1 thread, w8a8 weights, float32 KV cache"),
-        ({"attention_backend": "torch"}, "auto", "plain torch operators, 1 thread, float32 weights, float32 KV cache"),
+        (
+            {"quantization": "w8a8"},
+            "portable",
+            "native kernels for portable, 1 thread, w8a8 weights, float32 KV cache, float32 products",
+        ),
+        (
+            {"dtype": "bfloat16", "matmul_precision": "bfloat16"},
+            "bf16_emulated",
+            "native kernels for bf16_emulated, 1 thread, bfloat16 weights, bfloat16 KV cache, bfloat16 products",
+        ),
+        (
+            {"attention_backend": "torch"},
+            "auto",
+            "plain torch operators, 1 thread, float32 weights, float32 KV cache, float32 products",
+        ),
     ],
 )
 def test_what_computes_is_said(
@@ -37,3 +56,23 @@ def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pyt
     config = resolve(EngineOptions(model=str(model_path), num_threads=1))
     with pytest.raises(Exception, match=r"QUIRE_CPU_ISA: 'avx1024' is not among .*portable"):
         Worker(config)
+
+
+@pytest.mark.parametrize(("isa", "precision"), [("bf16_emulated", "bfloat16"), ("portable", "float32")])
+def test_precision_for_weights_that_are_stored_in_bfloat16(
+    isa: str, precision: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being told, it is what the instruction set can do."""
+    monkeypatch.setenv("QUIRE_CPU_ISA", isa)
+    raw = json.loads((model_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
+    config = resolve(EngineOptions(model=str(tmp_path), num_threads=1))
+    assert Worker(config).describe().endswith(f"{precision} products")
+
+
+def test_an_instruction_set_that_cannot_multiply_bfloat16(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
+    options = EngineOptions(model=str(model_path), num_threads=1, dtype="bfloat16", matmul_precision="bfloat16")
+    with pytest.raises(ConfigError, match="needs a CPU with AVX512-BF16: portable cannot multiply bfloat16") as caught:
+        Worker(resolve(options))
+    assert caught.value.param == "matmul_precision"

@@ -100,7 +100,7 @@ class Recorder:
     def finish(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
         """Place the buffers and build the program. result: kept whole to the end of a run."""
         elements = place_buffers(self.calls, result)
-        program = _native.Program(runtime.isa, runtime.pool, max_rows)
+        program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
         absent = _native.Ref()
         for call in self.calls:
             refs = {name: absent if buffer is None else _ref(buffer, max_rows) for name, buffer in call.buffers.items()}

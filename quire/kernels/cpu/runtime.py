@@ -5,17 +5,36 @@ from __future__ import annotations
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 
+_PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.MatmulPrecision.BFLOAT16}
+
 
 class NativeRuntime:
     """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: of the pool, the
-    calling thread included. Raises ConfigError for an instruction set that is not available."""
+    calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply weights,
+    keys or values that are stored in it; "auto" does so where the instruction set multiplies bfloat16. The attribute
+    says which of the two it is. Raises ConfigError for an instruction set that is not available, and for a precision
+    that it does not have."""
 
-    def __init__(self, isa: str, num_threads: int) -> None:
+    def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
             self.isa: str = _native.resolve_isa(isa)
         except ValueError as error:
             raise ConfigError(f"QUIRE_CPU_ISA: {error}") from None
+        possible = _native.has_bf16_products(self.isa)
+        if matmul_precision == "bfloat16" and not possible:
+            raise ConfigError(
+                f"matmul_precision='bfloat16' needs a CPU with AVX512-BF16: {self.isa} cannot multiply bfloat16",
+                param="matmul_precision",
+            )
+        if matmul_precision == "auto":
+            matmul_precision = "bfloat16" if possible else "float32"
+        self.matmul_precision = matmul_precision
         self.pool = _native.Pool(num_threads, pin=True)
+
+    @property
+    def native_precision(self) -> _native.MatmulPrecision:
+        """`matmul_precision` as programs take it."""
+        return _PRECISIONS[self.matmul_precision]
 
     def __repr__(self) -> str:
         return f"native kernels for {self.isa}, {self.pool.threads} threads"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from quire.kernels.cpu import _native
-from quire.kernels.cpu._native import Activation, WeightType
+from quire.kernels.cpu._native import Activation, MatmulPrecision, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
 
 
 def _emulated() -> list[str]:
     """Kernels for instructions that this machine may lack, where the build has them and the rest runs here."""
-    try:
-        return [_native.resolve_isa("amx_emulated")]
-    except ValueError:
-        return []
+    found = []
+    for isa in ("amx_emulated", "bf16_emulated"):
+        with suppress(ValueError):
+            found.append(_native.resolve_isa(isa))
+    return found
 
 
 ISAS = [*_native.available_isas(), *_emulated()]
+BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
+"""Instruction sets that multiply bfloat16."""
 KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded")
 _TYPES = {
     "f32": WeightType.F32,
@@ -108,11 +113,12 @@ def run_linear(
     residual: torch.Tensor | None = None,
     in_place: bool = False,
     max_rows: int | None = None,
+    precision: MatmulPrecision = MatmulPrecision.FLOAT32,
 ) -> torch.Tensor:
     """x: [rows, in_features]. in_place: the residual lies where the output goes."""
     rows = x.shape[0]
     width = matrix.out_features // 2 if matrix.gated else matrix.out_features
-    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1))
+    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1), precision)
     given, out = GuardedRows(rows, matrix.in_features, x), GuardedRows(rows, width)
     beside = GuardedRows(rows, width, residual)
     if in_place:

@@ -150,7 +150,6 @@ def _lookup(table: PackedMatrix) -> Record:
             "embed",
             table.in_features,
             table=table.as_native(),
-            plain=0,
             width=table.in_features,
             shift=0,
             by_position=False,

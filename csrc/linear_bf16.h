@@ -1,0 +1,118 @@
+// Linear layers that multiply in bfloat16 (MatmulPrecision::kBFloat16): activations are rounded once, when they are
+// packed, and meet the weights pair by pair. The sum of an element is one chain over the pairs of k, as bf16_dot.h says,
+// so that neither the tile's height nor what else is in it shows.
+#pragma once
+
+#include "bf16_dot.h"
+#include "linear_driver.h"
+#include "linear_tiles.h"
+
+#if defined(QUIRE_BF16_DOT)
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+template <int kRows>
+void bf16_tile(const Tile& tile) {
+  constexpr int64_t kPitch = pitch_of(kRows);
+  const int64_t depth = tile.weight->in_features;
+  for (int part = 0; part < kParts; ++part) {
+    vf low[kRows], high[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) low[r] = high[r] = zero();
+    const std::byte* panel = tile.panel + part * kLanes * 4;
+    const std::byte* soon = tile.prefetch;
+    const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
+    for (int64_t k = 0; k < depth; k += 2) {
+      const vu w_low = load_as<vu>(panel), w_high = load_as<vu>(panel + 64);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const vu pair = bit_cast<vu>(broadcast_int(x[r]));
+        low[r] = dot_bf16(low[r], pair, w_low);
+        high[r] = dot_bf16(high[r], pair, w_high);
+      }
+      prefetch_line(soon);
+      prefetch_line(soon + tile.prefetch_step);
+      soon += 2 * tile.prefetch_step;
+      panel += 128;
+      x += kPitch;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      store(tile.out + r * kPanel + part * kLanes, low[r]);
+      store(tile.out + r * kPanel + part * kLanes + 16, high[r]);
+    }
+  }
+}
+
+const TileKernel kBf16PairTiles[] = {
+    bf16_tile<1>, bf16_tile<2>, bf16_tile<3>, bf16_tile<4>,  bf16_tile<5>,  bf16_tile<6>,
+#if defined(__AVX512F__)
+    bf16_tile<7>, bf16_tile<8>, bf16_tile<9>, bf16_tile<10>, bf16_tile<11>, bf16_tile<12>,
+#endif
+};
+
+// Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch, k padded with zeros.
+struct Bf16Pairs {
+  static constexpr int64_t kRows = kTileRows;
+
+  static TileLayout layout(const PackedWeight& weight) {
+    TileLayout layout;
+    layout.data_bytes = rounded_up(padded_depth(weight), 8) * 2 * row_pitch(kTileRows);
+    layout.sums_offset = layout.scales_offset = layout.bytes = rounded_up(layout.data_bytes, 64);
+    return layout;
+  }
+
+  static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
+    constexpr int64_t kRowValues = kChunk + kLanes;
+    const int64_t depth = weight.in_features, pitch = row_pitch(rows);
+    alignas(64) float buffer[kChunk];
+    alignas(64) uint16_t rounded[4 * kRowValues] = {};
+    for (int64_t base = 0; base < rows; base += 4) {
+      const int64_t height = rows - base < 4 ? rows - base : 4;
+      std::byte* out = memory + base * 4;
+      for (int64_t k = 0; k < depth; k += kChunk) {
+        const int64_t count = depth - k < kChunk ? depth - k : kChunk, end = rounded_up(count, 8);
+        for (int64_t i = 0; i < height; ++i) {
+          const float* from = contiguous(x + (base + i) * stride, weight.column_order, k, count, buffer);
+          round_row(from, count, end, rounded + i * kRowValues);
+        }
+        if (pitch == 1)
+          std::memcpy(out, rounded, static_cast<std::size_t>(end) * 2);
+        else
+          store_four_rows(out, pitch, rounded, kRowValues, end);
+        out += end * 2 * pitch;
+      }
+    }
+  }
+
+  static void multiply(const Tile& tile, int64_t rows) { kBf16PairTiles[rows - 1](tile); }
+
+ private:
+  // `count` values; zeros follow them up to `end`.
+  static void round_row(const float* from, int64_t count, int64_t end, uint16_t* out) {
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) round_bf16(out + k, load(from + k));
+    if (k < count) round_bf16(out + k, load_some(from + k, count - k)), k += kLanes;
+    for (; k < end; ++k) out[k] = 0;
+  }
+
+  // `count` values (a multiple of 8) of four rows, `apart` from one another, to four places of a tile.
+  static void store_four_rows(std::byte* out, int64_t pitch, const uint16_t* rows, int64_t apart, int64_t count) {
+    for (int64_t pair = 0; pair < count / 2; pair += 4) {
+      v4 part[4];
+      for (int i = 0; i < 4; ++i) part[i] = load_as<v4>(rows + i * apart + pair * 2);
+      transpose(part[0], part[1], part[2], part[3]);
+      for (int i = 0; i < 4; ++i) std::memcpy(out + (pair + i) * pitch * 4, &part[i], sizeof(v4));
+    }
+  }
+};
+
+bool multiplies_bf16(const LinearArgs& args) {
+  return args.precision == MatmulPrecision::kBFloat16 && args.weight.type == WeightType::kBF16;
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA
+
+#endif
