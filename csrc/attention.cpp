@@ -253,6 +253,7 @@ void attend_split(const Work& work, int64_t split) {
   const bool widened = !kDots && T != CacheType::kF32 && num_rows > kTileRows && !small_blocks;
   start_split(work);
   KeyTile found = {}, next = {};
+  bool saw_all = false;  // every row all keys of the tile before
   const auto find = [&](int64_t first) {
     return find_tile(work.blocks, first, larger(item_low - first, 0), smaller(item_high - first, kKeyTile));
   };
@@ -267,11 +268,13 @@ void attend_split(const Work& work, int64_t split) {
       if (first + kKeyTile < item_high) next = find(first + kKeyTile);  // of the next split, too: to be prefetched
       if (widened) found = widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
     }
-    for (int64_t r = 0; r < num_rows; ++r) {
+    const bool sees_all = window == 0 && first + kKeyTile <= work.position(0) + 1;
+    for (int64_t r = 0; r < num_rows && !(sees_all && saw_all); ++r) {
       const int64_t position = scratch.rows[r].position;
       scratch.rows[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
       scratch.rows[r].low = window > 0 ? smaller(kKeyTile, larger(0, position - window + 1 - first)) : 0;
     }
+    saw_all = sees_all;
     for (int64_t r = 0; r < num_rows; r += kTileRows) {
       const int count = static_cast<int>(smaller(kTileRows, num_rows - r));
       if (scratch.rows[r + count - 1].high == 0 || scratch.rows[r].low == kKeyTile) continue;

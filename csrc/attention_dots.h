@@ -48,11 +48,11 @@ struct Digits {
   }
 
   static void load_query(const float* from, float scale, int64_t depth, float* row) {
-    alignas(64) float scaled[kMaxHeadDim + 16] = {};
-    std::memcpy(scaled, from, static_cast<std::size_t>(depth) * sizeof(float));
+    alignas(64) float scaled[kMaxHeadDim + kLanes];
     vu size{};
     for (int64_t d = 0; d < depth; d += kLanes) {
-      store(scaled + d, load(scaled + d) * broadcast(scale));
+      const vf part = d + kLanes <= depth ? load(from + d) : load_some(from + d, depth - d);
+      store(scaled + d, part * broadcast(scale));
       size = (vu)_mm512_maskz_max_epu32(0xffff, (__m512i)size, (__m512i)(load_as<vu>(scaled + d) & 0x7fffffffu));
     }
     auto& place = *reinterpret_cast<QueryScale*>(row + kParts * kQueryWords);
@@ -91,7 +91,8 @@ struct Digits {
   // Weights of a row, in words of four keys for each digit. Returns their scale.
   static QUIRE_INLINE float store_weights(const vf* weights, std::byte* words) {
     vu size{};
-    for (int i = 0; i < kTileVectors; ++i) size = (vu)_mm512_maskz_max_epu32(0xffff, (__m512i)size, (__m512i)bit_cast<vu>(weights[i]));
+    for (int i = 0; i < kTileVectors; ++i)
+      size = (vu)_mm512_maskz_max_epu32(0xffff, (__m512i)size, (__m512i)bit_cast<vu>(weights[i]));
     float inverse;
     const float factor = scale_of(size, inverse, kLargestWeight);
     for (int i = 0; i < kTileVectors; ++i) {
@@ -135,13 +136,16 @@ struct Pairs {
 
   static void load_query(const float* from, float scale, int64_t depth, float* row) {
     auto* to = reinterpret_cast<uint16_t*>(row);
-    for (int64_t d = 0; d < depth; d += kLanes)
-      round_bf16(to + d, load_some(from + d, depth - d < kLanes ? depth - d : kLanes) * broadcast(scale));
+    int64_t d = 0;
+    for (; d + kLanes <= depth; d += kLanes) round_bf16(to + d, load(from + d) * broadcast(scale));
+    if (d < depth) round_bf16(to + d, load_some(from + d, depth - d) * broadcast(scale));
   }
 
   static QUIRE_INLINE vf start_score(const float*, int) { return zero(); }
   static QUIRE_INLINE vi key(vi words) { return words; }
-  static QUIRE_INLINE vf add_score(vf sum, vi query, vi key) { return dot_bf16(sum, bit_cast<vu>(query), bit_cast<vu>(key)); }
+  static QUIRE_INLINE vf add_score(vf sum, vi query, vi key) {
+    return dot_bf16(sum, bit_cast<vu>(query), bit_cast<vu>(key));
+  }
   template <int kCount>
   static QUIRE_INLINE vf finish_score(const float*, const vf (&sum)[kParts][kCount], int i) {
     return sum[0][i];
@@ -160,7 +164,9 @@ struct Pairs {
     if (key + 1 >= high) words &= 0xffff;
     return words;
   }
-  static QUIRE_INLINE vf add_value(vf sum, vi weights, vi value) { return dot_bf16(sum, bit_cast<vu>(weights), bit_cast<vu>(value)); }
+  static QUIRE_INLINE vf add_value(vf sum, vi weights, vi value) {
+    return dot_bf16(sum, bit_cast<vu>(weights), bit_cast<vu>(value));
+  }
   template <int kCount>
   static QUIRE_INLINE vf finish_value(const vf (&sum)[kParts][kCount], int i, vf, float) {
     return sum[0][i];
@@ -196,28 +202,39 @@ QUIRE_INLINE void dot_scores(const float* query, const KeyTile& tile, const KeyT
   using D = Dots<T>;
   const std::byte* keys[kCount];
   const std::byte* ahead[kCount];
+#pragma GCC unroll 16
   for (int i = 0; i < kCount; ++i) {
     const int vector = first + i;
     keys[i] = tile.keys[vector / kSubtileVectors] + vector % kSubtileVectors * kLanes * kWordBytes;
     ahead[i] = next.keys[vector / kSubtileVectors];
   }
   typename D::Sum sum[R][D::kParts][kCount];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int part = 0; part < D::kParts; ++part)
+#pragma GCC unroll 16
       for (int i = 0; i < kCount; ++i) sum[r][part][i] = D::start_score(query + r * kRowStride, part);
   for (int64_t word = 0; word < depth / word_elements(T); ++word) {
     const int64_t offset = word * kSubtile * kWordBytes;
     vi key[kCount];
+#pragma GCC unroll 16
     for (int i = 0; i < kCount; i += kSubtileVectors) prefetch(ahead[i] + offset);
+#pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) key[i] = D::key(load_words(keys[i] + offset));
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
       for (int part = 0; part < D::kParts; ++part) {
         const float* place = query + r * kRowStride + part * D::kQueryWords + word;
         const vi q = broadcast_int(load_as<int32_t>(place));
+#pragma GCC unroll 16
         for (int i = 0; i < kCount; ++i) sum[r][part][i] = D::add_score(sum[r][part][i], q, key[i]);
       }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i)
       store(scores + r * kKeyTile + (first + i) * kLanes,
             D::template finish_score<kCount>(query + r * kRowStride, sum[r], i));
@@ -228,6 +245,7 @@ void dot_score_rows(const float* query, const KeyTile& tile, const KeyTile& next
                     int64_t depth, float* scores) {
   constexpr int kRows = dot_rows<Dots<T>>(R), kWide = dot_vectors<Dots<T>>(kRows, 4);
   for (int first = static_cast<int>(low) / (kWide * kLanes) * kWide; first * kLanes < high; first += kWide)
+#pragma GCC unroll 16
     for (int r = 0; r < R; r += kRows)
       dot_scores<T, kRows, kWide>(query + r * kRowStride, tile, r == 0 ? next : tile, first, depth,
                                   scores + r * kKeyTile);
@@ -241,28 +259,42 @@ QUIRE_INLINE void dot_values(const std::byte* weights, const KeyTile& tile, cons
   using D = Dots<T>;
   constexpr int kElements = word_elements(T);
   typename D::Sum sum[R][D::kParts][kCount];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int part = 0; part < D::kParts; ++part)
+#pragma GCC unroll 16
       for (int i = 0; i < kCount; ++i)
         sum[r][part][i] = D::start_value(load(sums + r * kRowStride + at + i * kLanes) * broadcast(decay[r]));
-  for (int64_t key = low / kElements * kElements; key < high; key += kElements) {
-    const int64_t offset = (key % kSubtile / kElements * depth + at) * kWordBytes;
-    const std::byte* row = tile.values[key / kSubtile] + offset;
-    const std::byte* ahead = next.values[key / kSubtile] + offset;
+  if (low >= high) __builtin_unreachable();
+  const auto first = static_cast<uint64_t>(low) / kElements, last = static_cast<uint64_t>(high - 1) / kElements;
+  const uint64_t stride = static_cast<uint64_t>(depth) * kWordBytes, start = static_cast<uint64_t>(at) * kWordBytes;
+  for (uint64_t word = first; word <= last; ++word) {
+    constexpr uint64_t kSubtileWords = kSubtile / kElements;
+    const uint64_t subtile = word / kSubtileWords, offset = word % kSubtileWords * stride + start;
+    const std::byte* row = tile.values[subtile] + offset;
+    const std::byte* ahead = next.values[subtile] + offset;
+    const auto key = static_cast<int64_t>(word * kElements);
     vi value[kCount];
     for (int byte = 0; byte < kCount * kLanes * static_cast<int>(kWordBytes); byte += 64) prefetch(ahead + byte);
+#pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) {
       const std::byte* place = row + i * kLanes * kWordBytes;
       value[i] = D::value(kHalf ? load_half(place) : load_words(place), key, low, high);
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
       for (int part = 0; part < D::kParts; ++part) {
-        const std::byte* place = weights + (r * kWeightWords + part * D::kPartWords + key / kElements) * kWordBytes;
+        const std::byte* place = weights + (r * kWeightWords + part * D::kPartWords) * kWordBytes + word * kWordBytes;
         const vi p = broadcast_int(load_as<int32_t>(place));
+#pragma GCC unroll 16
         for (int i = 0; i < kCount; ++i) sum[r][part][i] = D::add_value(sum[r][part][i], p, value[i]);
       }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) {
       float* place = sums + r * kRowStride + at + i * kLanes;
       store(place, D::template finish_value<kCount>(sum[r], i, load(place) * broadcast(decay[r]), factors[r]));
@@ -273,6 +305,7 @@ template <CacheType T, int R>
 void dot_value_rows(const std::byte* weights, const KeyTile& tile, const KeyTile& next, int64_t low, int64_t high,
                     int64_t depth, const float* decay, const float* factors, float* sums) {
   constexpr int kRows = dot_rows<Dots<T>>(R), kWide = dot_vectors<Dots<T>>(kRows, 8);
+#pragma GCC unroll 16
   for (int r = 0; r < R; r += kRows) {
     const KeyTile& ahead = r == 0 ? next : tile;
     const auto some = [&]<int kCount, bool kHalf>(int64_t at) {
@@ -303,6 +336,7 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
     const vf maximum = broadcast(rows[r].maximum);
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
     vf weights[kTileVectors];
+#pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
       weights[i] = exp(load(scores + r * kKeyTile + i * kLanes) - maximum);
       sum += weights[i];

@@ -68,15 +68,16 @@ const Kernels kTables[] = {
      avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling, avx512_bf16::kLimits},
+    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling,
+     avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
     {Isa::kAmxEmulated, false, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_BF16_EMULATED)
-    {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention, portable::kSampling,
-     bf16_emulated::kLimits},
+    {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention,
+     portable::kSampling, bf16_emulated::kLimits},
 #endif
 };
 
