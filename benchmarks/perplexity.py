@@ -1,11 +1,13 @@
-"""What quantised weights cost in quality: the perplexity of held-out text, beside that of float32.
+"""What rounded weights and activations cost in quality: the perplexity of held-out text, beside that of float32.
 
-    python benchmarks/perplexity.py [--quantization int8,int4,w8a8,w4a8] [--simulate] [--tokens 1024] [--json FILE]
+    python benchmarks/perplexity.py [--quantization bf16,w16a16,int8,int4,w8a8,w4a8] [--simulate] [--tokens 1024]
+        [--json FILE]
 
 The text is what the bundled model never saw: the files of the standard library that training/corpus.py holds out, the
-first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure. With
---simulate the weights are rounded and stored back as float32, which leaves the numbers' format alone to blame; then
-`int4:32`, `int4:64` and `int4:128` name group sizes, and the vocabulary's matrix is rounded to 8 bits in all of them.
+first tokens of each. The engine itself reads it, through `prompt_logprobs`, so its kernels are part of the figure.
+bf16: weights and KV cache are stored in bfloat16; w16a16: and multiplied in it (matmul_precision). With --simulate the
+weights are rounded and stored back as float32, which leaves the numbers' format alone to blame; then `int4:32`,
+`int4:64` and `int4:128` name group sizes, and the vocabulary's matrix is rounded to 8 bits in all of them.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.config.hf_config import find_model
 from quire.config.options import BUNDLED_MODEL
+from quire.kernels.cpu import _native
 from quire.quantization.quantize import quantize_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from corpus import split_corpus
 
 BASELINE = "float32"
+STORED_IN_BFLOAT16 = {"bf16": "float32", "w16a16": "bfloat16"}
+"""Not quantised: the precision of products by name."""
 SIMULATED_GROUP_SIZE = 64
 VOCABULARY_MATRICES = ("embed_tokens.weight", "lm_head.weight")
 
@@ -83,7 +88,10 @@ def simulated(model: str, quantization: str) -> Iterator[Path]:
 
 def measure(model: str, quantization: str, prompts: Sequence[list[int]], simulate: bool) -> float:
     if not simulate:
-        with LLM(model, dtype="float32", quantization=quantization, enable_prefix_caching=False) as llm:
+        options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+        if quantization in STORED_IN_BFLOAT16:
+            options = {"dtype": "bfloat16", "matmul_precision": STORED_IN_BFLOAT16[quantization]}
+        with LLM(model, enable_prefix_caching=False, **options) as llm:
             return perplexity(llm, prompts)
     with simulated(model, quantization) as directory, LLM(directory, dtype="float32") as llm:
         return perplexity(llm, prompts)
@@ -97,7 +105,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens read of each file")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()
-    usual = "int8,int4:32,int4:64,int4:128" if arguments.simulate else "int8,w8a8,int4,w4a8"
+    usual = "int8,int4:32,int4:64,int4:128" if arguments.simulate else "bf16,int8,w8a8,int4,w4a8"
+    if not arguments.simulate and _native.has_bf16_products("auto"):
+        usual = f"w16a16,{usual}"
     with LLM(arguments.model, dtype="float32", enable_prefix_caching=False) as llm:
         prompts = held_out_prompts(llm, arguments.tokens)
         print(f"{len(prompts)} files, {sum(len(prompt) - 1 for prompt in prompts)} tokens")

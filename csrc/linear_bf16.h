@@ -52,7 +52,7 @@ const TileKernel kBf16PairTiles[] = {
 #endif
 };
 
-// Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch, k padded with zeros.
+// Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch; a zero completes the last pair.
 struct Bf16Pairs {
   static constexpr int64_t kRows = kTileRows;
 
@@ -75,7 +75,7 @@ struct Bf16Pairs {
         const int64_t count = depth - k < kChunk ? depth - k : kChunk, end = rounded_up(count, 8);
         for (int64_t i = 0; i < height; ++i) {
           const float* from = contiguous(x + (base + i) * stride, weight.column_order, k, count, buffer);
-          round_row(from, count, end, rounded + i * kRowValues);
+          round_row(from, count, rounded + i * kRowValues);
         }
         if (pitch == 1)
           std::memcpy(out, rounded, static_cast<std::size_t>(end) * 2);
@@ -89,12 +89,10 @@ struct Bf16Pairs {
   static void multiply(const Tile& tile, int64_t rows) { kBf16PairTiles[rows - 1](tile); }
 
  private:
-  // `count` values; zeros follow them up to `end`.
-  static void round_row(const float* from, int64_t count, int64_t end, uint16_t* out) {
+  static void round_row(const float* from, int64_t count, uint16_t* out) {
     int64_t k = 0;
     for (; k + kLanes <= count; k += kLanes) round_bf16(out + k, load(from + k));
-    if (k < count) round_bf16(out + k, load_some(from + k, count - k)), k += kLanes;
-    for (; k < end; ++k) out[k] = 0;
+    if (k < count) round_bf16(out + k, load_some(from + k, count - k));
   }
 
   // `count` values (a multiple of 8) of four rows, `apart` from one another, to four places of a tile.

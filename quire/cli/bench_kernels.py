@@ -34,7 +34,7 @@ def _flags(parser: Parser) -> None:
         ("kernels", f"of {', '.join(KERNELS)}"),
         ("models", "whose sizes are taken: 135M, 0.6B, 1.7B, 8B"),
         ("shapes", "matrices (qkv, o, gate_up, down, lm_head), tokens of context of decode (256 to 16384), ..."),
-        ("types", "of weights, or of keys and values: f32, bf16, f16, int8, w8a8, int4, w4a8"),
+        ("types", "of weights, or of keys and values: f32, bf16, f16, w16a16, int8, w8a8, int4, w4a8"),
     ):
         cases.add_argument(f"--{option}", metavar="LIST", type=_names, help=text)
     cases.add_argument("--rows", metavar="LIST", type=_numbers, help="tokens of a call (of decode: sequences)")

@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench.kernels.cases import QUICK, Selection, every_case, select
 from quire.bench.kernels.measure import Method
-from quire.bench.kernels.run import FLOAT_PEAK, INTEGER_PEAK, READ, Bench
+from quire.bench.kernels.run import BF16_PEAK, FLOAT_PEAK, INTEGER_PEAK, READ, Bench
 from quire.cli import bench_kernels
 from quire.cli.main import main
 from quire.clock import VirtualClock
@@ -31,7 +31,7 @@ def subject(monkeypatch: pytest.MonkeyPatch) -> AnySubject:
     found = AnySubject(clock)
 
     def bench(num_threads: int, *, with_twins: bool) -> tuple[Bench, dict[str, Any]]:
-        limits = {name: taking(clock, 1.0, 1000) for name in (READ, FLOAT_PEAK, INTEGER_PEAK)}
+        limits = {name: taking(clock, 1.0, 1000) for name in (READ, FLOAT_PEAK, INTEGER_PEAK, BF16_PEAK)}
         method = Method(clock, lambda: None, min_rounds=1, max_rounds=1)
         return Bench(method, limits, lambda _: found, 1, with_twins), {"isa": "none", "threads": num_threads}
 
@@ -54,7 +54,7 @@ def test_table_and_json(subject: AnySubject, tmp_path: Path, capsys: pytest.Capt
     assert result["benchmark"] == "kernels"
     assert result["machine"] == {"isa": "none", "threads": 3}
     assert result["options"]["rows"] == [1, 32]
-    assert result["limits"] == {"read": 1000.0, "float_peak": 1000.0, "integer_peak": 1000.0}
+    assert result["limits"] == {"read": 1000.0, "float_peak": 1000.0, "integer_peak": 1000.0, "bf16_peak": 1000.0}
     assert {(one["shape"], one["rows"], one["type"], one["seconds"]) for one in result["results"]} == {
         (shape, rows, type_, 0.5) for shape in ("down", "o") for rows in (1, 32) for type_ in ("bf16", "w8a8")
     }

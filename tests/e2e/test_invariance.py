@@ -7,15 +7,19 @@ from dataclasses import replace
 import pytest
 
 from quire import SamplingParams
+from quire.kernels.cpu import _native
 from tests.e2e.conftest import GREEDY, Variant, exact, generate
 from tests.models.harness import random_prompts
 
+BF16_ISA = "auto" if _native.has_bf16_products("auto") else "bf16_emulated"
 VARIANTS = [
     Variant("llama"),
     Variant("qwen3-window"),
     Variant("gpt2"),  # heads of 12: plain operators
     Variant("llama-wide", {"attention_backend": "torch"}),
     Variant("llama-wide", {"dtype": "bfloat16", "num_threads": 2}),
+    Variant("llama-wide", {"dtype": "bfloat16", "matmul_precision": "bfloat16", "num_threads": 2}, isa=BF16_ISA),
+    Variant("qwen3-window", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa="bf16_emulated"),
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     Variant("llama-wide", {"quantization": "w8a8", "num_threads": 3}),
     Variant("llama-wide", {"quantization": "int4", "kv_cache_dtype": "bfloat16"}),

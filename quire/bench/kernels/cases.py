@@ -54,11 +54,17 @@ class Matrix:
 class Work:
     """What one call of a kernel cannot do without. bytes: to be fetched from memory (what streams: weights, keys and
     values; activations stay in the caches), or moved where nothing else is done. operations: multiplications and
-    additions, of floats or of 8-bit integers."""
+    additions, of floats, of 8-bit integers, or of bfloat16 into float32."""
 
     bytes: int
     float_operations: int = 0
     integer_operations: int = 0
+    bf16_operations: int = 0
+
+    @property
+    def operations(self) -> int:
+        """Of all types."""
+        return self.float_operations + self.integer_operations + self.bf16_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +98,23 @@ def matrices(model: ModelShape) -> dict[str, Matrix]:
 @dataclass(frozen=True, slots=True)
 class LinearType:
     """How a matrix is stored and multiplied. bits: of one weight. group: weights that share a scale (0: none, a row
-    when it exceeds the row). offsets: the scale comes with an offset."""
+    when it exceeds the row). offsets: the scale comes with an offset. activations: what they are rounded to: "float32"
+    (they are not), "bfloat16" or "int8"."""
 
     bits: int
     group: int = 0
     offsets: bool = False
-    integer_activations: bool = False
+    activations: str = "float32"
+
+    def work(self, matrix: Matrix, rows: int) -> Work:
+        """Of a product with this many rows."""
+        operations = 2 * matrix.out_features * matrix.in_features * rows
+        return Work(
+            bytes=self.weight_bytes(matrix),
+            float_operations=operations if self.activations == "float32" else 0,
+            integer_operations=operations if self.activations == "int8" else 0,
+            bf16_operations=operations if self.activations == "bfloat16" else 0,
+        )
 
     def weight_bytes(self, matrix: Matrix) -> int:
         """Of the stored matrix, with its scales."""
@@ -114,9 +131,10 @@ LINEAR_TYPES: Mapping[str, LinearType] = {
     "bf16": LinearType(16),
     "f16": LinearType(16),
     "int8": LinearType(8, ROW_GROUP),
-    "w8a8": LinearType(8, ROW_GROUP, integer_activations=True),
+    "w16a16": LinearType(16, activations="bfloat16"),
+    "w8a8": LinearType(8, ROW_GROUP, activations="int8"),
     "int4": LinearType(4, INT4_GROUP, offsets=True),
-    "w4a8": LinearType(4, INT4_GROUP, offsets=True, integer_activations=True),
+    "w4a8": LinearType(4, INT4_GROUP, offsets=True, activations="int8"),
 }
 CACHE_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "int8": 1}
 
@@ -129,18 +147,10 @@ def kv_bytes(model: ModelShape, cache_type: str, tokens: int) -> int:
 
 def linear_cases(model: ModelShape) -> Iterator[Case]:
     for shape, matrix in matrices(model).items():
-        products = 2 * matrix.out_features * matrix.in_features
         for rows in LINEAR_ROWS:
             if shape == "lm_head" and rows > HEAD_ROWS:
                 continue
-            variants = {
-                name: Work(
-                    bytes=kind.weight_bytes(matrix),
-                    float_operations=0 if kind.integer_activations else products * rows,
-                    integer_operations=products * rows if kind.integer_activations else 0,
-                )
-                for name, kind in LINEAR_TYPES.items()
-            }
+            variants = {name: kind.work(matrix, rows) for name, kind in LINEAR_TYPES.items()}
             yield Case("linear", model, shape, rows, variants)
 
 

@@ -14,18 +14,21 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine did in the rounds of a case: bytes, and operations on floats and on 8-bit integers, a
-    second."""
+    """What the machine did in the rounds of a case: bytes, and operations on floats, on 8-bit integers and on bfloat16
+    (None: it has no such products), a second."""
 
     read: float
     float_peak: float
     integer_peak: float
+    bf16_peak: float | None = None
 
     def seconds(self, work: Work) -> float:
         """The least time that `work` takes: that of whatever it needs most of."""
         return max(
             work.bytes / self.read,
-            work.float_operations / self.float_peak + work.integer_operations / self.integer_peak,
+            work.float_operations / self.float_peak
+            + work.integer_operations / self.integer_peak
+            + (work.bf16_operations / self.bf16_peak if self.bf16_peak else 0.0),
         )
 
 
@@ -61,8 +64,8 @@ class Result:
 
     @property
     def rate(self) -> float:
-        """Operations a second, of floats and integers together."""
-        return (self.work.float_operations + self.work.integer_operations) / self.seconds
+        """Operations a second, of all types together."""
+        return self.work.operations / self.seconds
 
     @property
     def bandwidth_share(self) -> float:
@@ -70,8 +73,13 @@ class Result:
 
     @property
     def peak_share(self) -> float:
-        """Of the floating-point peak, also for integer operations: integers may exceed it."""
+        """Of the float32 peak, whatever is multiplied: integers and bfloat16 may exceed it."""
         return self.rate / self.limits.float_peak
+
+    @property
+    def bf16_share(self) -> float:
+        """Of the bfloat16 peak; 0 where there is none."""
+        return self.rate / self.limits.bf16_peak if self.limits.bf16_peak else 0.0
 
     @property
     def roofline_share(self) -> float:
@@ -95,6 +103,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "bytes": work.bytes,
         "float_operations": work.float_operations,
         "integer_operations": work.integer_operations,
+        "bf16_operations": work.bf16_operations,
         "seconds": result.seconds,
         "samples": list(result.timing.samples),
         "bandwidth": result.bandwidth,
@@ -110,8 +119,13 @@ def result_json(result: Result) -> dict[str, Any]:
     }
 
 
-def limits_json(limits: Limits) -> dict[str, float]:
-    return {"read": limits.read, "float_peak": limits.float_peak, "integer_peak": limits.integer_peak}
+def limits_json(limits: Limits) -> dict[str, float | None]:
+    return {
+        "read": limits.read,
+        "float_peak": limits.float_peak,
+        "integer_peak": limits.integer_peak,
+        "bf16_peak": limits.bf16_peak,
+    }
 
 
 def overall_limits(results: Sequence[Result]) -> Limits:
@@ -119,8 +133,10 @@ def overall_limits(results: Sequence[Result]) -> Limits:
     from statistics import median
 
     every = list({id(result.limits): result.limits for result in results}.values())
+    bf16_peaks = [limits.bf16_peak for limits in every if limits.bf16_peak is not None]
     return Limits(
         read=median(limits.read for limits in every),
         float_peak=median(limits.float_peak for limits in every),
         integer_peak=median(limits.integer_peak for limits in every),
+        bf16_peak=median(bf16_peaks) if bf16_peaks else None,
     )

@@ -24,7 +24,7 @@ SUBJECTS = {
     "choose": "quire.bench.kernels.subjects.sampling:ChooseSubject",
     "logprobs": "quire.bench.kernels.subjects.sampling:LogprobsSubject",
 }
-READ, FLOAT_PEAK, INTEGER_PEAK = "limit read", "limit float", "limit integer"
+READ, FLOAT_PEAK, INTEGER_PEAK, BF16_PEAK = "limit read", "limit float", "limit integer", "limit bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ Outcome = Result | Skipped
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """limits: runners by READ, FLOAT_PEAK and INTEGER_PEAK, of which a unit is a byte or an operation. subject: by
-    kernel. memory: bytes that a case may take. with_twins: the plain twins are timed too."""
+    """limits: runners by READ, FLOAT_PEAK, INTEGER_PEAK and, where the machine multiplies bfloat16, BF16_PEAK; a unit
+    is a byte or an operation. subject: by kernel. memory: bytes that a case may take. with_twins: the plain twins are
+    timed too."""
 
     method: Method
     limits: Mapping[str, Runner]
@@ -87,6 +88,12 @@ class Bench:
             yield list(self._measure(case, share))
 
     def _measure(self, case: Case, seconds: float) -> Iterator[Outcome]:
+        if BF16_PEAK not in self.limits:
+            possible = {name: work for name, work in case.variants.items() if not work.bf16_operations}
+            if not possible:
+                yield Skipped(case, "this instruction set does not multiply bfloat16")
+                return
+            case = replace(case, variants=possible)
         subject = self.subject(case.kernel)
         fitting, too_large = split(case, subject.memory_bytes, self.memory)
         for part in fitting:
@@ -103,10 +110,10 @@ class Bench:
         }
         timings = self.method.measure(runners, seconds)
         limits = Limits(
-            **{
-                field: 1.0 / timings[name].median
-                for field, name in (("read", READ), ("float_peak", FLOAT_PEAK), ("integer_peak", INTEGER_PEAK))
-            }
+            read=1.0 / timings[READ].median,
+            float_peak=1.0 / timings[FLOAT_PEAK].median,
+            integer_peak=1.0 / timings[INTEGER_PEAK].median,
+            bf16_peak=1.0 / timings[BF16_PEAK].median if BF16_PEAK in timings else None,
         )
         twins: dict[str, Timing] = {name: timings[f"twin {name}"] for name in plain}
         for name in prepared.natives:

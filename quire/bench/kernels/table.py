@@ -54,7 +54,7 @@ def print_results(console: Console, results: Sequence[Result], title: str) -> No
 
 def _cells(result: Result) -> list[str]:
     case, work = result.case, result.work
-    computes = bool(work.float_operations or work.integer_operations)
+    computes = bool(work.operations)
     return [
         case.kernel,
         case.model.name,
@@ -84,7 +84,10 @@ def print_limits(console: Console, results: Sequence[Result]) -> None:
         ("streaming read", "GB/s", attrgetter("read")),
         ("fp32 multiply and add", "GFLOP/s", attrgetter("float_peak")),
         ("int8 dot products", "GOP/s", attrgetter("integer_peak")),
+        ("bf16 dot products", "GFLOP/s", attrgetter("bf16_peak")),
     ):
+        if of(overall) is None:
+            continue
         values = (of(overall), min(map(of, every)), max(map(of, every)))
         table.add_row(text, *(f"{value / GIGA:,.1f} {unit}" for value in values))
     console.print(table)

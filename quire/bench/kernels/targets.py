@@ -11,6 +11,7 @@ from quire.bench.kernels.results import Result
 
 BANDWIDTH = "of the streaming bandwidth"
 PEAK = "of the fp32 peak"
+BF16_PEAK = "of the bf16 peak"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Target:
     meant: Callable[[Result], bool]
 
     def reached(self, result: Result) -> float:
-        return result.bandwidth_share if self.of == BANDWIDTH else result.peak_share
+        shares = {BANDWIDTH: result.bandwidth_share, PEAK: result.peak_share, BF16_PEAK: result.bf16_share}
+        return shares[self.of]
 
     def applies(self, result: Result) -> bool:
         return result.case.kernel == self.kernel and self.type in (None, result.type) and self.meant(result)
@@ -57,6 +59,8 @@ TARGETS = (
     Target("linear int4, m = 1", 0.70, BANDWIDTH, "linear", "int4", _one_row),
     Target("linear bf16, m = 8", 0.55, PEAK, "linear", "bf16", _eight_rows),
     Target("linear bf16, m >= 32", 0.75, PEAK, "linear", "bf16", _many_rows),
+    Target("linear w16a16, m = 1", 0.85, BANDWIDTH, "linear", "w16a16", _one_row),
+    Target("linear w16a16, m >= 32", 0.75, BF16_PEAK, "linear", "w16a16", _many_rows),
     Target("linear w8a8, m >= 32", 2.5, PEAK, "linear", "w8a8", _many_rows),
     Target("decode attention, context >= 1K", 0.75, BANDWIDTH, "decode", None, _long_context),
     Target("prefill attention", 0.50, PEAK, "prefill", None, _always),

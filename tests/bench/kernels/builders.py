@@ -8,7 +8,7 @@ from quire.bench.kernels.results import Limits, Result
 from quire.clock import VirtualClock
 
 TINY = ModelShape("tiny", hidden=96, intermediate=160, num_heads=4, num_kv_heads=2, head_dim=16, vocab=200)
-LIMITS = Limits(read=10e9, float_peak=100e9, integer_peak=400e9)
+LIMITS = Limits(read=10e9, float_peak=100e9, integer_peak=400e9, bf16_peak=200e9)
 
 
 def case(kernel: str = "linear", shape: str = "qkv", rows: int = 1, **variants: Work) -> Case:

@@ -40,6 +40,7 @@ def test_bytes_of_each_type() -> None:
         "f32": 4 * count,
         "bf16": 2 * count,
         "f16": 2 * count,
+        "w16a16": 2 * count,
         "int8": count + 64 * 4,
         "w8a8": count + 64 * 4,
         "int4": count // 2 + 64 * 3 * 8,
@@ -50,6 +51,7 @@ def test_bytes_of_each_type() -> None:
 def test_work_of_a_product() -> None:
     (case,) = [case for case in KERNELS["linear"](TINY) if (case.shape, case.rows) == ("down", 8)]
     assert case.variants["bf16"] == Work(bytes=2 * 96 * 160, float_operations=2 * 8 * 96 * 160)
+    assert case.variants["w16a16"] == Work(bytes=2 * 96 * 160, bf16_operations=2 * 8 * 96 * 160)
     assert case.variants["w8a8"] == Work(bytes=96 * 160 + 96 * 4, integer_operations=2 * 8 * 96 * 160)
 
 

@@ -29,6 +29,14 @@ def test_integers_may_pass_the_floating_point_peak() -> None:
     assert found.roofline_share == pytest.approx(0.5)
 
 
+def test_bfloat16_has_a_limit_of_its_own() -> None:
+    found = result(case(w16a16=Work(10**6, bf16_operations=20 * 10**9)), "w16a16", 0.2)
+    assert (found.peak_share, found.bf16_share) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert found.roofline_share == pytest.approx(0.5)
+    without = result(case(), "bf16", 0.2, limits=Limits(1.0, 1.0, 1.0))
+    assert without.bf16_share == 0.0
+
+
 def test_speedup_over_a_twin() -> None:
     found = result(case(), "bf16", 0.2, twins={"f32": Timing((0.1, 0.5, 0.4))})
     assert found.speedup("f32") == pytest.approx(2.0)
@@ -36,9 +44,11 @@ def test_speedup_over_a_twin() -> None:
 
 
 def test_overall_limits_count_a_case_once() -> None:
-    low, high = Limits(1.0, 10.0, 100.0), Limits(3.0, 30.0, 300.0)
+    low, high = Limits(1.0, 10.0, 100.0, 40.0), Limits(3.0, 30.0, 300.0, 60.0)
     results = [result(case(), "bf16", 1.0, limits=limits) for limits in (low, low, low, high)]
-    assert overall_limits(results) == Limits(2.0, 20.0, 200.0)
+    assert overall_limits(results) == Limits(2.0, 20.0, 200.0, 50.0)
+    old = [result(case(), "bf16", 1.0, limits=Limits(1.0, 10.0, 100.0))]
+    assert overall_limits(old) == Limits(1.0, 10.0, 100.0, None)
 
 
 def test_json() -> None:
@@ -53,6 +63,7 @@ def test_json() -> None:
         "bytes": 10**9,
         "float_operations": 10**9,
         "integer_operations": 0,
+        "bf16_operations": 0,
         "seconds": 0.2,
         "samples": [0.2],
         "bandwidth": pytest.approx(5e9),
@@ -60,7 +71,7 @@ def test_json() -> None:
         "rate": pytest.approx(5e9),
         "peak_share": pytest.approx(0.05),
         "roofline_share": pytest.approx(0.5),
-        "limits": {"read": 10e9, "float_peak": 100e9, "integer_peak": 400e9},
+        "limits": {"read": 10e9, "float_peak": 100e9, "integer_peak": 400e9, "bf16_peak": 200e9},
         "twin_seconds": {"f32": 0.4},
         "speedup": {"f32": pytest.approx(2.0)},
         "error": 1e-6,
@@ -94,6 +105,12 @@ def test_a_wrong_result_reaches_nothing() -> None:
     assert verdicts([result(case(), "bf16", 1e-9, sound=False)]) == []
 
 
+def test_bfloat16_products_are_held_against_their_own_peak() -> None:
+    work = Work(1, bf16_operations=150 * 10**9)
+    (verdict,) = verdicts([result(case(rows=64, w16a16=work), "w16a16", 1.0)])
+    assert (verdict.lowest, verdict.num_reached) == (pytest.approx(0.75), 1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "type_", "shape", "rows", "text"),
     [
@@ -104,6 +121,8 @@ def test_a_wrong_result_reaches_nothing() -> None:
         ("linear", "bf16", "qkv", 32, "linear bf16, m >= 32"),
         ("linear", "bf16", "qkv", 512, "linear bf16, m >= 32"),
         ("linear", "w8a8", "qkv", 32, "linear w8a8, m >= 32"),
+        ("linear", "w16a16", "qkv", 1, "linear w16a16, m = 1"),
+        ("linear", "w16a16", "qkv", 32, "linear w16a16, m >= 32"),
         ("decode", "int8", "1024", 8, "decode attention, context >= 1K"),
         ("prefill", "bf16", "prompt", 512, "prefill attention"),
         ("linear", "bf16", "qkv", 16, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from quire.bench.kernels.cases import Case, Work
 from quire.bench.kernels.measure import Method
 from quire.bench.kernels.results import Limits, Result
 from quire.bench.kernels.run import (
+    BF16_PEAK,
     FLOAT_PEAK,
     INTEGER_PEAK,
     READ,
@@ -28,7 +30,7 @@ from tests.bench.kernels.builders import case, taking
 class FakeSubject:
     """Each type takes as many seconds as SECONDS says, each twin ten; a case takes its bytes of memory."""
 
-    SECONDS: Mapping[str, float] = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}
+    SECONDS: Mapping[str, float] = {"f32": 4.0, "bf16": 2.0, "w16a16": 2.0, "int8": 1.0}
 
     def __init__(self, clock: VirtualClock, error: float = 0.0) -> None:
         self.clock, self.error = clock, error
@@ -70,6 +72,27 @@ def test_every_type_becomes_a_result_with_the_limits_of_its_rounds() -> None:
     assert [found.speedup("f32") for found in results] == [2.5, 5.0, 10.0]
     assert [found.bandwidth_share for found in results] == [0.1, 0.1, 0.1]
     assert all(found.sound for found in results)
+
+
+def test_products_that_the_machine_does_not_have_are_left_out() -> None:
+    """A case that is nothing else is listed as not measured."""
+    both = case(bf16=Work(200), w16a16=Work(200, bf16_operations=1))
+    alone = case(w16a16=Work(200, bf16_operations=1))
+    subject = FakeSubject(VirtualClock())
+    first, second = bench(subject).run([both, alone], None, 1.0)
+    assert [found.type for found in first if isinstance(found, Result)] == ["bf16"]
+    assert second == [Skipped(alone, "this instruction set does not multiply bfloat16")]
+    assert subject.prepared == [["bf16"]]
+
+
+def test_products_in_bfloat16_have_a_limit_of_their_own() -> None:
+    subject = FakeSubject(VirtualClock())
+    made = bench(subject)
+    made = replace(made, limits={**made.limits, BF16_PEAK: taking(subject.clock, 1.0, 4000)})
+    (outcomes,) = made.run([case(w16a16=Work(200, bf16_operations=4000))], None, 1.0)
+    (found,) = (outcome for outcome in outcomes if isinstance(outcome, Result))
+    assert found.limits == Limits(1000.0, 2000.0, 8000.0, 4000.0)
+    assert found.bf16_share == 0.5
 
 
 def test_without_twins() -> None:

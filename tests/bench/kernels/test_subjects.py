@@ -10,9 +10,10 @@ import torch
 
 from quire.bench.kernels import run
 from quire.bench.kernels.cases import KERNELS, Case
-from quire.bench.kernels.run import FLOAT_PEAK, INTEGER_PEAK, READ, Subject, load_subjects
+from quire.bench.kernels.run import BF16_PEAK, FLOAT_PEAK, INTEGER_PEAK, READ, Subject, load_subjects
 from quire.bench.kernels.subjects import attention, layers, linear, machine
 from quire.bench.kernels.subjects.machine import Machine, calls_per_run, in_turn, parts, relative_error
+from quire.kernels.cpu import _native
 from tests.bench.kernels.builders import TINY
 
 SMALL_CACHE = 1 << 16
@@ -20,12 +21,12 @@ SMALL_CACHE = 1 << 16
 
 @pytest.fixture
 def tiny_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """With caches so small that few copies exceed them."""
+    """With caches so small that few copies exceed them, and an instruction set that every type is possible with."""
     threads = torch.get_num_threads()
     monkeypatch.setattr(machine, "last_level_cache_bytes", lambda: SMALL_CACHE)
     monkeypatch.setattr(machine, "READ_BYTES", machine.READ_SLICE)
     monkeypatch.setattr(layers, "VOCABULARY", 300)
-    yield Machine("auto", 2)
+    yield Machine("auto" if _native.has_bf16_products("auto") else "bf16_emulated", 2)
     torch.set_num_threads(threads)
 
 
@@ -121,6 +122,11 @@ def test_limits_count_bytes_and_operations(tiny_machine: Machine) -> None:
     assert limits[READ]() == machine.READ_SLICE
     assert limits[FLOAT_PEAK]() > 0
     assert limits[INTEGER_PEAK]() > 0
+    assert limits[BF16_PEAK]() == 2 * limits[FLOAT_PEAK]()
+
+
+def test_an_instruction_set_without_bfloat16_has_no_limit_for_it(tiny_machine: Machine) -> None:
+    assert set(Machine("portable", 1).limits()) == {READ, FLOAT_PEAK, INTEGER_PEAK}
 
 
 def test_relative_error() -> None:

@@ -23,7 +23,8 @@ def _emulated() -> list[str]:
 ISAS = [*_native.available_isas(), *_emulated()]
 BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
 """Instruction sets that multiply bfloat16."""
-KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded")
+KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded", "bf16_rounded")
+CASES = [(kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)]
 _TYPES = {
     "f32": WeightType.F32,
     "bf16": WeightType.BF16,
@@ -33,6 +34,10 @@ _TYPES = {
 }
 _GUARD = -12345.678
 _POOLS: dict[int, _native.Pool] = {}
+
+
+def precision_of(kind: str) -> MatmulPrecision:
+    return MatmulPrecision.BFLOAT16 if kind == "bf16_rounded" else MatmulPrecision.FLOAT32
 
 
 def pool(threads: int) -> _native.Pool:
@@ -81,7 +86,7 @@ def random_matrix(
     type_name = kind.removesuffix("_rounded")
     size = in_features**-0.5
     if type_name in ("f32", "bf16", "f16"):
-        matrix = PackedMatrix(_TYPES[kind], in_features, out_features, gated=gated)
+        matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)
         matrix.load_dense(torch.randn(out_features, in_features, generator=random) * size)
     else:
         matrix = PackedMatrix(
@@ -112,13 +117,13 @@ def run_linear(
     activation: Activation = Activation.NONE,
     residual: torch.Tensor | None = None,
     in_place: bool = False,
-    max_rows: int | None = None,
     precision: MatmulPrecision = MatmulPrecision.FLOAT32,
 ) -> torch.Tensor:
-    """x: [rows, in_features]. in_place: the residual lies where the output goes."""
+    """x: [rows, in_features]. in_place: the residual lies where the output goes. Two programs of three allow more rows
+    than these."""
     rows = x.shape[0]
     width = matrix.out_features // 2 if matrix.gated else matrix.out_features
-    program = _native.Program(isa, pool(threads), max_rows or max(rows, 1), precision)
+    program = _native.Program(isa, pool(threads), max(rows, 1) + rows % 3 * 20, precision)
     given, out = GuardedRows(rows, matrix.in_features, x), GuardedRows(rows, width)
     beside = GuardedRows(rows, width, residual)
     if in_place:

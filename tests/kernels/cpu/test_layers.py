@@ -149,12 +149,10 @@ def test_norms_of_no_rows_and_of_damaged_rows(isa: str) -> None:
 
 
 def pack_floats(table: torch.Tensor) -> torch.Tensor:
-    """[rows, width] -> [panels, width, 32]; bfloat16: columns c and c + 16 side by side."""
-    padded = torch.nn.functional.pad(table, (0, 0, 0, -len(table) % PANEL))
-    panels = padded.view(-1, PANEL, table.shape[1]).transpose(1, 2)
-    if table.dtype == torch.bfloat16:
-        panels = panels.reshape(*panels.shape[:2], 2, PANEL // 2).transpose(2, 3)
-    return panels.contiguous()
+    """[rows, width] -> [panels, width, 32]; bfloat16: [panels, width / 2, 32, 2]."""
+    depth = 2 if table.dtype == torch.bfloat16 else 1
+    padded = torch.nn.functional.pad(table, (0, -table.shape[1] % depth, 0, -len(table) % PANEL))
+    return padded.view(-1, PANEL, padded.shape[1] // depth, depth).transpose(1, 2).contiguous()
 
 
 def pack_integers(values: torch.Tensor, group: int, bits: int) -> torch.Tensor:
@@ -175,11 +173,9 @@ def pack_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Table:
-    """A packed or plain table, and the values that it stands for."""
+    """A packed table, and the values that it stands for."""
 
-    def __init__(
-        self, kind: str, rows: int, width: int, *, group: int = 0, packed: bool, ordered: bool = False
-    ) -> None:
+    def __init__(self, kind: str, rows: int, width: int, *, group: int = 0, ordered: bool = False) -> None:
         self.width, self.kind = width, kind
         scales = offsets = None
         if kind in ("I8", "I4"):
@@ -201,13 +197,12 @@ class Table:
             if kind == "F16":
                 stored[0, 0], stored[1, 0], stored[2, 0] = 6e-8, -65504.0, torch.inf
             self.values = stored.float()
-            self._data = pack_floats(stored) if packed else stored
+            self._data = pack_floats(stored)
             self._scales = self._offsets = None
         self._order = None
         if ordered:
             self._order = torch.randperm(width, generator=torch.Generator().manual_seed(6)).to(torch.int32)
             self.values = torch.empty_like(self.values).index_copy_(1, self._order.long(), self.values)
-        self.plain = 0 if packed else self._data.data_ptr()
         self.weight = _native.PackedWeight(
             getattr(_native.WeightType, kind),
             width,
@@ -223,15 +218,10 @@ class Table:
         )
 
 
-FLOATS = [
-    (kind, width, 0, packed, False)
-    for kind in ("F32", "BF16", "F16")
-    for width in (1, 33, 200)
-    for packed in (False, True)
-]
-BYTES = [("I8", width, group, True, False) for width, group in ((33, 33), (200, 200), (96, 6), (384, 128))]
-NIBBLES = [("I4", width, group, True, False) for width, group in ((200, 200), (96, 32), (384, 128), (240, 24))]
-REORDERED = [("BF16", 96, 0, True, True), ("I4", 96, 32, True, True)]
+FLOATS = [(kind, width, 0, False) for kind in ("F32", "BF16", "F16") for width in (1, 33, 200)]
+BYTES = [("I8", width, group, False) for width, group in ((33, 33), (200, 200), (96, 6), (384, 128))]
+NIBBLES = [("I4", width, group, False) for width, group in ((200, 200), (96, 32), (384, 128), (240, 24))]
+REORDERED = [("BF16", 96, 0, True), ("I4", 96, 32, True)]
 
 
 def embed(
@@ -247,7 +237,7 @@ def embed(
     out = strided(torch.full((len(ids), table.width), torch.nan) if onto is None else onto)
 
     def record(program: Any, refs: list[Any]) -> None:
-        program.embed(table.weight, table.plain, table.width, shift, by_position, onto is not None, refs[0])
+        program.embed(table.weight, table.width, shift, by_position, onto is not None, refs[0])
 
     other = torch.full_like(ids, 10**9)
     run(isa, threads, record, [out], *((other, ids) if by_position else (ids, other)))
@@ -255,9 +245,9 @@ def embed(
 
 
 @each_isa
-@pytest.mark.parametrize(("kind", "width", "group", "packed", "ordered"), [*FLOATS, *BYTES, *NIBBLES, *REORDERED])
-def test_embedding(isa: str, kind: str, width: int, group: int, packed: bool, ordered: bool) -> None:
-    table = Table(kind, 70, width, group=group, packed=packed, ordered=ordered)
+@pytest.mark.parametrize(("kind", "width", "group", "ordered"), [*FLOATS, *BYTES, *NIBBLES, *REORDERED])
+def test_embedding(isa: str, kind: str, width: int, group: int, ordered: bool) -> None:
+    table = Table(kind, 70, width, group=group, ordered=ordered)
     ids = torch.randint(0, 70, (41,), generator=torch.Generator().manual_seed(7))
     ids[:4] = torch.tensor([0, 69, 31, 32])
     exact = table.kind not in ("I8", "I4")
@@ -276,7 +266,7 @@ def test_embedding(isa: str, kind: str, width: int, group: int, packed: bool, or
 
 @each_isa
 def test_embedding_of_no_tokens(isa: str) -> None:
-    assert embed(isa, Table("F32", 3, 1, packed=True), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
+    assert embed(isa, Table("F32", 3, 1), torch.zeros(0, dtype=torch.int64)).shape == (0, 1)
 
 
 # -- rotary tables ----------------------------------------------------------------------------------------------------

@@ -47,6 +47,16 @@ def test_integers_are_counted_as_the_instruction_set_multiplies_them(isa: str) -
     assert ratio in ((1, 2) if isa == "portable" else (4,))
 
 
+@every_pool
+def test_bfloat16_products_come_two_at_a_time(threads: int) -> None:
+    for isa in ("bf16_emulated", *filter(_native.has_bf16_products, _native.available_isas())):
+        for units in (0, 1, 7):
+            count = _native.bf16_limit(isa, POOLS[threads], units)
+            assert count == 2 * _native.float_limit(isa, POOLS[threads], units)
+    with pytest.raises(ValueError, match="portable has no bfloat16 products"):
+        _native.bf16_limit("portable", POOLS[threads], 1)
+
+
 def test_an_instruction_set_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="instruction sets of this machine"):
         _native.float_limit("sse9", POOLS[1], 1)

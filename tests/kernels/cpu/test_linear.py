@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from quire.kernels.cpu._native import Activation, WeightType
 from quire.kernels.cpu.packing import PackedMatrix
-from tests.kernels.cpu.linear_calls import ISAS, KINDS, random_matrix, run_linear
+from tests.kernels.cpu.linear_calls import CASES, ISAS, precision_of, random_matrix, run_linear
 
 ROWS = (1, 2, 3, 7, 8, 12, 13, 31, 32, 100)
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -25,6 +26,8 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 # (in_features, out_features, group_size): odd ones, whole panels, groups that do not divide the inputs.
 SHAPES = ((37, 45, None), (64, 64, 16), (256, 96, 64), (200, 33, 128), (577, 70, 32), (1, 1, None))
 
+each_case = pytest.mark.parametrize(("kind", "isa"), CASES)
+
 
 def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The integers and scales [rows, 1] that the kernels make of activations."""
@@ -34,18 +37,20 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(np.rint(values * inverse)), torch.from_numpy(largest / np.float32(127))
 
 
-def _seen_by_kernel(matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+def _seen_by_kernel(kind: str, x: torch.Tensor) -> torch.Tensor:
     """x in float64 as the products see it."""
-    if not matrix.integer_activations:
+    if kind == "bf16_rounded":
+        return x.bfloat16().double()
+    if not kind.endswith("_rounded"):
         return x.double()
     integers, scales = _rounded(x)
     return integers.double() * scales.double()
 
 
 def _reference(
-    matrix: PackedMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    kind: str, matrix: PackedMatrix, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    out = _seen_by_kernel(matrix, x) @ matrix.dequantize().double().T
+    out = _seen_by_kernel(kind, x) @ matrix.dequantize().double().T
     if bias is not None:
         out = out + bias.double()
     if not matrix.gated:
@@ -58,20 +63,19 @@ def _bias_of(matrix: PackedMatrix) -> torch.Tensor | None:
     return None if matrix.bias is None else matrix.bias[matrix._columns(0, matrix.out_features)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_equals_float64(kind: str, isa: str) -> None:
     for index, (in_features, out_features, group_size) in enumerate(SHAPES):
         offsets = kind.startswith("i4") or (kind.startswith("i8") and index % 2 == 1)
         matrix = random_matrix(kind, in_features, out_features, group_size=group_size, offsets=offsets, seed=index)
         for rows in ROWS:
             x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
-            out = run_linear(matrix, x, isa=isa, threads=1 + rows % 3)
-            torch.testing.assert_close(out.double(), _reference(matrix, x, None, Activation.NONE), rtol=1e-5, atol=1e-5)
+            out = run_linear(matrix, x, isa=isa, precision=precision_of(kind), threads=1 + rows % 3)
+            expected = _reference(kind, matrix, x, None, Activation.NONE)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_epilogues(kind: str, isa: str) -> None:
     case = 0
     for gated in (False, True):
@@ -83,7 +87,7 @@ def test_epilogues(kind: str, isa: str) -> None:
                     kind, 66, out_features, group_size=32, gated=gated, bias=case % 4 != 0, seed=case
                 )
                 x = torch.randn(rows, 66, generator=torch.Generator().manual_seed(case)) * 3
-                expected = _reference(matrix, x, _bias_of(matrix), activation)
+                expected = _reference(kind, matrix, x, _bias_of(matrix), activation)
                 residual = None if beside == "none" else torch.randn(expected.shape)
                 if residual is not None:
                     expected = expected + residual
@@ -91,6 +95,7 @@ def test_epilogues(kind: str, isa: str) -> None:
                     matrix,
                     x,
                     isa=isa,
+                    precision=precision_of(kind),
                     threads=1 + case % 2,
                     activation=activation,
                     residual=residual,
@@ -134,44 +139,42 @@ def test_integer_sums_are_exact(kind: str, isa: str) -> None:
         assert torch.equal(run_linear(matrix, x, isa=isa, threads=2), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_a_row_has_the_same_bits_in_any_company(kind: str, isa: str) -> None:
     """Whatever the row count, the row's place and the threads: also where activations are shared between threads."""
     for in_features, out_features, gated in ((577, 102, False), (1030, 68, True)):
         matrix = random_matrix(kind, in_features, out_features, group_size=64, gated=gated, bias=True)
         x = torch.randn(130, in_features, generator=torch.Generator().manual_seed(5))
-        alone = torch.cat([run_linear(matrix, row[None], isa=isa, activation=Activation.SILU) for row in x[:16]])
+        run = partial(run_linear, matrix, isa=isa, precision=precision_of(kind), activation=Activation.SILU)
+        alone = torch.cat([run(row[None]) for row in x[:16]])
         for rows in (2, 5, 11, 13, 24, 37, 130):
             for threads in (1, 2, 3):
                 for first in {0, rows - 16 if rows > 16 else 0}:
                     batch = torch.roll(x[:rows], first, 0) if first else x[:rows]
-                    out = run_linear(matrix, batch, isa=isa, threads=threads, activation=Activation.SILU)
+                    out = run(batch, threads=threads)
                     count = min(rows, 16)
                     assert torch.equal(out[first : first + count], alone[:count]), (rows, threads, first)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_nan_and_infinity_stay_in_their_rows(kind: str, isa: str) -> None:
     matrix = random_matrix(kind, 70, 40, group_size=32, offsets=kind.startswith("i4"))
     for rows in (4, 20):
         x = torch.randn(rows, 70, generator=torch.Generator().manual_seed(1))
-        clean = run_linear(matrix, x, isa=isa)
+        clean = run_linear(matrix, x, isa=isa, precision=precision_of(kind))
         x[1, 69], x[3, 0] = float("nan"), float("inf")
-        out = run_linear(matrix, x, isa=isa)
+        out = run_linear(matrix, x, isa=isa, precision=precision_of(kind))
         assert out[1].isnan().all()
         assert not out[3].isfinite().any()
         others = [row for row in range(rows) if row not in (1, 3)]
         assert torch.equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_rows_of_zeros_give_the_bias(kind: str, isa: str) -> None:
     matrix = random_matrix(kind, 70, 40, group_size=32, offsets=kind.startswith("i4"), bias=True)
     for x in (torch.zeros(3, 70), torch.full((3, 70), -0.0), torch.full((3, 70), 1e-41)):
-        out = run_linear(matrix, x, isa=isa)
+        out = run_linear(matrix, x, isa=isa, precision=precision_of(kind))
         assert matrix.bias is not None
         torch.testing.assert_close(out, matrix.bias[:40].expand(3, 40), rtol=0, atol=1e-37)
 
@@ -181,8 +184,7 @@ def test_no_rows(isa: str) -> None:
     assert run_linear(random_matrix("bf16", 64, 64), torch.zeros(0, 64), isa=isa).shape == (0, 64)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_column_order(kind: str, isa: str) -> None:
     random = torch.Generator().manual_seed(9)
     for in_features in (70, 600):
@@ -190,19 +192,18 @@ def test_column_order(kind: str, isa: str) -> None:
         matrix.set_column_order(torch.randperm(in_features, generator=random))
         for rows in (1, 2, 20):
             x = torch.randn(rows, in_features, generator=random)
-            out = run_linear(matrix, x, isa=isa, threads=2)
-            expected = _reference(matrix, x, None, Activation.NONE)
+            out = run_linear(matrix, x, isa=isa, precision=precision_of(kind), threads=2)
+            expected = _reference(kind, matrix, x, None, Activation.NONE)
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_case
 def test_many_rows_and_panels(kind: str, isa: str) -> None:
-    """Several blocks of rows, dealt to three threads, with fewer rows than the program allows."""
+    """Several blocks of rows, dealt to three threads."""
     matrix = random_matrix(kind, 1100, 150, group_size=128, bias=True)
     x = torch.randn(260, 1100, generator=torch.Generator().manual_seed(2))
-    out = run_linear(matrix, x, isa=isa, threads=3, max_rows=300)
-    expected = _reference(matrix, x, _bias_of(matrix), Activation.NONE)
+    out = run_linear(matrix, x, isa=isa, precision=precision_of(kind), threads=3)
+    expected = _reference(kind, matrix, x, _bias_of(matrix), Activation.NONE)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 

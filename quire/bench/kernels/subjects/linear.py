@@ -24,6 +24,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import Arena, allocate
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
 
 STEP = 2.0**-9
 """Weights are whole multiples of it, from -7 to 7: every type stores them exactly, so all have one right result."""
@@ -34,15 +35,16 @@ WEIGHT_TYPES = {
     "f32": _native.WeightType.F32,
     "bf16": _native.WeightType.BF16,
     "f16": _native.WeightType.F16,
+    "w16a16": _native.WeightType.BF16,
     "int8": _native.WeightType.I8,
     "w8a8": _native.WeightType.I8,
     "int4": _native.WeightType.I4,
     "w4a8": _native.WeightType.I4,
 }
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}
-FLOAT_TOLERANCE = 1e-4
-ROUNDED_TOLERANCE = 3e-2
-"""Activations of 8 bits: 1/254 of a row's largest value each, gathered over the row; SiLU and product double it."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 3e-2}
+"""By what activations are rounded to. bfloat16: 1/512 of each value. 8 bits: 1/254 of a row's largest value each. Both
+gathered over the row; SiLU and product double it."""
 CHECKED_ROWS = 8
 
 
@@ -83,11 +85,13 @@ class LinearSubject:
         for name, work in case.variants.items():
             if name not in weights.packed:
                 weights.packed[name] = self._pack(weights, name, work)
-            calls = _Calls(self._machine, weights.packed[name], x, work)
+            activations = LINEAR_TYPES[name].activations
+            runtime = self._machine.runtime_for("bfloat16" if activations == "bfloat16" else "float32")
+            calls = _Calls(runtime, weights.packed[name], x, work)
             natives[name] = in_turn(calls.runs)
             calls.runs[0]()
             errors[name] = relative_error(calls.out[chosen], expected)
-            tolerances[name] = ROUNDED_TOLERANCE if LINEAR_TYPES[name].integer_activations else FLOAT_TOLERANCE
+            tolerances[name] = TOLERANCES[activations]
         return Prepared(natives, twins, errors, tolerances)
 
     def _copied_bytes(self, num_bytes: int) -> int:
@@ -141,16 +145,16 @@ class LinearSubject:
 class _Calls:
     """Programs over successive copies of a packed matrix, all of the same rows."""
 
-    def __init__(self, machine: Machine, copies: Sequence[PackedMatrix], x: torch.Tensor, work: Work) -> None:
+    def __init__(self, runtime: NativeRuntime, copies: Sequence[PackedMatrix], x: torch.Tensor, work: Work) -> None:
         rows, width = x.shape[0], copies[0].out_features // (2 if copies[0].gated else 1)
         self._x = aligned_rows(*x.shape)
         self._x.copy_(x)
         self.out = aligned_rows(rows, width)
         """Of the last call."""
-        calls = calls_per_run(len(copies), work.bytes, work.float_operations + work.integer_operations)
-        self.runs = [self._runner(machine, part) for part in parts(copies, calls)]
+        calls = calls_per_run(len(copies), work.bytes, work.operations)
+        self.runs = [self._runner(runtime, part) for part in parts(copies, calls)]
 
-    def _runner(self, machine: Machine, copies: Sequence[PackedMatrix]) -> Runner:
+    def _runner(self, runtime: NativeRuntime, copies: Sequence[PackedMatrix]) -> Runner:
         recorder = Recorder()
         x = recorder.external(self._x.shape[1], self._x.stride(0))
         target = recorder.external(self.out.shape[1], self.out.stride(0))
@@ -166,7 +170,7 @@ class _Calls:
             recorder.redirect(out, target)
         recorder.keep += copies
         rows, calls = len(self._x), len(copies)
-        program = recorder.finish(out, machine.runtime, rows)
+        program = recorder.finish(out, runtime, rows)
 
         def run() -> int:
             program.run(rows, areas=[self._x.data_ptr(), self.out.data_ptr()])
@@ -198,7 +202,7 @@ def _empty(matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
     if kind.group:
         options |= {
             "group_size": INT4_GROUP if kind.bits == 4 else None,
-            "integer_activations": kind.integer_activations,
+            "integer_activations": kind.activations == "int8",
             "with_offsets": kind.offsets,
         }
     return PackedMatrix(WEIGHT_TYPES[name], matrix.in_features, matrix.out_features, gated=matrix.gated, **options)

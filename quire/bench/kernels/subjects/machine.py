@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import cycle
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import torch
 
 from quire.bench.kernels.caches import last_level_cache_bytes
 from quire.bench.kernels.measure import Runner
-from quire.bench.kernels.run import FLOAT_PEAK, INTEGER_PEAK, READ
+from quire.bench.kernels.run import BF16_PEAK, FLOAT_PEAK, INTEGER_PEAK, READ
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import FLOAT_BYTES, ROW_ALIGNMENT
@@ -37,6 +38,12 @@ class Machine:
         self.runtime = NativeRuntime(isa, num_threads)
         torch.set_num_threads(num_threads)
         self.cache_bytes = last_level_cache_bytes()
+
+    def runtime_for(self, matmul_precision: str) -> NativeRuntime:
+        """The same instruction set and the same threads, computing with this precision."""
+        runtime = copy(self.runtime)
+        runtime.matmul_precision = matmul_precision
+        return runtime
 
     @property
     def cold_bytes(self) -> int:
@@ -65,7 +72,11 @@ class Machine:
         def integer_peak() -> int:
             return int(_native.integer_limit(isa, pool, PEAK_UNITS * pool.threads))
 
-        return {READ: read, FLOAT_PEAK: float_peak, INTEGER_PEAK: integer_peak}
+        def bf16_peak() -> int:
+            return int(_native.bf16_limit(isa, pool, PEAK_UNITS * pool.threads))
+
+        limits = {READ: read, FLOAT_PEAK: float_peak, INTEGER_PEAK: integer_peak}
+        return {**limits, BF16_PEAK: bf16_peak} if _native.has_bf16_products(isa) else limits
 
 
 def calls_per_run(copies: int, num_bytes: int, operations: int) -> int:
