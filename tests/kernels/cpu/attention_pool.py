@@ -196,10 +196,10 @@ class NativePool:
         pages = self.stored()
         allowed: torch.Tensor | float = precision
         if self.setting.cache == PRODUCTS:
-            # Queries are rounded before anything else, weights by half a unit of 8 digits each.
-            query = (query * self.layer.scale).bfloat16().double() / self.layer.scale
+            # Queries are rounded before they are multiplied, weights by half a unit of 8 digits each.
+            query = (query.float() * self.layer.scale).bfloat16().double() / self.layer.scale
             pages[:, 1].abs_()
-            allowed = precision + self._dense(pages, sequence, query, start) / 512
+            allowed = precision + self._dense(pages, sequence, query, start) / 256
             pages = self.stored()
         difference = (out.double() - self._dense(pages, sequence, query, start)).abs()
         assert (difference <= allowed).all(), float((difference / allowed).max())
