@@ -12,6 +12,13 @@ namespace {
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Rows of the projections lie too far apart for the processor to guess the next one.
+constexpr int64_t kRowsAhead = 4;
+
+void prefetch_floats(const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) prefetch(reinterpret_cast<const std::byte*>(from + i));
+}
+
 // A thread's working memory.
 struct Scratch {
   alignas(64) float query[kItemRows * kRowStride];
@@ -120,13 +127,14 @@ KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high
     float* values = scratch.values + s * kSubtile * depth;
     for (int64_t key = 0; key < kSubtile; key += kElements) {
       const std::byte* row = tile.values[s] + key / kElements * depth * kWordBytes;
-      for (int64_t d = 0; d < depth; d += kLanes) {
-        const bool half = d + kLanes > depth;  // of 16 lanes
-        const vi words = half ? load_half(row + d * kWordBytes) : load_words(row + d * kWordBytes);
-        for (int place = 0; place < kElements; ++place) {
-          const vf value = word_element<T>(words, place);
-          std::memcpy(values + (key + place) * depth + d, &value, half ? 8 * sizeof(float) : sizeof(vf));
-        }
+      int64_t d = 0;
+      for (; d + kLanes <= depth; d += kLanes)
+        for (int place = 0; place < kElements; ++place)
+          store(values + (key + place) * depth + d, word_element<T>(load_words(row + d * kWordBytes), place));
+      if (d == depth) continue;  // else 8 of 16 lanes are left
+      for (int place = 0; place < kElements; ++place) {
+        const vf value = word_element<T>(load_half(row + d * kWordBytes), place);
+        std::memcpy(values + (key + place) * depth + d, &value, 8 * sizeof(float));
       }
     }
   }
@@ -214,7 +222,10 @@ void load_queries(const Work& work, const Step& step) {
   int64_t position = work.position(0);
   int64_t inside = work.item.first_row % work.group;
   for (int64_t r = 0; r < work.item.rows; ++r) {
-    load_query<T, kDots>(args, token + inside * args.head_dim, work.scratch.query + r * kRowStride);
+    const float* from = token + inside * args.head_dim;
+    if (r + kRowsAhead * work.group < work.item.rows)
+      prefetch_floats(from + kRowsAhead * args.qkv.stride, args.head_dim);
+    load_query<T, kDots>(args, from, work.scratch.query + r * kRowStride);
     work.scratch.rows[r].position = position;
     if (++inside == work.group) {
       inside = 0;
@@ -418,9 +429,12 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
   const AttentionPlan& plan = *step.attention[args.group];
   float* qkv = step.at(args.qkv);
   const float* rotation = args.rotary_dim > 0 ? step.at(args.rotation) : nullptr;
-  for (int64_t t = team.take(); t < step.rows; t = team.take())
-    prepare_row(args, qkv + t * args.qkv.stride, rotation ? rotation + t * args.rotation.stride : nullptr,
-                plan.slots[t]);
+  const int64_t query_width = args.num_heads * args.head_dim, kv_width = 2 * args.num_kv_heads * args.head_dim;
+  for (int64_t t = team.take(); t < step.rows; t = team.take()) {
+    float* row = qkv + t * args.qkv.stride;
+    if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width, kv_width);
+    prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
+  }
 }
 
 std::size_t attend_scratch(const AttentionArgs& args, int64_t, int threads) {

@@ -331,6 +331,7 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
                                  float* decay, float* factors, std::byte* words) {
   constexpr bool kScaled = T == CacheType::kI8;
   raise_maxima<kScaled>(tile, count, soft_cap, scores, rows, decay);
+  const Live live(rows, count);
   for (int r = 0; r < count; ++r) {
     const Sight sight(rows[r]);
     const vf maximum = broadcast(rows[r].maximum);
@@ -338,6 +339,8 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
     vf weights[kTileVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
+      weights[i] = zero();
+      if (!live.has(i)) continue;
       weights[i] = exp(load(scores + r * kKeyTile + i * kLanes) - maximum);
       sum += weights[i];
       if constexpr (kScaled) weights[i] = sight.choose(i, weights[i] * load_scales(tile.value_scales, i), zero());

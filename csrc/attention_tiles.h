@@ -180,23 +180,35 @@ struct Sight {
   }
 };
 
+// The vectors of a tile with keys that some of `count` rows see.
+struct Live {
+  int begin, end;
+
+  QUIRE_INLINE Live(const RowState* rows, int count)
+      : begin(static_cast<int>(rows[0].low) / kLanes),
+        end((static_cast<int>(rows[count - 1].high) + kLanes - 1) / kLanes) {}
+  QUIRE_INLINE bool has(int i) const { return i >= begin && i < end; }
+};
+
 // The scale of vector i's keys or values.
 QUIRE_INLINE vf load_scales(const float* const* scales, int i) {
   return load(scales[i / kSubtileVectors] + i % kSubtileVectors * kLanes);
 }
 
-// Scores as they are weighed: scaled, capped, minus infinity for keys that a row does not see. Moves each row's
-// maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys.
+// Scores of live vectors as they are weighed: scaled, capped, minus infinity for keys that a row does not see. Moves
+// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys.
 template <bool kScaled>
 QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                                float* decay) {
   const vf minus_infinity = broadcast(-__builtin_inff());
+  const Live live(rows, count);
   alignas(64) float difference[16] = {};
   for (int r = 0; r < count; ++r) {
     float* row = scores + r * kKeyTile;
     const Sight sight(rows[r]);
     vf top = minus_infinity;
     for (int i = 0; i < kTileVectors; ++i) {
+      if (!live.has(i)) continue;
       vf score = load(row + i * kLanes);
       if constexpr (kScaled) score *= load_scales(tile.key_scales, i);
       if (soft_cap > 0) score = capped(score, soft_cap);
@@ -212,17 +224,19 @@ QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, f
 }
 
 // From scores to weights: scores[r][key] becomes e^(score - maximum), times the value's scale where there is one, and
-// 0 for keys that row r does not see.
+// 0 for keys that row r does not see. Of live vectors; the others are not read afterwards.
 template <bool kScaled>
 QUIRE_INLINE void weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                              float* decay) {
   raise_maxima<kScaled>(tile, count, soft_cap, scores, rows, decay);
+  const Live live(rows, count);
   for (int r = 0; r < count; ++r) {
     float* row = scores + r * kKeyTile;
     const Sight sight(rows[r]);
     const vf maximum = broadcast(rows[r].maximum);
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
     for (int i = 0; i < kTileVectors; ++i) {
+      if (!live.has(i)) continue;
       vf weight = exp(load(row + i * kLanes) - maximum);
       sum += weight;
       if constexpr (kScaled) weight = sight.choose(i, weight * load_scales(tile.value_scales, i), zero());
