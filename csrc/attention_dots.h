@@ -88,19 +88,35 @@ struct Digits {
     return whole(sum[0][i], sum[1][i], sum[2][i]) * broadcast(query_scale(query).factor);
   }
 
-  // Weights of a row, in words of four keys for each digit. Returns their scale.
-  static QUIRE_INLINE float store_weights(const vf* weights, std::byte* words) {
-    vu size{};
-    for (int i = 0; i < kTileVectors; ++i)
-      size = (vu)_mm512_maskz_max_epu32(0xffff, (__m512i)size, (__m512i)bit_cast<vu>(weights[i]));
-    float inverse;
-    const float factor = scale_of(size, inverse, kLargestWeight);
+  // What a row's weights are multiplied with to be whole numbers, and what a number then stands for. A weight is at
+  // most 1 before its value's scale, and the sum of a row's weights at least 1 in the end: it is the largest scale
+  // that counts, of the keys that the row sees.
+  struct WeightScale {
+    vf scales[kTileVectors];
+    float factor;
+
+    QUIRE_INLINE void set(const KeyTile& tile, const Live& live, const Sight& sight) {
+      vu size{};
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileVectors; ++i) {
+        scales[i] = live.has(i) ? sight.choose(i, load_scales(tile.value_scales, i), zero()) : zero();
+        size = (vu)_mm512_maskz_max_epu32(0xffff, (__m512i)size, (__m512i)bit_cast<vu>(scales[i]));
+      }
+      float inverse;
+      factor = scale_of(size, inverse, kLargestWeight);
+#pragma GCC unroll 16
+      for (int i = 0; i < kTileVectors; ++i) scales[i] *= broadcast(inverse);
+    }
+  };
+
+  // Weights of a row, in words of four keys for each digit.
+  static QUIRE_INLINE void store_weights(const vf* weights, const WeightScale& scale, std::byte* words) {
+#pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
-      const vi number = (vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(weights[i] * broadcast(inverse)));
+      const vi number = (vi)_mm512_maskz_cvtps_epi32(0xffff, (__m512)(weights[i] * scale.scales[i]));
       for (int part = 0; part < kParts; ++part)
         store_bytes(words + part * kPartWords * kWordBytes + i * kLanes, number >> (8 * part));
     }
-    return factor;
   }
 
   static QUIRE_INLINE vi start_value(vf) { return vi{}; }
@@ -151,10 +167,13 @@ struct Pairs {
     return sum[0][i];
   }
 
-  static QUIRE_INLINE float store_weights(const vf* weights, std::byte* words) {
+  struct WeightScale {
+    static constexpr float factor = 1;
+    QUIRE_INLINE void set(const KeyTile&, const Live&, const Sight&) {}
+  };
+  static QUIRE_INLINE void store_weights(const vf* weights, const WeightScale&, std::byte* words) {
     for (int i = 0; i < kTileVectors; ++i)
       round_bf16(reinterpret_cast<uint16_t*>(words) + i * kLanes, weights[i]);
-    return 1;
   }
 
   static QUIRE_INLINE vf start_value(vf before) { return before; }
@@ -329,11 +348,19 @@ void dot_value_rows(const std::byte* weights, const KeyTile& tile, const KeyTile
 template <CacheType T>
 QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                                  float* decay, float* factors, std::byte* words) {
-  constexpr bool kScaled = T == CacheType::kI8;
-  raise_maxima<kScaled>(tile, count, soft_cap, scores, rows, decay);
+  using D = Dots<T>;
   const Live live(rows, count);
+  typename D::WeightScale of_all, of_row;
+  bool known = false;  // of_all: of rows that see the whole tile
+  raise_maxima<T == CacheType::kI8>(tile, count, soft_cap, scores, rows, decay);
   for (int r = 0; r < count; ++r) {
     const Sight sight(rows[r]);
+    if (sight.masked) {
+      of_row.set(tile, live, sight);
+    } else if (!known) {
+      of_all.set(tile, live, sight);
+      known = true;
+    }
     const vf maximum = broadcast(rows[r].maximum);
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
     vf weights[kTileVectors];
@@ -343,10 +370,11 @@ QUIRE_INLINE void dot_weigh_rows(const KeyTile& tile, int count, float soft_cap,
       if (!live.has(i)) continue;
       weights[i] = exp(load(scores + r * kKeyTile + i * kLanes) - maximum);
       sum += weights[i];
-      if constexpr (kScaled) weights[i] = sight.choose(i, weights[i] * load_scales(tile.value_scales, i), zero());
     }
     store(rows[r].weight_sum, sum);
-    factors[r] = Dots<T>::store_weights(weights, words + r * kWeightWords * kWordBytes);
+    const auto& scale = sight.masked ? of_row : of_all;
+    D::store_weights(weights, scale, words + r * kWeightWords * kWordBytes);
+    factors[r] = scale.factor;
   }
 }
 
