@@ -131,11 +131,11 @@ KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high
       for (; d + kLanes <= depth; d += kLanes)
         for (int place = 0; place < kElements; ++place)
           store(values + (key + place) * depth + d, word_element<T>(load_words(row + d * kWordBytes), place));
-      if (d == depth) continue;  // else 8 of 16 lanes are left
-      for (int place = 0; place < kElements; ++place) {
-        const vf value = word_element<T>(load_half(row + d * kWordBytes), place);
-        std::memcpy(values + (key + place) * depth + d, &value, 8 * sizeof(float));
-      }
+      if constexpr (kLanes > 8)
+        for (int place = 0; d < depth && place < kElements; ++place) {  // half a vector
+          const vf value = word_element<T>(load_half(row + d * kWordBytes), place);
+          std::memcpy(values + (key + place) * depth + d, &value, 8 * sizeof(float));
+        }
     }
   }
   KeyTile wide = scratch_tile(scratch, depth, CacheType::kF32, false);
