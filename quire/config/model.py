@@ -23,7 +23,7 @@ class ModelConfig:
     the whole model.
     architecture: the entry of `architectures` that the model registry knows.
     dtype: of weights that are not quantised, resolved ("float32", "bfloat16" or "float16"). The native CPU kernels
-    compute in float32 whatever it is; the plain torch path computes in it.
+    add in float32 whatever it is (DeviceConfig says what they multiply); the plain torch path computes in it.
     kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
     sliding_windows: per layer the window in tokens, None for full attention.
