@@ -3,7 +3,7 @@
 // Sums over keys are made in an order that absolute positions alone decide: tiles of kKeyTile keys with a running
 // maximum, started afresh every kSplitKeys keys, the splits' results merged from the first to the last. A tile or split
 // in which a row sees nothing changes nothing of that row's bits, so that it does not matter which others come along.
-#include "attention_tiles.h"
+#include "attention_dots.h"
 #include "attention_write.h"
 
 namespace quire::QUIRE_ISA {
@@ -12,16 +12,25 @@ namespace {
 constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Rows of the projections lie too far apart for the processor to guess the next one.
+constexpr int64_t kRowsAhead = 4;
+
+void prefetch_floats(const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) prefetch(reinterpret_cast<const std::byte*>(from + i));
+}
+
 // A thread's working memory.
 struct Scratch {
   alignas(64) float query[kItemRows * kRowStride];
   float sums[kItemRows * kRowStride];       // of the current split
   float totals[kItemRows * kRowStride];     // of the splits before
   float scores[kTileRows * kKeyTile];
-  float keys[kKeyTile * kMaxHeadDim];       // a tile, widened
+  float weight_factors[16];
+  std::byte weights[kTileRows * kWeightWords * kWordBytes];  // in words
+  float keys[kKeyTile * kMaxHeadDim];       // a tile, widened or put together from small blocks
   float values[kKeyTile * kMaxHeadDim];
-  float key_scales[2][kKeyTile];            // of the current tile and the next
-  float value_scales[2][kKeyTile];
+  float key_scales[kKeyTile];
+  float value_scales[kKeyTile];
   float total_maximum[kItemRows];
   float total_weight[kItemRows];
   alignas(64) RowState rows[kItemRows];
@@ -44,117 +53,141 @@ struct HeadBlocks {
 
 // Where a tile's keys [low, high) (of 0 .. 63) lie. Blocks of at least a subtile only. Subtiles without such a key
 // get the address of one with: what is read there is not used, and nothing else may be read.
-KeyTile find_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high, float* key_scales,
-                  float* value_scales) {
-  KeyTile tile;
+KeyTile find_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high) {
+  KeyTile tile = {};
   const int64_t bytes = element_bytes(blocks.type);
   const int64_t first_live = low / kSubtile, last_live = (high - 1) / kSubtile;
-  for (int64_t s = first_live; s <= last_live; ++s) {
-    const int64_t position = first + s * kSubtile, inside = blocks.inside(position);
+  const auto set = [&](int64_t s, int64_t from) {
+    const int64_t position = first + from * kSubtile, inside = blocks.inside(position);
     const std::byte* block = blocks.block(position);
     tile.keys[s] = blocks.keys(block) + inside * blocks.depth * bytes;
     tile.values[s] = blocks.values(block) + inside * blocks.depth * bytes;
     if (blocks.type == CacheType::kI8) {
-      std::memcpy(key_scales + s * kSubtile, block + inside * 4, kSubtile * 4);
-      std::memcpy(value_scales + s * kSubtile, block + (blocks.block_size + inside) * 4, kSubtile * 4);
+      tile.key_scales[s] = reinterpret_cast<const float*>(block) + inside;
+      tile.value_scales[s] = tile.key_scales[s] + blocks.block_size;
+      prefetch(block + inside * 4);
+      prefetch(block + (blocks.block_size + inside) * 4);
     }
-  }
-  for (int64_t s = 0; s < kSubtiles; ++s)
-    if (s < first_live || s > last_live) {
-      tile.keys[s] = tile.keys[first_live];
-      tile.values[s] = tile.values[first_live];
-    }
-  tile.key_scales = blocks.type == CacheType::kI8 ? key_scales : nullptr;
-  tile.value_scales = blocks.type == CacheType::kI8 ? value_scales : nullptr;
+  };
+  for (int64_t s = 0; s < kSubtiles; ++s) set(s, larger(first_live, smaller(s, last_live)));
   return tile;
 }
 
-template <CacheType T>
-float element(const std::byte* address, int64_t index) {
-  if constexpr (T == CacheType::kF32) return reinterpret_cast<const float*>(address)[index];
-  if constexpr (T == CacheType::kBF16)
-    return bit_cast<float>(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(address)[index]) << 16);
-  return static_cast<float>(reinterpret_cast<const int8_t*>(address)[index]);
-}
-
-// Copies `count` elements (a multiple of 8).
-template <CacheType T>
-void widen(const std::byte* from, int64_t count, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load_element<T>(from + i * element_bytes(T)));
-  for (; i < count; ++i) to[i] = element<T>(from, i);
+// A tile in scratch. Scales: where there are some.
+KeyTile scratch_tile(Scratch& scratch, int64_t depth, CacheType type, bool scaled) {
+  KeyTile tile = {};
+  for (int64_t s = 0; s < kSubtiles; ++s) {
+    const int64_t offset = s * kSubtile * depth * element_bytes(type);
+    tile.keys[s] = reinterpret_cast<const std::byte*>(scratch.keys) + offset;
+    tile.values[s] = reinterpret_cast<const std::byte*>(scratch.values) + offset;
+    if (!scaled) continue;
+    tile.key_scales[s] = scratch.key_scales + s * kSubtile;
+    tile.value_scales[s] = scratch.value_scales + s * kSubtile;
+  }
+  return tile;
 }
 
 // A tile whose blocks are smaller than a subtile, put together in scratch.
 template <CacheType T>
-void gather_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high, Scratch& scratch) {
-  const int64_t depth = blocks.depth, size = blocks.block_size;
+KeyTile gather_tile(const HeadBlocks& blocks, int64_t first, int64_t low, int64_t high, Scratch& scratch) {
+  constexpr int64_t kElements = word_elements(T), kBytes = element_bytes(T);
+  const int64_t depth = blocks.depth, size = blocks.block_size, packed = smaller(kElements, size);
+  auto* all_keys = reinterpret_cast<std::byte*>(scratch.keys);
+  auto* all_values = reinterpret_cast<std::byte*>(scratch.values);
   for (int64_t key = low; key < high; ++key) {
     const std::byte* block = blocks.block(first + key);
     const int64_t inside = blocks.inside(first + key);
-    float* keys = scratch.keys + key / kSubtile * kSubtile * depth + key % kSubtile;
-    for (int64_t d = 0; d < depth; ++d) keys[d * kSubtile] = element<T>(blocks.keys(block), d * size + inside);
-    widen<T>(blocks.values(block) + inside * depth * element_bytes(T), depth, scratch.values + key * depth);
+    const std::byte* from = blocks.keys(block) + inside * kWordBytes;
+    std::byte* to = all_keys + key / kSubtile * kSubtile * depth * kBytes + key % kSubtile * kWordBytes;
+    for (int64_t word = 0; word < depth / kElements; ++word)
+      std::memcpy(to + word * kSubtile * kWordBytes, from + word * size * kWordBytes, kWordBytes);
+    from = blocks.values(block) + (inside / packed * packed * depth + inside % packed) * kBytes;
+    to = all_values + (key / kElements * kElements * depth + key % kElements) * kBytes;
+    for (int64_t d = 0; d < depth; ++d) std::memcpy(to + d * kWordBytes, from + d * packed * kBytes, kBytes);
     if constexpr (T == CacheType::kI8) {
-      scratch.key_scales[0][key] = reinterpret_cast<const float*>(block)[inside];
-      scratch.value_scales[0][key] = reinterpret_cast<const float*>(block)[size + inside];
+      scratch.key_scales[key] = reinterpret_cast<const float*>(block)[inside];
+      scratch.value_scales[key] = reinterpret_cast<const float*>(block)[size + inside];
     }
   }
+  return scratch_tile(scratch, depth, T, T == CacheType::kI8);
 }
 
+// Keys of some subtiles, as floats: [head_dim][16]; values: [16][head_dim].
 template <CacheType T>
-void widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high, Scratch& scratch) {
+KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high, Scratch& scratch) {
+  constexpr int kElements = word_elements(T);
   for (int64_t s = low / kSubtile; s * kSubtile < high; ++s) {
-    widen<T>(tile.keys[s], depth * kSubtile, scratch.keys + s * kSubtile * depth);
-    widen<T>(tile.values[s], depth * kSubtile, scratch.values + s * kSubtile * depth);
+    float* keys = scratch.keys + s * kSubtile * depth;
+    for (int64_t d = 0; d < depth; d += kElements)
+      for (int64_t lane = 0; lane < kSubtile; lane += kLanes) {
+        const vi words = load_words(tile.keys[s] + (d / kElements * kSubtile + lane) * kWordBytes);
+        for (int place = 0; place < kElements; ++place)
+          store(keys + (d + place) * kSubtile + lane, word_element<T>(words, place));
+      }
+    float* values = scratch.values + s * kSubtile * depth;
+    for (int64_t key = 0; key < kSubtile; key += kElements) {
+      const std::byte* row = tile.values[s] + key / kElements * depth * kWordBytes;
+      int64_t d = 0;
+      for (; d + kLanes <= depth; d += kLanes)
+        for (int place = 0; place < kElements; ++place)
+          store(values + (key + place) * depth + d, word_element<T>(load_words(row + d * kWordBytes), place));
+      if constexpr (kLanes > 8)
+        for (int place = 0; d < depth && place < kElements; ++place) {  // half a vector
+          const vf value = word_element<T>(load_half(row + d * kWordBytes), place);
+          std::memcpy(values + (key + place) * depth + d, &value, 8 * sizeof(float));
+        }
+    }
   }
+  KeyTile wide = scratch_tile(scratch, depth, CacheType::kF32, false);
+  for (int64_t s = 0; s < kSubtiles; ++s) {
+    wide.key_scales[s] = tile.key_scales[s];
+    wide.value_scales[s] = tile.value_scales[s];
+  }
+  return wide;
 }
 
-KeyTile scratch_tile(Scratch& scratch, int64_t depth, const float* key_scales, const float* value_scales) {
-  KeyTile tile;
-  for (int s = 0; s < kSubtiles; ++s) {
-    tile.keys[s] = reinterpret_cast<const std::byte*>(scratch.keys + s * kSubtile * depth);
-    tile.values[s] = reinterpret_cast<const std::byte*>(scratch.values + s * kSubtile * depth);
-  }
-  tile.key_scales = key_scales;
-  tile.value_scales = value_scales;
-  return tile;
-}
-
-// `count` rows (of which R are computed) against a tile.
-template <CacheType T, int R>
+// `count` rows (of which R are computed) against a tile. kScaled: keys and values have scales. kDots: elements are
+// multiplied as they are stored.
+template <CacheType T, bool kScaled, bool kDots, int R>
 void attend_rows(const AttentionArgs& args, const KeyTile& tile, const KeyTile& next, int count, int first,
                  Scratch& scratch) {
   RowState* rows = scratch.rows + first;
   const int64_t low = rows[0].low, high = rows[count - 1].high;
+  const float* query = scratch.query + first * kRowStride;
+  float* sums = scratch.sums + first * kRowStride;
   float decay[16];
-  score_rows<T, R>(scratch.query + first * kRowStride, tile, next, low, high, args.head_dim, scratch.scores);
-  if (tile.key_scales != nullptr)
-    weigh_rows<true>(tile, count, args.soft_cap, scratch.scores, rows, decay);
-  else
-    weigh_rows<false>(tile, count, args.soft_cap, scratch.scores, rows, decay);
-  value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, scratch.sums + first * kRowStride);
+  if constexpr (kDots) {
+    dot_score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
+    dot_weigh_rows<T>(tile, count, args.soft_cap, scratch.scores, rows, decay, scratch.weight_factors,
+                      scratch.weights);
+    dot_value_rows<T, R>(scratch.weights, tile, next, low, high, args.head_dim, decay, scratch.weight_factors, sums);
+  } else {
+    score_rows<T, R>(query, tile, next, low, high, args.head_dim, scratch.scores);
+    weigh_rows<kScaled>(tile, count, args.soft_cap, scratch.scores, rows, decay);
+    value_rows<T, R>(scratch.scores, tile, next, low, high, args.head_dim, decay, sums);
+  }
 }
 
-template <CacheType T>
+template <CacheType T, bool kScaled, bool kDots>
 void attend_some(const AttentionArgs& args, const KeyTile& tile, const KeyTile& next, int count, int first,
                  Scratch& scratch) {
+  const auto attend = [&]<int R>() { attend_rows<T, kScaled, kDots, R>(args, tile, next, count, first, scratch); };
   switch (count) {
     case 1:
-      return attend_rows<T, 1>(args, tile, next, count, first, scratch);
+      return attend.template operator()<1>();
     case 2:
-      return attend_rows<T, 2>(args, tile, next, count, first, scratch);
+      return attend.template operator()<2>();
     case 3:
-      return attend_rows<T, 3>(args, tile, next, count, first, scratch);
+      return attend.template operator()<3>();
     case 4:
-      return attend_rows<T, 4>(args, tile, next, count, first, scratch);
+      return attend.template operator()<4>();
     default:
       if constexpr (kTileRows > 4) {
-        if (count <= 6) return attend_rows<T, 6>(args, tile, next, count, first, scratch);
+        if (count <= 6) return attend.template operator()<6>();
       }
       if constexpr (kTileRows > 6) {
-        if (count <= 8) return attend_rows<T, 8>(args, tile, next, count, first, scratch);
-        return attend_rows<T, 12>(args, tile, next, count, first, scratch);
+        if (count <= 8) return attend.template operator()<8>();
+        return attend.template operator()<12>();
       }
   }
 }
@@ -173,18 +206,26 @@ struct Work {
   int64_t query_head(int64_t row) const { return head * group + (item.first_row + row) % group; }
 };
 
+template <CacheType T, bool kDots>
+void load_query(const AttentionArgs& args, const float* from, float* to) {
+  if constexpr (kDots) return Dots<T>::load_query(from, args.scale, args.head_dim, to);
+  const vf scale = broadcast(args.scale);
+  int64_t d = 0;
+  for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * scale);
+  for (; d < args.head_dim; ++d) to[d] = from[d] * args.scale;
+}
+
+template <CacheType T, bool kDots>
 void load_queries(const Work& work, const Step& step) {
   const AttentionArgs& args = work.args;
   const float* token = step.at(args.qkv) + work.token(0) * args.qkv.stride + work.head * work.group * args.head_dim;
-  const vf scale = broadcast(args.scale);
   int64_t position = work.position(0);
   int64_t inside = work.item.first_row % work.group;
   for (int64_t r = 0; r < work.item.rows; ++r) {
     const float* from = token + inside * args.head_dim;
-    float* to = work.scratch.query + r * kRowStride;
-    int64_t d = 0;
-    for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * scale);
-    for (; d < args.head_dim; ++d) to[d] = from[d] * args.scale;
+    if (r + kRowsAhead * work.group < work.item.rows)
+      prefetch_floats(from + kRowsAhead * args.qkv.stride, args.head_dim);
+    load_query<T, kDots>(args, from, work.scratch.query + r * kRowStride);
     work.scratch.rows[r].position = position;
     if (++inside == work.group) {
       inside = 0;
@@ -194,7 +235,9 @@ void load_queries(const Work& work, const Step& step) {
   }
   // Rows that only fill a register tile up.
   for (int64_t r = work.item.rows; r % kTileRows != 0 && r < kItemRows; ++r)
-    for (int64_t d = 0; d < args.head_dim; ++d) work.scratch.query[r * kRowStride + d] = 0;
+    std::memset(work.scratch.query + r * kRowStride, 0, kRowStride * sizeof(float));
+  std::memset(work.scratch.weights, 0, sizeof(work.scratch.weights));
+  std::memset(work.scratch.weight_factors, 0, sizeof(work.scratch.weight_factors));
 }
 
 void start_split(const Work& work) {
@@ -207,8 +250,9 @@ void start_split(const Work& work) {
   }
 }
 
-template <CacheType T>
+template <CacheType T, bool kDots>
 void attend_split(const Work& work, int64_t split) {
+  constexpr bool kScaled = T == CacheType::kI8;
   const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
   const int64_t num_rows = work.item.rows, window = args.window;
@@ -217,44 +261,38 @@ void attend_split(const Work& work, int64_t split) {
   const int64_t low = larger(split * kSplitKeys, item_low);
   const int64_t high = smaller((split + 1) * kSplitKeys, item_high);
   const bool small_blocks = args.block_size < kSubtile;
-  const bool widened = small_blocks || (T != CacheType::kF32 && num_rows > kTileRows);
+  const bool widened = !kDots && T != CacheType::kF32 && num_rows > kTileRows && !small_blocks;
   start_split(work);
   KeyTile found = {}, next = {};
-  int turn = 0;
-  auto find = [&](int64_t first) {
-    turn ^= 1;
-    return find_tile(work.blocks, first, larger(item_low - first, 0), smaller(item_high - first, kKeyTile),
-                     scratch.key_scales[turn], scratch.value_scales[turn]);
+  bool saw_all = false;  // every row all keys of the tile before
+  const auto find = [&](int64_t first) {
+    return find_tile(work.blocks, first, larger(item_low - first, 0), smaller(item_high - first, kKeyTile));
   };
   const int64_t begin = low / kKeyTile * kKeyTile;
   if (!small_blocks && low < high) next = find(begin);
   for (int64_t first = begin; first < high; first += kKeyTile) {
     const int64_t tile_low = larger(low - first, 0), tile_high = smaller(high - first, kKeyTile);
     if (small_blocks) {
-      gather_tile<T>(work.blocks, first, tile_low, tile_high, scratch);
-      const bool scaled = T == CacheType::kI8;
-      found = next = scratch_tile(scratch, args.head_dim, scaled ? scratch.key_scales[0] : nullptr,
-                                  scaled ? scratch.value_scales[0] : nullptr);
+      found = next = gather_tile<T>(work.blocks, first, tile_low, tile_high, scratch);
     } else {
       found = next;
       if (first + kKeyTile < item_high) next = find(first + kKeyTile);  // of the next split, too: to be prefetched
-      if (widened) {
-        widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
-        found = scratch_tile(scratch, args.head_dim, found.key_scales, found.value_scales);
-      }
+      if (widened) found = widen_tile<T>(found, args.head_dim, tile_low, tile_high, scratch);
     }
-    for (int64_t r = 0; r < num_rows; ++r) {
+    const bool sees_all = window == 0 && first + kKeyTile <= work.position(0) + 1;
+    for (int64_t r = 0; r < num_rows && !(sees_all && saw_all); ++r) {
       const int64_t position = scratch.rows[r].position;
       scratch.rows[r].high = larger(0, smaller(kKeyTile, position + 1 - first));
       scratch.rows[r].low = window > 0 ? smaller(kKeyTile, larger(0, position - window + 1 - first)) : 0;
     }
+    saw_all = sees_all;
     for (int64_t r = 0; r < num_rows; r += kTileRows) {
       const int count = static_cast<int>(smaller(kTileRows, num_rows - r));
       if (scratch.rows[r + count - 1].high == 0 || scratch.rows[r].low == kKeyTile) continue;
       if (widened)
-        attend_some<CacheType::kF32>(args, found, found, count, static_cast<int>(r), scratch);
+        attend_some<CacheType::kF32, kScaled, false>(args, found, found, count, static_cast<int>(r), scratch);
       else
-        attend_some<T>(args, found, next, count, static_cast<int>(r), scratch);
+        attend_some<T, kScaled, kDots>(args, found, r == 0 ? next : found, count, static_cast<int>(r), scratch);
     }
   }
 }
@@ -293,15 +331,15 @@ float* partial_row(const AttentionArgs& args, const Step& step, const AttentionP
          (head * plan.partial_rows + row) * partial_stride(args.head_dim);
 }
 
-template <CacheType T>
+template <CacheType T, bool kDots>
 void run_item(const Work& work, const Step& step) {
   const AttentionArgs& args = work.args;
   Scratch& scratch = work.scratch;
-  load_queries(work, step);
+  load_queries<T, kDots>(work, step);
   const bool partial = work.item.partial >= 0;
   int64_t row = work.item.partial;
   for (int64_t split = work.item.first_split; split < work.item.last_split; ++split) {
-    attend_split<T>(work, split);
+    attend_split<T, kDots>(work, split);
     for (int64_t r = 0; r < work.item.rows; ++r) {
       const float* sums = scratch.sums + r * kRowStride;
       const float maximum = scratch.rows[r].maximum, weight = sum_lanes(load(scratch.rows[r].weight_sum));
@@ -368,13 +406,16 @@ void attend(const AttentionArgs& args, const Step& step, Team& team) {
     const Work work = make_work(args, plan, plan.items[i / heads], i % heads, team);
     switch (args.cache) {
       case CacheType::kF32:
-        run_item<CacheType::kF32>(work, step);
+        run_item<CacheType::kF32, false>(work, step);
         break;
       case CacheType::kBF16:
-        run_item<CacheType::kBF16>(work, step);
+        if (args.precision == MatmulPrecision::kBFloat16)
+          run_item<CacheType::kBF16, kHasDots<CacheType::kBF16>>(work, step);
+        else
+          run_item<CacheType::kBF16, false>(work, step);
         break;
       case CacheType::kI8:
-        run_item<CacheType::kI8>(work, step);
+        run_item<CacheType::kI8, kHasDots<CacheType::kI8>>(work, step);
         break;
     }
   }
@@ -388,9 +429,12 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
   const AttentionPlan& plan = *step.attention[args.group];
   float* qkv = step.at(args.qkv);
   const float* rotation = args.rotary_dim > 0 ? step.at(args.rotation) : nullptr;
-  for (int64_t t = team.take(); t < step.rows; t = team.take())
-    prepare_row(args, qkv + t * args.qkv.stride, rotation ? rotation + t * args.rotation.stride : nullptr,
-                plan.slots[t]);
+  const int64_t query_width = args.num_heads * args.head_dim, kv_width = 2 * args.num_kv_heads * args.head_dim;
+  for (int64_t t = team.take(); t < step.rows; t = team.take()) {
+    float* row = qkv + t * args.qkv.stride;
+    if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width, kv_width);
+    prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
+  }
 }
 
 std::size_t attend_scratch(const AttentionArgs& args, int64_t, int threads) {

@@ -4,9 +4,11 @@
 // so that one head's share of a block is one piece of memory:
 //   [i8 only] scale of each token's key     [block_size] float32
 //   [i8 only] scale of each token's value   [block_size] float32
-//   keys     [block_size / w][head_dim][w]  w = min(16, block_size): w keys side by side fill a vector, so that scores
-//                                           need no sums across lanes
-//   values   [block_size][head_dim]
+//   keys     [block_size / w][head_dim / p][w][p]  w = min(16, block_size): w keys side by side fill a vector, so that
+//                                                  scores need no sums across lanes
+//   values   [block_size / q][head_dim][q]         q = min(p, block_size)
+// p elements make a word of 32 bits (f32: 1, bf16: 2, i8: 4): of one key, what dot products of pairs and quadruples
+// multiply in one lane; of p successive tokens' values, likewise. Elsewhere a shift makes a float of each.
 // Nothing is padded: a token takes block_bytes / block_size bytes exactly. 8-bit elements stand for value * scale.
 #pragma once
 
@@ -23,6 +25,7 @@ inline constexpr int64_t kSubtile = 16;       // keys side by side in a block
 inline constexpr int64_t kKeyTile = 64;       // keys between two looks at the running maximum
 inline constexpr int64_t kSplitKeys = 256;    // keys that are summed up before they are merged with what came before
 inline constexpr int64_t kItemRows = 96;      // most rows (token x query head of the group) of a work item
+inline constexpr int64_t kWordBytes = 4;
 inline constexpr int64_t kMaxHeadDim = 256;   // of 8, 16, 24 ...
 inline constexpr int64_t kMaxBlockSize = 1024;
 inline constexpr int64_t kMaxPartialRows = 8192;
@@ -30,6 +33,8 @@ inline constexpr int64_t kMaxPartialRows = 8192;
 QUIRE_HEADER_INLINE constexpr int64_t element_bytes(CacheType type) {
   return type == CacheType::kF32 ? 4 : type == CacheType::kBF16 ? 2 : 1;
 }
+// Elements of a word.
+QUIRE_HEADER_INLINE constexpr int64_t word_elements(CacheType type) { return kWordBytes / element_bytes(type); }
 // Bytes of the scales of one head's keys (and of its values) in a block.
 QUIRE_HEADER_INLINE constexpr int64_t scale_bytes(int64_t block_size, CacheType type) {
   return type == CacheType::kI8 ? block_size * 4 : 0;

@@ -17,27 +17,31 @@ inline constexpr int kSubtiles = kKeyTile / kSubtile;
 // What a running maximum is before any key: finite, so that differences of maxima are never NaN.
 inline constexpr float kNothing = -3.402823466e38f;
 
-// Where 64 consecutive keys and values lie, 16 at a time: keys [head_dim][16], values [16][head_dim]. scales: of i8.
+// Where 64 consecutive keys and values lie, 16 at a time, in words: keys [head_dim / p][16], values [16 / p][head_dim].
+// scales: of i8, one for each of the 16.
 struct KeyTile {
   const std::byte* keys[kSubtiles];
   const std::byte* values[kSubtiles];
-  const float* key_scales;    // [64]
-  const float* value_scales;  // [64]
+  const float* key_scales[kSubtiles];
+  const float* value_scales[kSubtiles];
 };
 
-template <CacheType T>
-QUIRE_INLINE vf load_element(const std::byte* address) {
-  if constexpr (T == CacheType::kF32) return load(reinterpret_cast<const float*>(address));
-  if constexpr (T == CacheType::kBF16) return load_bf16(reinterpret_cast<const uint16_t*>(address));
-  return load_i8(reinterpret_cast<const int8_t*>(address));
+QUIRE_INLINE vi load_words(const std::byte* address) { return load_as<vi>(address); }
+
+// The first 8 of 16 words; the others are zero.
+QUIRE_INLINE vi load_half(const std::byte* address) {
+  std::byte wide[kLanes * kWordBytes] = {};
+  std::memcpy(wide, address, kLanes > 8 ? 8 * kWordBytes : kLanes * kWordBytes);
+  return load_words(wide);
 }
 
-// The first 8 of 16 lanes; the others are zero.
+// Element `place` of each word.
 template <CacheType T>
-QUIRE_INLINE vf load_half(const std::byte* address) {
-  std::byte wide[kLanes * element_bytes(T)] = {};
-  std::memcpy(wide, address, 8 * element_bytes(T));
-  return load_element<T>(wide);
+QUIRE_INLINE vf word_element(vi words, int place) {
+  if constexpr (T == CacheType::kF32) return bit_cast<vf>(words);
+  if constexpr (T == CacheType::kBF16)
+    return bit_cast<vf>(place == 0 ? words << 16 : words & static_cast<int32_t>(0xffff0000u));
+  return to_float(words << (24 - 8 * place) >> 24);
 }
 
 QUIRE_INLINE void prefetch(const std::byte* address) { __builtin_prefetch(address, 0, 2); }
@@ -46,25 +50,27 @@ QUIRE_INLINE void prefetch(const std::byte* address) { __builtin_prefetch(addres
 template <CacheType T, int R, int kCount>
 QUIRE_INLINE void score_vectors(const float* query, const KeyTile& tile, const KeyTile& next, int first, int64_t depth,
                                 float* scores) {
-  constexpr int64_t kBytes = element_bytes(T);
-  constexpr int64_t kLine = 64 / (kSubtile * kBytes);  // elements of the head for each cache line
+  constexpr int kElements = word_elements(T);
   const std::byte* keys[kCount];
   const std::byte* ahead[kCount];
   for (int i = 0; i < kCount; ++i) {
     const int vector = first + i;
-    keys[i] = tile.keys[vector / kSubtileVectors] + vector % kSubtileVectors * kLanes * kBytes;
+    keys[i] = tile.keys[vector / kSubtileVectors] + vector % kSubtileVectors * kLanes * kWordBytes;
     ahead[i] = next.keys[vector / kSubtileVectors];
   }
   vf sum[R][kCount];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < kCount; ++i) sum[r][i] = zero();
-  for (int64_t d = 0; d < depth; d += kLine) {
-    for (int i = 0; i < kCount; i += kSubtileVectors) prefetch(ahead[i] + d * kSubtile * kBytes);
-    for (int64_t e = d; e < d + kLine; ++e) {
+  for (int64_t d = 0; d < depth; d += kElements) {
+    const int64_t offset = d / kElements * kSubtile * kWordBytes;
+    vi words[kCount];
+    for (int i = 0; i < kCount; i += kSubtileVectors) prefetch(ahead[i] + offset);
+    for (int i = 0; i < kCount; ++i) words[i] = load_words(keys[i] + offset);
+    for (int place = 0; place < kElements; ++place) {
       vf key[kCount];
-      for (int i = 0; i < kCount; ++i) key[i] = load_element<T>(keys[i] + e * kSubtile * kBytes);
+      for (int i = 0; i < kCount; ++i) key[i] = word_element<T>(words[i], place);
       for (int r = 0; r < R; ++r) {
-        vf q = broadcast(query[r * kRowStride + e]);
+        vf q = broadcast(query[r * kRowStride + d + place]);
         for (int i = 0; i < kCount; ++i) sum[r][i] = fma(q, key[i], sum[r][i]);
       }
     }
@@ -86,22 +92,24 @@ void score_rows(const float* query, const KeyTile& tile, const KeyTile& next, in
 template <CacheType T, int R, int kCount, bool kHalf>
 QUIRE_INLINE void value_vectors(const float* weights, const KeyTile& tile, const KeyTile& next, int64_t low,
                                 int64_t high, int64_t depth, int64_t at, const float* decay, float* sums) {
-  constexpr int64_t kBytes = element_bytes(T);
+  constexpr int kElements = word_elements(T);
   vf sum[R][kCount];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < kCount; ++i) sum[r][i] = load(sums + r * kRowStride + at + i * kLanes) * broadcast(decay[r]);
-  for (int64_t key = low; key < high;) {
-    const int64_t subtile = key / kSubtile, end = (subtile + 1) * kSubtile < high ? (subtile + 1) * kSubtile : high;
-    const int64_t offset = (key % kSubtile * depth + at) * kBytes;
-    const std::byte* row = tile.values[subtile] + offset;
-    const std::byte* ahead = next.values[subtile] + offset;
-    for (; key < end; ++key, row += depth * kBytes, ahead += depth * kBytes) {
+  for (int64_t key = low / kElements * kElements; key < high; key += kElements) {
+    const int64_t offset = (key % kSubtile / kElements * depth + at) * kWordBytes;
+    const std::byte* row = tile.values[key / kSubtile] + offset;
+    const std::byte* ahead = next.values[key / kSubtile] + offset;
+    vi words[kCount];
+    for (int i = 0; i < kCount; ++i)
+      words[i] = kHalf ? load_half(row + i * kLanes * kWordBytes) : load_words(row + i * kLanes * kWordBytes);
+    for (int byte = 0; byte < kCount * kLanes * static_cast<int>(kWordBytes); byte += 64) prefetch(ahead + byte);
+    for (int place = 0; place < kElements; ++place) {
+      if (key + place < low || key + place >= high) continue;
       vf value[kCount];
-      for (int i = 0; i < kCount; ++i)
-        value[i] = kHalf ? load_half<T>(row + i * kLanes * kBytes) : load_element<T>(row + i * kLanes * kBytes);
-      for (int64_t byte = 0; byte < kCount * kLanes * kBytes; byte += 64) prefetch(ahead + byte);
+      for (int i = 0; i < kCount; ++i) value[i] = word_element<T>(words[i], place);
       for (int r = 0; r < R; ++r) {
-        vf p = broadcast(weights[r * kKeyTile + key]);
+        vf p = broadcast(weights[r * kKeyTile + key + place]);
         for (int i = 0; i < kCount; ++i) sum[r][i] = fma(p, value[i], sum[r][i]);
       }
     }
@@ -152,48 +160,87 @@ struct RowState {
   float weight_sum[kLanes];       // by lane
 };
 
-// From scores to weights: scores[r][key] becomes e^(score - maximum), 0 for keys that row r does not see. Of the keys
-// that some row sees; the others are not read afterwards. kScaled: 8-bit keys and values.
+// What a row sees of a tile: some of its keys (masked) or all.
+struct Sight {
+  vi low, high;
+  bool masked;
+
+  QUIRE_INLINE explicit Sight(const RowState& row)
+      : low(broadcast_int(static_cast<int32_t>(row.low))),
+        high(broadcast_int(static_cast<int32_t>(row.high))),
+        masked(row.low > 0 || row.high < kKeyTile) {}
+
+  // `value` for the keys of vector i that the row sees, `other` for the others.
+  QUIRE_INLINE vf choose(int i, vf value, vf other) const {
+    if (!masked) return value;
+    vi key;
+    for (int lane = 0; lane < kLanes; ++lane) key[lane] = lane;
+    key += i * kLanes;
+    return ((key >= low) & (key < high)) ? value : other;
+  }
+};
+
+// The vectors of a tile with keys that some of `count` rows see.
+struct Live {
+  int begin, end;
+
+  QUIRE_INLINE Live(const RowState* rows, int count)
+      : begin(static_cast<int>(rows[0].low) / kLanes),
+        end((static_cast<int>(rows[count - 1].high) + kLanes - 1) / kLanes) {}
+  QUIRE_INLINE bool has(int i) const { return i >= begin && i < end; }
+};
+
+// The scale of vector i's keys or values.
+QUIRE_INLINE vf load_scales(const float* const* scales, int i) {
+  return load(scales[i / kSubtileVectors] + i % kSubtileVectors * kLanes);
+}
+
+// Scores of live vectors as they are weighed: scaled, capped, minus infinity for keys that a row does not see. Moves
+// each row's maximum; decay[r]: e^(the old one - the new one). kScaled: 8-bit keys.
+template <bool kScaled>
+QUIRE_INLINE void raise_maxima(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
+                               float* decay) {
+  const vf minus_infinity = broadcast(-__builtin_inff());
+  const Live live(rows, count);
+  alignas(64) float difference[16] = {};
+  for (int r = 0; r < count; ++r) {
+    float* row = scores + r * kKeyTile;
+    const Sight sight(rows[r]);
+    vf top = minus_infinity;
+    for (int i = 0; i < kTileVectors; ++i) {
+      if (!live.has(i)) continue;
+      vf score = load(row + i * kLanes);
+      if constexpr (kScaled) score *= load_scales(tile.key_scales, i);
+      if (soft_cap > 0) score = capped(score, soft_cap);
+      score = sight.choose(i, score, minus_infinity);
+      if (kScaled || sight.masked || soft_cap > 0) store(row + i * kLanes, score);
+      top = max(score, top);
+    }
+    const float maximum = max(max_everywhere(top), broadcast(rows[r].maximum))[0];
+    difference[r] = rows[r].maximum - maximum;
+    rows[r].maximum = maximum;
+  }
+  for (int i = 0; i < 16; i += kLanes) store(decay + i, exp(load(difference + i)));
+}
+
+// From scores to weights: scores[r][key] becomes e^(score - maximum), times the value's scale where there is one, and
+// 0 for keys that row r does not see. Of live vectors; the others are not read afterwards.
 template <bool kScaled>
 QUIRE_INLINE void weigh_rows(const KeyTile& tile, int count, float soft_cap, float* scores, RowState* rows,
                              float* decay) {
-  const float minus_infinity = -__builtin_inff();
-  const int64_t begin = rows[0].low / kLanes * kLanes, end = rows[count - 1].high;
-  vi lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = i;
-  alignas(64) float difference[16];
+  raise_maxima<kScaled>(tile, count, soft_cap, scores, rows, decay);
+  const Live live(rows, count);
   for (int r = 0; r < count; ++r) {
     float* row = scores + r * kKeyTile;
-    RowState& state = rows[r];
-    const bool masked = state.low > 0 || state.high < kKeyTile;
-    const vi low = broadcast_int(static_cast<int32_t>(state.low)), high = broadcast_int(static_cast<int32_t>(state.high));
-    vf top = broadcast(minus_infinity);
-    for (int64_t i = begin; i < end; i += kLanes) {
-      vf score = load(row + i);
-      if constexpr (kScaled) score *= load(tile.key_scales + i);
-      if (soft_cap > 0) score = capped(score, soft_cap);
-      if (masked) {
-        const vi key = lane + static_cast<int32_t>(i);
-        score = ((key >= low) & (key < high)) ? score : broadcast(minus_infinity);
-      }
-      if (kScaled || masked || soft_cap > 0) store(row + i, score);
-      top = max(score, top);
-    }
-    const float maximum = max(max_everywhere(top), broadcast(state.maximum))[0];
-    difference[r] = state.maximum - maximum;
-    state.maximum = maximum;
-  }
-  for (int r = count; r < 16; ++r) difference[r] = 0;
-  for (int i = 0; i < 16; i += kLanes) store(decay + i, exp(load(difference + i)));
-  for (int r = 0; r < count; ++r) {
-    float* row = scores + r * kKeyTile;
+    const Sight sight(rows[r]);
     const vf maximum = broadcast(rows[r].maximum);
     vf sum = load(rows[r].weight_sum) * broadcast(decay[r]);
-    for (int64_t i = begin; i < end; i += kLanes) {
-      vf weight = exp(load(row + i) - maximum);
+    for (int i = 0; i < kTileVectors; ++i) {
+      if (!live.has(i)) continue;
+      vf weight = exp(load(row + i * kLanes) - maximum);
       sum += weight;
-      if constexpr (kScaled) weight *= load(tile.value_scales + i);
-      store(row + i, weight);
+      if constexpr (kScaled) weight = sight.choose(i, weight * load_scales(tile.value_scales, i), zero());
+      store(row + i * kLanes, weight);
     }
     store(rows[r].weight_sum, sum);
   }

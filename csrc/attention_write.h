@@ -66,37 +66,48 @@ void narrow_head(const float* head, int64_t depth, uint16_t* to) {
   for (; d < depth; ++d) to[d] = to_bf16(head[d]);
 }
 
-// Keys that lie side by side belong to different threads: elements are written one by one.
+// A head's elements in words of p: its d-th word `stride` words after the one before.
 template <class Element>
-void scatter_key(const Element* from, int64_t depth, int64_t width, Element* to) {
-  for (int64_t d = 0; d < depth; ++d) to[d * width] = from[d];
+void scatter_words(const Element* from, int64_t depth, int64_t stride, Element* to) {
+  constexpr int64_t kElements = kWordBytes / static_cast<int64_t>(sizeof(Element));
+  for (int64_t d = 0; d < depth; d += kElements) std::memcpy(to + d * stride, from + d, kWordBytes);
+}
+
+// Elements of tokens that share words belong to different threads: they are written one by one.
+template <class Element>
+void scatter_elements(const Element* from, int64_t depth, int64_t stride, Element* to) {
+  for (int64_t d = 0; d < depth; ++d) to[d * stride] = from[d];
 }
 
 // share: of the head, in the block; inside: the token's place there.
+template <class Element>
+void write_elements(const AttentionArgs& args, const Element* key, const Element* value, std::byte* share,
+                    int64_t inside) {
+  constexpr int64_t kElements = kWordBytes / static_cast<int64_t>(sizeof(Element));
+  const int64_t size = args.block_size, depth = args.head_dim;
+  const int64_t width = size < kSubtile ? size : kSubtile, packed = size < kElements ? size : kElements;
+  auto* keys = reinterpret_cast<Element*>(share + keys_offset(size, args.cache));
+  auto* values = reinterpret_cast<Element*>(share + values_offset(size, depth, args.cache));
+  scatter_words(key, depth, width, keys + inside / width * width * depth + inside % width * kElements);
+  scatter_elements(value, depth, packed, values + inside / packed * packed * depth + inside % packed);
+}
+
 void write_head(const AttentionArgs& args, const float* key, const float* value, std::byte* share, int64_t inside) {
-  const int64_t size = args.block_size, depth = args.head_dim, width = size < kSubtile ? size : kSubtile;
-  const int64_t bytes = element_bytes(args.cache);
-  std::byte* keys = share + keys_offset(size, args.cache) + (inside / width * width * depth + inside % width) * bytes;
-  std::byte* values = share + values_offset(size, depth, args.cache) + inside * depth * bytes;
   switch (args.cache) {
     case CacheType::kF32:
-      scatter_key(key, depth, width, reinterpret_cast<float*>(keys));
-      std::memcpy(values, value, static_cast<std::size_t>(depth) * sizeof(float));
-      return;
+      return write_elements(args, key, value, share, inside);
     case CacheType::kBF16: {
-      uint16_t narrow[kMaxHeadDim];
-      narrow_head(key, depth, narrow);
-      scatter_key(narrow, depth, width, reinterpret_cast<uint16_t*>(keys));
-      narrow_head(value, depth, reinterpret_cast<uint16_t*>(values));
-      return;
+      uint16_t narrow_key[kMaxHeadDim], narrow_value[kMaxHeadDim];
+      narrow_head(key, args.head_dim, narrow_key);
+      narrow_head(value, args.head_dim, narrow_value);
+      return write_elements(args, narrow_key, narrow_value, share, inside);
     }
     case CacheType::kI8: {
-      int8_t rounded[kMaxHeadDim];
+      int8_t rounded_key[kMaxHeadDim], rounded_value[kMaxHeadDim];
       auto* scales = reinterpret_cast<float*>(share);
-      scales[inside] = round_head(key, depth, rounded);
-      scatter_key(rounded, depth, width, reinterpret_cast<int8_t*>(keys));
-      scales[size + inside] = round_head(value, depth, reinterpret_cast<int8_t*>(values));
-      return;
+      scales[inside] = round_head(key, args.head_dim, rounded_key);
+      scales[args.block_size + inside] = round_head(value, args.head_dim, rounded_value);
+      return write_elements(args, rounded_key, rounded_value, share, inside);
     }
   }
 }

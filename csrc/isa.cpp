@@ -13,6 +13,7 @@ namespace quire {
 #define QUIRE_DECLARE(isa)                  \
   namespace isa {                           \
   extern const LinearKernels kLinear;       \
+  extern const AttentionKernels kAttention; \
   extern const LimitKernels kLimits;        \
   }
 #define QUIRE_DECLARE_ALL(isa)              \
@@ -59,23 +60,24 @@ const Kernels kTables[] = {
     {Isa::kAvx512, false, avx512::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_VNNI)
-    {Isa::kAvx512Vnni, false, avx512_vnni::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+    {Isa::kAvx512Vnni, false, avx512_vnni::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AVX512_BF16)
-    {Isa::kAvx512Bf16, true, avx512_bf16::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+    {Isa::kAvx512Bf16, true, avx512_bf16::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling,
      avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX)
-    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling, avx512_bf16::kLimits},
+    {Isa::kAmx, true, amx::kLinear, avx512::kLayers, avx512_bf16::kAttention, avx512::kSampling,
+     avx512_bf16::kLimits},
 #endif
 #if defined(QUIRE_HAVE_AMX_EMULATED)
-    {Isa::kAmxEmulated, false, amx_emulated::kLinear, avx512::kLayers, avx512::kAttention, avx512::kSampling,
+    {Isa::kAmxEmulated, false, amx_emulated::kLinear, avx512::kLayers, avx512_vnni::kAttention, avx512::kSampling,
      avx512_vnni::kLimits},
 #endif
 #if defined(QUIRE_HAVE_BF16_EMULATED)
-    {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, portable::kAttention, portable::kSampling,
-     bf16_emulated::kLimits},
+    {Isa::kBf16Emulated, true, bf16_emulated::kLinear, portable::kLayers, bf16_emulated::kAttention,
+     portable::kSampling, bf16_emulated::kLimits},
 #endif
 };
 

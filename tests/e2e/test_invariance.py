@@ -20,6 +20,12 @@ VARIANTS = [
     Variant("llama-wide", {"dtype": "bfloat16", "num_threads": 2}),
     Variant("llama-wide", {"dtype": "bfloat16", "matmul_precision": "bfloat16", "num_threads": 2}, isa=BF16_ISA),
     Variant("qwen3-window", {"dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa="bf16_emulated"),
+    Variant(
+        "llama-wide",
+        {"quantization": "w8a8", "kv_cache_dtype": "bfloat16", "matmul_precision": "bfloat16", "num_threads": 3},
+        isa=BF16_ISA,
+    ),
+    Variant("qwen3-window", {"kv_cache_dtype": "bfloat16", "matmul_precision": "bfloat16"}, isa=BF16_ISA),
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     Variant("llama-wide", {"quantization": "w8a8", "num_threads": 3}),
     Variant("llama-wide", {"quantization": "int4", "kv_cache_dtype": "bfloat16"}),

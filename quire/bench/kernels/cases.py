@@ -136,7 +136,9 @@ LINEAR_TYPES: Mapping[str, LinearType] = {
     "int4": LinearType(4, INT4_GROUP, offsets=True),
     "w4a8": LinearType(4, INT4_GROUP, offsets=True, activations="int8"),
 }
-CACHE_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "int8": 1}
+CACHE_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "bf16a16": 2, "int8": 1}
+"""Of an element. bf16a16: a bfloat16 cache that queries and probabilities in bfloat16 are multiplied with."""
+STORED_TYPES = ("f32", "bf16", "int8")
 
 
 def kv_bytes(model: ModelShape, cache_type: str, tokens: int) -> int:
@@ -154,40 +156,45 @@ def linear_cases(model: ModelShape) -> Iterator[Case]:
             yield Case("linear", model, shape, rows, variants)
 
 
+def attention_variants(model: ModelShape, tokens: int, operations: int) -> dict[str, Work]:
+    """Attention over the keys and values of `tokens` tokens."""
+    return {
+        name: Work(
+            kv_bytes(model, name, tokens),
+            float_operations=0 if name == "bf16a16" else operations,
+            bf16_operations=operations if name == "bf16a16" else 0,
+        )
+        for name in CACHE_BYTES
+    }
+
+
 def decode_cases(model: ModelShape) -> Iterator[Case]:
     """Each sequence has one new token, whose key and value are written too, and `context` tokens with it."""
     for context in CONTEXTS:
         for rows in DECODE_ROWS:
             operations = 4 * rows * context * model.num_heads * model.head_dim
-            variants = {name: Work(kv_bytes(model, name, rows * context), operations) for name in CACHE_BYTES}
-            yield Case("decode", model, str(context), rows, variants)
+            yield Case("decode", model, str(context), rows, attention_variants(model, rows * context, operations))
 
 
 def prefill_cases(model: ModelShape) -> Iterator[Case]:
     """One sequence from its start: each token sees those before it and itself."""
     for rows in PREFILL_ROWS:
         operations = 4 * model.num_heads * model.head_dim * (rows * (rows + 1) // 2)
-        yield Case(
-            "prefill",
-            model,
-            "prompt",
-            rows,
-            {name: Work(kv_bytes(model, name, rows), operations) for name in CACHE_BYTES},
-        )
+        yield Case("prefill", model, "prompt", rows, attention_variants(model, rows, operations))
 
 
 def write_cases(model: ModelShape) -> Iterator[Case]:
     """Rotation of query and key heads and the write of keys and values: rows of qkv read, heads and pages written."""
     width = (2 * model.num_heads + 3 * model.num_kv_heads) * model.head_dim * FLOAT_BYTES
     for rows in LAYER_ROWS:
-        variants = {name: Work(rows * width + kv_bytes(model, name, rows)) for name in CACHE_BYTES}
+        variants = {name: Work(rows * width + kv_bytes(model, name, rows)) for name in STORED_TYPES}
         yield Case("write", model, "qkv", rows, variants)
 
 
 def copy_cases(model: ModelShape) -> Iterator[Case]:
     """Whole blocks of one layer: read and written."""
     for rows in COPIED_BLOCKS:
-        variants = {name: Work(2 * kv_bytes(model, name, rows * BLOCK_SIZE)) for name in CACHE_BYTES}
+        variants = {name: Work(2 * kv_bytes(model, name, rows * BLOCK_SIZE)) for name in STORED_TYPES}
         yield Case("copy", model, "blocks", rows, variants)
 
 

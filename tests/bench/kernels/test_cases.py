@@ -62,6 +62,7 @@ def test_work_of_attention() -> None:
     assert decode.variants == {
         "f32": Work(tokens * 2 * 2 * 16 * 4, tokens * head_work),
         "bf16": Work(tokens * 2 * 2 * 16 * 2, tokens * head_work),
+        "bf16a16": Work(tokens * 2 * 2 * 16 * 2, bf16_operations=tokens * head_work),
         "int8": Work(tokens * 2 * 2 * (16 + 4), tokens * head_work),
     }
     (prefill,) = [case for case in KERNELS["prefill"](TINY) if case.rows == 512]

@@ -14,10 +14,15 @@ from quire.kernels.reference import paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 
-ISAS = [isa for isa in _native.available_isas() if isa != "avx512_vnni"]
-"""avx512_vnni shares the attention of avx512."""
+ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
+"""amx shares the attention of avx512_bf16."""
+BF16_ISAS = [isa for isa in (*ISAS, "bf16_emulated") if _native.has_bf16_products(isa)]
 POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3)}
+PRODUCTS = "bfloat16 products"
+"""A bfloat16 cache with queries and weights in bfloat16, among the names of caches."""
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+WAYS = [*((isa, cache) for isa in ISAS for cache in STORED), *((isa, PRODUCTS) for isa in BF16_ISAS)]
+"""Instruction sets and caches, with the precisions that they have."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,21 @@ class History:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the kernels run."""
+    """How the kernels run. cache: a key of STORED, or PRODUCTS."""
 
     isa: str
     threads: int = 1
     cache: str = "float32"
     block_size: int = 16
     seed: int = 3
+
+    @property
+    def stored(self) -> str:
+        return "bfloat16" if self.cache == PRODUCTS else self.cache
+
+    @property
+    def precision(self) -> _native.MatmulPrecision:
+        return _native.MatmulPrecision.BFLOAT16 if self.cache == PRODUCTS else _native.MatmulPrecision.FLOAT32
 
 
 class NativePool:
@@ -74,7 +87,7 @@ class NativePool:
         size = setting.block_size
         per_sequence = [-(-length // size) for length in lengths]
         self.num_blocks = 1 + sum(per_sequence)
-        self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.cache)
+        self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.stored)
         self.memory = torch.full((self.num_blocks * self.block_bytes,), 0xFF, dtype=torch.uint8)
         shape = (layer.num_kv_heads, layer.head_dim, 4)
         spec = FullAttentionSpec(*shape) if layer.window is None else SlidingWindowSpec(*shape, window=layer.window)
@@ -92,10 +105,10 @@ class NativePool:
         layer, options = self.layer, self.options
         self.qkv_stride = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 16
         self.out_stride = layer.num_heads * layer.head_dim + 3
-        self.program = _native.Program(self.setting.isa, POOLS[self.setting.threads], self.max_rows)
+        self.program = _native.Program(self.setting.isa, POOLS[self.setting.threads], self.max_rows, self.setting.precision)
         self.program.attention(
             group=0,
-            cache=CACHE_TYPES[self.setting.cache],
+            cache=CACHE_TYPES[self.setting.stored],
             pages=self.memory.data_ptr(),
             block_bytes=self.block_bytes,
             num_blocks=self.num_blocks,
@@ -162,21 +175,36 @@ class NativePool:
         num_kv_heads, head_dim] float64."""
         layer, size = self.layer, self.setting.block_size
         heads, depth, width = layer.num_kv_heads, layer.head_dim, min(16, size)
-        element = STORED[self.setting.cache]
+        element = STORED[self.setting.stored]
         shares = self.memory.view(self.num_blocks, heads, -1)
         scale_bytes = 8 * size if element == torch.int8 else 0
         elements = shares[:, :, scale_bytes:].contiguous().view(element).double().view(self.num_blocks, heads, 2, -1)
-        keys = elements[:, :, 0].view(self.num_blocks, heads, size // width, depth, width).transpose(3, 4)
-        both = torch.stack((keys.reshape(self.num_blocks, heads, size, depth), elements[:, :, 1].view(
-            self.num_blocks, heads, size, depth)), dim=1)  # fmt: skip
+        packed = 4 // element.itemsize
+        shape = (self.num_blocks, heads, size, depth)
+        keys = elements[:, :, 0].view(self.num_blocks, heads, size // width, depth // packed, width, packed)
+        shared = min(packed, size)
+        values = elements[:, :, 1].view(self.num_blocks, heads, size // shared, depth, shared)
+        both = torch.stack((keys.transpose(3, 4).reshape(shape), values.transpose(3, 4).reshape(shape)), dim=1)
         if scale_bytes:
             scales = shares[:, :, :scale_bytes].contiguous().view(torch.float32).double()
             both = both * scales.view(self.num_blocks, heads, 2, size, 1).transpose(1, 2)
         return both.transpose(2, 3)
 
-    def expected(self, sequence: int, query: torch.Tensor, start: int) -> torch.Tensor:
-        """Dense attention over what the blocks hold now. query: [n, num_heads, head_dim], normed and rotated."""
+    def check(self, out: torch.Tensor, sequence: int, query: torch.Tensor, start: int, precision: float) -> None:
+        """Compare with dense attention over what the blocks hold now, in float64. query: [n, num_heads, head_dim],
+        normed and rotated. precision: the largest difference that float32 explains."""
         pages = self.stored()
+        allowed: torch.Tensor | float = precision
+        if self.setting.cache == PRODUCTS:
+            # Queries are rounded before they are multiplied, weights by half a unit of 8 digits each.
+            query = (query.float() * self.layer.scale).bfloat16().double() / self.layer.scale
+            pages[:, 1].abs_()
+            allowed = precision + self._dense(pages, sequence, query, start) / 256
+            pages = self.stored()
+        difference = (out.double() - self._dense(pages, sequence, query, start)).abs()
+        assert (difference <= allowed).all(), float((difference / allowed).max())
+
+    def _dense(self, pages: torch.Tensor, sequence: int, query: torch.Tensor, start: int) -> torch.Tensor:
         length = start + len(query)
         table = self.tables[sequence][: -(-length // self.setting.block_size)]
         if self.options.sinks is None:

@@ -15,7 +15,19 @@ from quire.errors import ConfigError
 from quire.kernels.cpu import _native, paged_attention
 from quire.kernels.cpu.paged_attention import block_bytes, check_shape
 from quire.kv_cache.spec import LayerSpec
-from tests.kernels.cpu.attention_pool import ISAS, POOLS, STORED, History, NativePool, Options, Setting, rotations
+from tests.kernels.cpu.attention_pool import (
+    BF16_ISAS,
+    ISAS,
+    POOLS,
+    PRODUCTS,
+    STORED,
+    WAYS,
+    History,
+    NativePool,
+    Options,
+    Setting,
+    rotations,
+)
 
 GROUPED = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 LAYERS = {
@@ -33,6 +45,7 @@ LAYERS = {
 PRECISION = 2e-5
 """Scores of some 30 in float32."""
 
+every_way = pytest.mark.parametrize(("isa", "cache"), WAYS)
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_cache = pytest.mark.parametrize("cache", list(STORED))
 
@@ -55,8 +68,7 @@ def random_sinks(layer: LayerAttention, draw: random.Random) -> Options:
     return Options(sinks=torch.randn(layer.num_heads) * 3 if draw.random() < 0.3 else None)
 
 
-@every_isa
-@every_cache
+@every_way
 @pytest.mark.parametrize("seed", range(6))
 def test_equals_dense_attention_in_float64(isa: str, cache: str, seed: int) -> None:
     """Mixed batches of prompts, chunks and single tokens, over two steps."""
@@ -71,30 +83,52 @@ def test_equals_dense_attention_in_float64(isa: str, cache: str, seed: int) -> N
         work = [(s, draw.choice([1, n, (n + 1) // 2])) for s, n in left]
         starts = dict(enumerate(pool.computed))
         for (s, n), out in zip(work, pool.step(histories, work), strict=True):
-            expected = pool.expected(s, histories[s].q[starts[s] : starts[s] + n], starts[s])
-            torch.testing.assert_close(out.double(), expected, rtol=0, atol=PRECISION)
+            pool.check(out, s, histories[s].q[starts[s] : starts[s] + n], starts[s], PRECISION)
 
 
-@every_isa
-@every_cache
+@every_way
 def test_long_context(isa: str, cache: str) -> None:
     layer = replace(LAYERS["head-dim-80"], window=1500)
     history = History.random(2300, layer, seed=1)
     pool = NativePool(layer, [2300], Setting(isa, 2, cache, 32))
     out = torch.cat([pool.step([history], [(0, n)])[0] for n in (2200, 99, 1)])
     for first, last in ((0, 70), (1400, 1600), (2190, 2300)):
-        expected = pool.expected(0, history.q[first:last], first)
-        torch.testing.assert_close(out[first:last].double(), expected, rtol=0, atol=PRECISION)
+        pool.check(out[first:last], 0, history.q[first:last], first, PRECISION)
+
+
+@every_way
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1e6])
+def test_queries_and_values_of_any_size(isa: str, cache: str, size: float) -> None:
+    """8-bit elements meet queries and weights as whole numbers of their rows' scales."""
+    layer = LAYERS["head-dim-80"]
+    history = History.random(150, layer, seed=6)
+    history.q *= size
+    history.q[5, 1] = 0
+    history.k /= size
+    history.v *= 1 / size
+    history.v[20:40] = 0
+    pool = NativePool(layer, [150], Setting(isa, 2, cache))
+    pool.check(pool.whole(history, 60), 0, history.q, 0, PRECISION / size)
+
+
+@pytest.mark.parametrize("isa", BF16_ISAS)
+def test_products_of_bfloat16_are_asked_for_and_of_bfloat16_caches_alone(isa: str) -> None:
+    history = History.random(40, GROUPED, seed=6)
+    exact, rounded = (NativePool(GROUPED, [40], Setting(isa, 1, cache)).whole(history) for cache in ("bfloat16", PRODUCTS))
+    assert not torch.equal(exact, rounded)
+    with pytest.raises(ValueError, match="bf16|bfloat16"):
+        NativePool(GROUPED, [40], Setting("avx2" if "avx2" in ISAS else "portable", 1, PRODUCTS))
 
 
 @every_cache
-def test_what_is_written(cache: str) -> None:
+@pytest.mark.parametrize("block_size", [1, 2, 16, 32])
+def test_what_is_written(cache: str, block_size: int) -> None:
     """Keys and values in the cache's type: rounded to nearest, ties to even; 8 bits by the largest of the head."""
     history = History.random(50, GROUPED, seed=2)
-    pool = NativePool(GROUPED, [50], Setting("auto", 1, cache))
+    pool = NativePool(GROUPED, [50], Setting("auto", 1, cache, block_size))
     pool.whole(history, 7)
     positions = torch.arange(50)
-    kept = pool.stored()[pool.tables[0].long()[positions // 16], :, positions % 16]
+    kept = pool.stored()[pool.tables[0].long()[positions // block_size], :, positions % block_size]
     given = torch.stack((history.k, history.v), dim=1)
     if cache == "int8":
         scale = given.abs().amax(-1, keepdim=True) / 127
@@ -126,9 +160,7 @@ def test_norm_and_rotation_before_attention(isa: str, head_dim: int, rotary_dim:
     positions = torch.arange(90)
     kept = pool.stored()[pool.tables[0].long()[positions // 16], 0, positions % 16]
     torch.testing.assert_close(kept, turned(history.k, options.key_norm), rtol=0, atol=3e-6)
-    torch.testing.assert_close(
-        out.double(), pool.expected(0, turned(history.q, options.query_norm), 0), rtol=0, atol=PRECISION
-    )
+    pool.check(out, 0, turned(history.q, options.query_norm), 0, PRECISION)
 
 
 def options_for(name: str) -> Options:
@@ -142,8 +174,7 @@ def alone(name: str, history: History, setting: Setting, chunk: int = 1 << 20) -
     return pool.whole(history, chunk)
 
 
-@every_isa
-@every_cache
+@every_way
 @pytest.mark.parametrize("name", LAYERS)
 def test_same_bits_whatever_the_chunks_threads_and_blocks(isa: str, cache: str, name: str) -> None:
     history = History.random(330, LAYERS[name], seed=4)
@@ -153,8 +184,7 @@ def test_same_bits_whatever_the_chunks_threads_and_blocks(isa: str, cache: str, 
         assert torch.equal(out, expected), (threads, block_size, chunk)
 
 
-@every_isa
-@every_cache
+@every_way
 @pytest.mark.parametrize("name", ["grouped", "window", "head-dim-96"])
 def test_same_bits_alone_and_in_a_batch(isa: str, cache: str, name: str) -> None:
     lengths = [1, 2, 40, 64, 65, 130, 256, 257, 600]
@@ -167,8 +197,7 @@ def test_same_bits_alone_and_in_a_batch(isa: str, cache: str, name: str) -> None
         assert torch.equal(whole, alone(name, history, Setting(isa, 1, cache))), index
 
 
-@every_isa
-@pytest.mark.parametrize("cache", ["float32", "int8"])
+@pytest.mark.parametrize(("isa", "cache"), [way for way in WAYS if way[1] != "bfloat16"])
 def test_same_bits_when_a_long_context_is_split_over_threads(isa: str, cache: str) -> None:
     """One new token at a time after a long prompt: 1 thread takes whole items, more threads cut them."""
     history = History.random(1300, GROUPED, seed=5)
@@ -193,8 +222,7 @@ def test_more_splits_than_places_for_them() -> None:
     assert (plan.num_merges, plan.num_items) == (1, 1 + 8)
 
 
-@every_isa
-@every_cache
+@every_way
 def test_blocks_outside_the_window_may_be_gone(isa: str, cache: str) -> None:
     """Their entries point to block 0, which holds NaN."""
     history = History.random(300, LAYERS["window"], seed=8)
@@ -205,8 +233,7 @@ def test_blocks_outside_the_window_may_be_gone(isa: str, cache: str) -> None:
     assert torch.equal(torch.cat(pool.step([history], [(0, 10)])), expected[-10:])
 
 
-@every_isa
-@every_cache
+@every_way
 def test_what_a_former_owner_left_behind_has_no_influence(isa: str, cache: str) -> None:
     history = History.random(70, GROUPED, seed=7)
     pools = [NativePool(GROUPED, [70], Setting(isa, 1, cache), options_for("grouped")) for _ in range(2)]
@@ -214,8 +241,7 @@ def test_what_a_former_owner_left_behind_has_no_influence(isa: str, cache: str) 
     assert torch.equal(pools[0].whole(history, 9), pools[1].whole(history, 9))
 
 
-@every_isa
-@every_cache
+@every_way
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_an_input_that_is_not_finite_stays_in_its_sequence(isa: str, cache: str, poison: float) -> None:
     histories = [History.random(40, GROUPED, seed=20 + i) for i in range(3)]

@@ -31,10 +31,10 @@ from quire.kv_cache.spec import FullAttentionSpec
 from quire.layers.native import NativeOperations
 from quire.layers.operations import HeadWeights, RotaryFrequencies, TorchOperations
 
-CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}
+CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "bf16a16": "bfloat16", "int8": "int8"}
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"f32": 1e-4, "bf16": 2e-2, "int8": 4e-2}
-"""What rounded keys and values explain."""
+TOLERANCES = {"f32": 1e-4, "bf16": 2e-2, "bf16a16": 3e-2, "int8": 4e-2}
+"""What rounded keys and values explain, and rounded queries and probabilities."""
 FILLED_BLOCKS = 32
 """Different blocks in the pool; the others are copies of them."""
 ROTARY_BASE = 10000.0
@@ -153,6 +153,7 @@ class _Native:
 
     def __init__(self, machine: Machine, problem: Problem, name: str, work: Work) -> None:
         self._machine, self._problem, self._work = machine, problem, work
+        self._runtime = machine.runtime_for("bfloat16" if work.bf16_operations else "float32")
         layer, layout = problem.layer, problem.layout(name, 1)
         page_bytes = layout.groups[0].spec.page_bytes(BLOCK_SIZE)
         self._copies = machine.num_copies(layout.num_blocks * page_bytes)
@@ -175,7 +176,7 @@ class _Native:
 
     def runner(self) -> Runner:
         problem = self._problem
-        calls = calls_per_run(self._copies, self._work.bytes, self._work.float_operations)
+        calls = calls_per_run(self._copies, self._work.bytes, self._work.operations)
         return in_turn(
             [
                 self._computation(problem.qkv, problem.batch.positions, layers, problem.frequencies)[0]
@@ -211,7 +212,7 @@ class _Native:
         for layer in layers:
             result = operations.attend(HeadWeights(layer, None, None), source, rotation, self._backend)
             recorder.redirect(result, target)
-        program = recorder.finish(result, self._machine.runtime, len(qkv))
+        program = recorder.finish(result, self._runtime, len(qkv))
 
         def run() -> int:
             areas = [rows.data_ptr(), out.data_ptr()]
@@ -246,7 +247,7 @@ class _Twin:
         self._qkv = problem.qkv.to(dtype)
 
     def runner(self) -> Runner:
-        calls = calls_per_run(self._copies, self._work.bytes, self._work.float_operations)
+        calls = calls_per_run(self._copies, self._work.bytes, self._work.operations)
         return in_turn([self._run(layers) for layers in parts(self._problem.layers(self._copies), calls)])
 
     def compute(self) -> torch.Tensor:
