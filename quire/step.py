@@ -76,6 +76,15 @@ class StepPlan(msgspec.Struct, array_like=True):
     forks: list[SequenceFork] = []
     released: list[int] = []
     """Sequences whose rows are dropped before anything else: finished, aborted or preempted."""
+    disk_stores: list[tuple[int, int, bytes]] = []
+    """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
+    content until the result of this or a later plan names it as released."""
+    disk_loads: list[tuple[int, bytes, int]] = []
+    """(KV group, block hash, host block): bring a block from disk. Until a result names the host block as loaded (or
+    failed) no plan refers to it."""
+    awaits_disk: bool = False
+    """Nothing can be computed before a disk transfer ends: a plan without tokens, whose result comes when one has
+    ended, or after a short while."""
 
     @property
     def total_tokens(self) -> int:
@@ -100,6 +109,28 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     entries: list[TokenLogprobs]
 
 
+class DiskReport(msgspec.Struct, array_like=True):
+    """What the disk tier did since the result before; ends of transfers are reported once, in any order."""
+
+    found: list[tuple[int, bytes]] = []
+    """(KV group, block hash) that are on disk: stored now, or found there at the start."""
+    gone: list[tuple[int, bytes]] = []
+    """Removed from disk to make room."""
+    loaded: list[int] = []
+    """Host blocks that now hold the content asked for, checked."""
+    failed: list[int] = []
+    """Host blocks whose load failed (the file is gone, or is not what it should be); their content is void."""
+    released: list[int] = []
+    """Host blocks whose store has ended, one way or the other."""
+    num_stored: int = 0
+    """Files written."""
+    num_store_failures: int = 0
+    num_bytes: int = 0
+    """In the directory, other models' and engines' files included, as far as known."""
+    is_scanning: bool = False
+    """More of what the directory held at the start is to come."""
+
+
 class StepResult(msgspec.Struct, array_like=True):
     """What came out of one plan."""
 
@@ -110,3 +141,5 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> logprobs, where asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
+    disk: DiskReport | None = None
+    """Set when the disk tier has something to report."""
