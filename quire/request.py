@@ -66,6 +66,7 @@ class Sequence:
         "request",
         "sampling",
         "seq_id",
+        "swapped",
         "token_ids",
     )
 
@@ -80,6 +81,8 @@ class Sequence:
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
         self.blocks: SequenceBlocks | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
+        self.swapped: SequenceBlocks | None = None
+        """The same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; outlives a preemption."""
         self.finish_reason: FinishReason | None = None

@@ -6,8 +6,15 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; run `block_copies`; append `new_blocks`
-and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
+Order of effects of one plan: drop `released` rows; create `new_sequences`; run `swap_out`; run `swap_in`; run
+`block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`;
+sample.
+
+Swapping may run beside the model, as long as nobody can tell. A block in `swap_out` belongs to nobody afterwards, so this
+plan may hand it out: whoever writes it (copies, the model) first waits until it is saved. Nothing of this plan reads or
+writes a block that `swap_in` fills, neither copies nor the model: its sequences get their rows, and run from the next
+plan on. All swapping of a plan is done before the next plan begins. The same two columns move cached blocks; what is
+read from and written to disk touches host memory only.
 """
 
 from __future__ import annotations
@@ -76,6 +83,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     forks: list[SequenceFork] = []
     released: list[int] = []
     """Sequences whose rows are dropped before anything else: finished, aborted or preempted."""
+    swap_out: list[tuple[int, int]] = []
+    """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
+    swap_in: list[tuple[int, int]] = []
+    """(host block, device block)"""
     disk_stores: list[tuple[int, int, bytes]] = []
     """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
     content until the result of this or a later plan names it as released."""

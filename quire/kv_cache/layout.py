@@ -28,12 +28,16 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them."""
+    """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
+
+    num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests. 0: none.
+    """
 
     block_size: int
     num_blocks: int
     groups: tuple[KVGroup, ...]
     layers_per_group: int
+    num_host_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The one face of the KV cache that the scheduler sees: match, begin, append, fork, commit, free, check.
+"""The one face of the KV cache that the scheduler sees: match, begin, append, fork, commit, swap, free, check.
 
 Block ids are opaque to the scheduler; it passes them into the plan. All calls either succeed or change nothing.
 """
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.groups import hit_blocks, rules_for
+from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
+from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.promises import Promises
@@ -36,10 +37,11 @@ class SequenceBlocks:
 class Growth:
     """What `append` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
 
-    __slots__ = ("copies", "new_blocks", "replaced")
+    __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
-    def __init__(self, new_blocks: list[list[int]]) -> None:
+    def __init__(self, new_blocks: list[list[int]], tail_was_shared: bool) -> None:
         self.new_blocks = new_blocks
+        self.tail_was_shared = tail_was_shared
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)"""
         self.copies: list[tuple[int, int]] = []
@@ -56,6 +58,7 @@ class KVCacheManager:
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
+        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes)
         self._live: dict[int, SequenceBlocks] = {}
         self._promises = Promises()
 
@@ -71,14 +74,7 @@ class KVCacheManager:
         if chain is None or num_blocks == 0:
             return 0
         chain.extend(token_ids, num_blocks)
-        hashes = chain.hashes[1:]
-        # Sliding-window hits are not closed under shortening, so repeat until all groups agree.
-        agreed = None
-        while agreed != num_blocks:
-            agreed = num_blocks
-            for rules, index in zip(self._rules, self._indexes, strict=True):
-                num_blocks = rules.longest_hit(index, hashes, num_blocks)
-        return num_blocks * self.block_size
+        return agreed_hit(self._rules, self._indexes, chain.hashes[1:], num_blocks) * self.block_size
 
     def find_computing(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
@@ -147,8 +143,8 @@ class KVCacheManager:
             ]
         if num_new * len(blocks.tables) + len(copied_groups) > pool.num_allocatable:
             return None
+        growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
         blocks.tail_shared = False
-        growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables])
         for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
             table.extend(new)
         blocks.capacity += num_new * size
@@ -159,6 +155,21 @@ class KVCacheManager:
             growth.replaced.append((group, tail, table[tail]))
             growth.copies.append((source, table[tail]))
         return growth
+
+    def undo(self, blocks: SequenceBlocks, growth: Growth) -> None:
+        """Take back the last `append` of a sequence, whose plan is given up; the latest one first where several
+        sequences grew. What had left a window stays given back."""
+        for (group, index, copy), (source, _) in zip(growth.replaced, growth.copies, strict=True):
+            # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
+            self.pool.share(source)
+            self.pool.release(copy)
+            blocks.tables[group][index] = source
+        for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
+            for block in reversed(new):
+                self.pool.release(block)
+            del table[len(table) - len(new) :]
+        blocks.capacity -= len(growth.new_blocks[0]) * self.block_size
+        blocks.tail_shared = growth.tail_was_shared
 
     def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
@@ -194,8 +205,49 @@ class KVCacheManager:
         if blocks.promised is not None:
             self._promises.renew(blocks)
 
+    def swap_out(
+        self, sequences: Sequence[SequenceBlocks], num_computed: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """Move a request's sequences to the host pool; num_computed: tokens of each whose KV is there to be moved.
+
+        Returns (device block, host block) for each block to copy. The device blocks can be handed out at once; until
+        `swap_in` the sequences may only be freed. Returns None when the host pool has too few blocks.
+        """
+        for blocks, position in zip(sequences, num_computed, strict=True):
+            self._release_outside_windows(blocks, position)
+        copies = self.host.swap_out(sequences)
+        if copies is not None:
+            for blocks in sequences:
+                del self._live[id(blocks)]
+                self._promises.drop(blocks)
+        return copies
+
+    def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
+        """Bring a request back; the caller has compared `blocks_to_swap_in` with the room.
+
+        Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
+        not among them. The others are offered to the prefix index by a `commit` after the copies.
+        """
+        copies = self.host.swap_in(sequences)
+        for blocks in sequences:
+            self._live[id(blocks)] = blocks
+            self._promises.renew(blocks)
+        return copies
+
+    def blocks_to_swap_in(self, sequences: Sequence[SequenceBlocks]) -> int:
+        """How many blocks fewer others could take after `swap_in`."""
+        return sum(self.host.blocks_to_return(sequences))
+
+    def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
+        """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""
+        return self.host.footprint(sequences)
+
     def free(self, blocks: SequenceBlocks) -> None:
-        """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix."""
+        """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix. Also of a
+        sequence that is swapped out."""
+        if blocks in self.host:
+            self.host.free(blocks)
+            return
         del self._live[id(blocks)]
         self._promises.drop(blocks)
         for table in blocks.tables:
@@ -229,6 +281,7 @@ class KVCacheManager:
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
         self.pool.check(owners)
+        self.host.check()
         for block_hash, blocks in self._promises.items():
             assert id(blocks) in self._live, "a sequence that is gone promises a block"
             assert blocks.chain is not None

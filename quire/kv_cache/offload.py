@@ -6,13 +6,13 @@ only are fetched to the host first, and the request waits for them (quire/schedu
 
 Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the worker's, and
 travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a load until its end
-is reported, by a request that waits for it, and during one pass by an order to swap it in; otherwise it is evictable, so that
+is reported, by a request that waits for it, and in a pass that orders to swap it in; otherwise it is evictable, so that
 swapped requests get it whenever they need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from quire.kv_cache.block_pool import BlockPool
@@ -42,15 +42,15 @@ class TierOrders(NamedTuple):
 
 
 class Fetch:
-    """Blocks on their way from disk for one request (or held for it on the host)."""
+    """Blocks on their way from disk for one request, with those beside them that are on the host already."""
 
     __slots__ = ("held", "num_loading", "wanted")
 
-    def __init__(self, wanted: list[BlockKey]) -> None:
-        self.wanted = wanted
+    def __init__(self) -> None:
+        self.wanted: list[BlockKey] = []
         """Not ordered yet."""
         self.held: list[int] = []
-        """Host blocks that it owns a share of."""
+        """Host blocks that it owns a share of, also of those whose content is still to come."""
         self.num_loading = 0
 
     @property
@@ -63,8 +63,8 @@ class TierCounters:
 
     __slots__ = (
         "num_bytes",
-        "num_host_hits",
         "num_disk_hits",
+        "num_host_hits",
         "num_load_failures",
         "num_loaded",
         "num_store_failures",
@@ -74,9 +74,9 @@ class TierCounters:
     def __init__(self) -> None:
         self.num_stored = self.num_store_failures = self.num_loaded = self.num_load_failures = 0
         self.num_host_hits = 0
-        """Logical blocks (one for all KV groups) of prompts that came from the host ..."""
+        """Blocks that were swapped in for a prompt ..."""
         self.num_disk_hits = 0
-        """... and of those, the ones that had been fetched from disk for it."""
+        """... and of those, the ones that were fetched from disk before."""
         self.num_bytes = 0
         """In the directory now."""
 
@@ -116,8 +116,8 @@ class LowerTiers(Protocol):
         """The device's prefix index took a block in: it may be copied."""
         ...
 
-    def bring(self, key: BlockKey, block: int) -> bool:
-        """Order the copy of a block that `find` knows to a device block. Whether it had been fetched from disk."""
+    def bring(self, key: BlockKey, block: int) -> None:
+        """Order the copy of a block that `find` knows to a device block."""
         ...
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
@@ -168,7 +168,7 @@ class NoTiers:
     def offer(self, key: BlockKey) -> None:
         """Nobody takes it."""
 
-    def bring(self, key: BlockKey, block: int) -> bool:
+    def bring(self, key: BlockKey, block: int) -> None:
         raise AssertionError("nothing was found")
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
@@ -254,15 +254,16 @@ class OffloadTiers:
             if len(self._backlog) > MAX_BACKLOG:
                 del self._backlog[next(iter(self._backlog))]
 
-    def bring(self, key: BlockKey, block: int) -> bool:
+    def bring(self, key: BlockKey, block: int) -> None:
         source = self.find(key)
         assert source is not None, "a hit was found and is gone"
         self._host.share(source)
         self._bringing.append((source, block))
-        return self._from_disk.pop(source, None) == key
+        self.counters.num_host_hits += 1
+        self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
-        fetch = Fetch([])
+        fetch = Fetch()
         for key in keys:
             block = self.find(key)
             if block is None:
@@ -408,6 +409,6 @@ class OffloadTiers:
         assert self._storing_keys <= set(self._storing.values())
 
 
-def _count_in(blocks: Collection[int] | Iterable[int], owners: dict[int, int]) -> None:
+def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
     for block in blocks:
         owners[block] = owners.get(block, 0) + 1

@@ -1,0 +1,177 @@
+"""A second, bounded pool of blocks in host memory, for the KV of preempted requests (paper §4.5).
+
+A request moves as a whole: all its sequences, each block once. The mapping from device to host blocks keeps the tables'
+structure, so blocks that sequences share on the device they share here, and again after they came back. Nothing is
+copied in this module: it decides which block goes where, and the pairs travel in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.layout import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from quire.kv_cache.manager import SequenceBlocks
+    from quire.kv_cache.prefix_index import PrefixIndex
+
+
+class Footprint(NamedTuple):
+    """What a request would move if it were swapped, and what it would compute again if it were not."""
+
+    num_blocks_out: int
+    """Blocks, each counted once, that would be copied to the host."""
+    num_blocks_in: int
+    """Blocks that would be copied back: those that live sequences of others hold in the prefix index are not."""
+    num_retained_blocks: int
+    """Leading blocks of the first sequence that others hold in the prefix index: recomputation would hit them."""
+
+
+class HostPool:
+    """Block ids from 1 to `num_blocks`; `NULL_BLOCK` means the same in host tables as in device tables.
+
+    While a sequence is here, its `SequenceBlocks.tables` name host blocks. All else that it keeps (capacity, hash
+    chain, whether its tail is shared) stays as it was.
+    """
+
+    def __init__(self, num_blocks: int, device: BlockPool, indexes: Sequence[PrefixIndex]) -> None:
+        self.blocks = BlockPool(num_blocks + 1, ())
+        self._device = device
+        self._indexes = tuple(indexes)
+        self._swapped: dict[int, SequenceBlocks] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences whose blocks are here."""
+        return len(self._swapped)
+
+    def swap_out(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]] | None:
+        """Move all blocks of a request here. Returns (device block, host block) of each, or None, having changed
+        nothing, when there is no room for all of them."""
+        sources = _distinct_blocks(sequences)
+        if len(sources) > self.blocks.num_allocatable:
+            return None
+        host_of: dict[int, int] = {}
+        for blocks in sequences:
+            for table in blocks.tables:
+                # Last first, as when a sequence is freed: of a cached chain the tail is then evicted before its prefix.
+                for index in range(len(table) - 1, -1, -1):
+                    block = table[index]
+                    if block == NULL_BLOCK:
+                        continue
+                    self._device.release(block)
+                    if block in host_of:
+                        self.blocks.share(host_of[block])
+                    else:
+                        host_of[block] = self.blocks.allocate()
+                    table[index] = host_of[block]
+            self._swapped[id(blocks)] = blocks
+        return [(block, host_of[block]) for block in sources]
+
+    def blocks_to_return(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
+        """(device blocks that `swap_in` would allocate, how many evictable ones it would take besides)."""
+        found = self._cached(sequences)
+        reused = set(found.values())
+        return (
+            len(_distinct_blocks(sequences)) - len(found),
+            sum(self._device.is_evictable(block) for block in reused),
+        )
+
+    def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
+        """Give a request device blocks again, shared as they were. Returns (host block, device block) of those whose
+        content has to be copied; a block that the prefix index still holds on the device is owned again instead.
+
+        The caller has checked that there is room. `num_committed` falls to the leading blocks that were found: the
+        others are new to the index, and may be offered again when their content has arrived.
+        """
+        found = self._cached(sequences)
+        # All that is still there first, so that allocating the rest does not evict it.
+        for block in set(found.values()):
+            self._device.share(block)
+        fresh = {host: self._device.allocate() for host in _distinct_blocks(sequences) if host not in found}
+        device_of = found | fresh
+        for blocks in sequences:
+            del self._swapped[id(blocks)]
+            blocks.num_committed = _num_leading(blocks, found)
+            for table in blocks.tables:
+                for index, host in enumerate(table):
+                    if host != NULL_BLOCK:
+                        table[index] = device_of[host]
+                        self._device.share(device_of[host])
+                        self.blocks.release(host)
+        # What held the blocks until they had owners.
+        for block in set(device_of.values()):
+            self._device.release(block)
+        return list(fresh.items())
+
+    def free(self, blocks: SequenceBlocks) -> None:
+        """A sequence that is here has ended."""
+        del self._swapped[id(blocks)]
+        for table in blocks.tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    self.blocks.release(block)
+        blocks.tables = []
+
+    def __contains__(self, blocks: SequenceBlocks) -> bool:
+        return id(blocks) in self._swapped
+
+    def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
+        """What swapping a request that is on the device would move (see Footprint). Changes nothing."""
+        distinct = _distinct_blocks(sequences)
+        owned = dict.fromkeys(distinct, 0)
+        for block in _blocks(sequences):
+            owned[block] += 1
+        # What only this request holds is evictable without it, and whoever took its place wants the room.
+        retained = {
+            block
+            for block, count in owned.items()
+            if self._device.ref_counts[block] > count and any(block in index for index in self._indexes)
+        }
+        return Footprint(len(distinct), len(distinct) - len(retained), _num_leading(sequences[0], retained))
+
+    def check(self) -> None:
+        """Assert that counts, free list and tables of the host's blocks agree. O(blocks)."""
+        owners: dict[int, int] = {}
+        for block in _blocks(self._swapped.values()):
+            owners[block] = owners.get(block, 0) + 1
+        self.blocks.check(owners)
+        for blocks in self._swapped.values():
+            assert blocks.promised is None, "a swapped sequence promises a block"
+
+    def _cached(self, sequences: Sequence[SequenceBlocks]) -> dict[int, int]:
+        """Host block -> device block of equal content, where the prefix index has one."""
+        found: dict[int, int] = {}
+        for blocks in sequences:
+            if blocks.chain is None:
+                continue
+            for index, table in zip(self._indexes, blocks.tables, strict=True):
+                for number, host in enumerate(table[: blocks.num_committed]):
+                    if host != NULL_BLOCK and host not in found:
+                        block = index.find(blocks.chain.block_hash(number))
+                        if block is not None:
+                            found[host] = block
+        return found
+
+
+def _blocks(sequences: Iterable[SequenceBlocks]) -> Iterator[int]:
+    """The blocks of every table, as often as they occur."""
+    return (
+        block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK
+    )
+
+
+def _distinct_blocks(sequences: Iterable[SequenceBlocks]) -> list[int]:
+    """The blocks of every table, each once, in order of first occurrence."""
+    return list(dict.fromkeys(_blocks(sequences)))
+
+
+def _num_leading(blocks: SequenceBlocks, known: Iterable[int]) -> int:
+    """Leading committed blocks that are `known` in every group, where they were not given up."""
+    for number in range(blocks.num_committed):
+        for table in blocks.tables:
+            if table[number] != NULL_BLOCK and table[number] not in known:
+                return number
+    return blocks.num_committed
