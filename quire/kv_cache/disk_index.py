@@ -20,6 +20,9 @@ class DiskIndex:
     def __len__(self) -> int:
         return sum(map(len, self._hashes))
 
+    def __bool__(self) -> bool:
+        return any(self._hashes)
+
     def __contains__(self, key: BlockKey) -> bool:
         return key[1] in self._hashes[key[0]]
 

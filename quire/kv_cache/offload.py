@@ -87,8 +87,18 @@ class LowerTiers(Protocol):
     counters: TierCounters
 
     @property
+    def has_content(self) -> bool:
+        """Whether anything could be found."""
+        ...
+
+    @property
     def num_disk_blocks(self) -> int:
         """Blocks known to be on disk."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for blocks from disk."""
         ...
 
     @property
@@ -155,7 +165,9 @@ class NoTiers:
         self.counters = TierCounters()
 
     num_disk_blocks = 0
+    has_content = False
     has_backlog = False
+    is_loading = False
     is_blocked = False
     num_loadable = 0
 
@@ -220,8 +232,16 @@ class OffloadTiers:
         self._max_loading = max(1, host.num_usable // LOADING_SHARE)
 
     @property
+    def has_content(self) -> bool:
+        return bool(self._disk) or any(self._indexes)
+
+    @property
     def num_disk_blocks(self) -> int:
         return len(self._disk)
+
+    @property
+    def is_loading(self) -> bool:
+        return any(fetch.is_pending for fetch in self._fetches)
 
     @property
     def has_backlog(self) -> bool:
@@ -230,7 +250,8 @@ class OffloadTiers:
 
     @property
     def is_blocked(self) -> bool:
-        return self.has_backlog and len(self._storing) >= self._max_storing
+        is_full = len(self._storing) >= self._max_storing or not self._host.num_allocatable
+        return bool(self._backlog and self._storing) and is_full
 
     @property
     def num_loadable(self) -> int:

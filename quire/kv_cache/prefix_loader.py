@@ -60,7 +60,7 @@ class PrefixLoader:
         num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far as
         it can be fetched now.
         """
-        if chain is None or not self.tiers.num_blocks:
+        if chain is None or not self.tiers.has_content:
             return None
         least, limit = num_cached_tokens // self._block_size + MIN_BLOCKS, max_tokens // self._block_size
         views = [_View(self, group, fetch=fetch) for group in range(len(self._indexes))]
@@ -102,11 +102,9 @@ class PrefixLoader:
         self._arriving.clear()
 
     def reset(self) -> None:
-        """Forget all content below the device. Blocks on their way are given up when their plan is out."""
+        """Forget all content below the device, and what is on its way: who waits for it finds no hit."""
         self.tiers.reset()
-        # Their keys must not enter the index any more; who owns them finds no hit and computes.
-        for key in list(self._arriving):
-            self._arriving[(key[0], b"void" + key[1])] = self._arriving.pop(key)
+        self._arriving.clear()
 
     def let_go(self) -> bool:
         """Give up what is owned for requests that have not begun, unless this very plan swaps it in. Whether there was

@@ -28,6 +28,7 @@ LEVEL_AFTER_EVICTION = 0.9
 STALE_SECONDS = 3600.0
 """A file that has been "being written" for so long belongs to an engine that is gone."""
 
+LOCK = "lock"
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _BLOCK = re.compile(r"([0-9a-f]{64})-([0-9]{1,4})")
 _NEW = ".new-"
@@ -61,6 +62,7 @@ class CacheDirectory:
             probe = self.new_path()
             probe.touch(mode=0o600, exist_ok=False)
             probe.unlink()
+            _Lock(path / LOCK).close()
         except OSError as error:
             raise ConfigError(
                 f"kv_offload_dir: nothing can be stored in {path}: {error.strerror or error}", param="kv_offload_dir"
@@ -102,7 +104,7 @@ class CacheDirectory:
         gone: list[BlockKey] = []
         if self.num_bytes <= self.limit:
             return gone
-        with _Lock(self.path / "lock") as is_ours:
+        with _Lock(self.path / LOCK) as is_ours:
             if not is_ours:
                 return gone
             heapq.heapify(blocks)
@@ -123,7 +125,7 @@ class CacheDirectory:
         self.num_foreign = 0
         for namespace in _entries(self.path):
             if not _NAMESPACE.fullmatch(namespace.name) or not namespace.is_dir(follow_symlinks=False):
-                self.num_foreign += namespace.name != "lock"
+                self.num_foreign += namespace.name != LOCK
                 continue
             for folder in _entries(namespace.path):
                 if folder.is_dir(follow_symlinks=False):
@@ -185,4 +187,7 @@ class _Lock:
         return True
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._descriptor)
