@@ -149,8 +149,8 @@ class LowerTiers(Protocol):
         """Forget all content."""
         ...
 
-    def give_way(self) -> None:
-        """Swapped requests need the room: let go of what is only held for requests that wait."""
+    def give_way(self) -> bool:
+        """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
         ...
 
     def check(self, owners: dict[int, int]) -> None:
@@ -198,8 +198,8 @@ class NoTiers:
     def reset(self) -> None:
         """Nothing is kept."""
 
-    def give_way(self) -> None:
-        """Nothing is held."""
+    def give_way(self) -> bool:
+        return False
 
     def check(self, owners: dict[int, int]) -> None:
         """Nothing is owned."""
@@ -409,10 +409,11 @@ class OffloadTiers:
             self.drop(fetch)
         self._from_disk.clear()
 
-    def give_way(self) -> None:
-        for fetch in list(self._fetches):
-            if not fetch.is_pending:
-                self.drop(fetch)
+    def give_way(self) -> bool:
+        held = [fetch for fetch in self._fetches if fetch.held]
+        for fetch in held:
+            self.drop(fetch)
+        return bool(held)
 
     # -- looking in -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, TierWait
+from quire.scheduler.sharing import PassedOver
 
 FETCH_SECONDS = 10.0
 """A disk that takes longer has failed, or might as well have."""
@@ -23,24 +24,26 @@ MAX_SWAP_INS = 3
 
 
 class Prefetcher:
-    """Decides who waits for the tiers below, and ends waits."""
+    """The requests that wait for the tiers below in one pass of `Scheduler.schedule`; their claims go to `passed`."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, passed: PassedOver, now: float) -> None:
         self._kv = kv
+        self._passed = passed
+        self._now = now
 
-    def is_waiting(self, request: Request, now: float) -> bool:
+    def still(self, request: Request) -> bool:
         """Whether a request waits on."""
         wait = request.tier_wait
-        if wait is None or wait.fetch is None:
-            request.tier_wait = None
+        if wait is None:
             return False
-        if wait.fetch.is_pending and now < wait.deadline:
+        if wait.fetch is not None and wait.fetch.is_pending and self._now < wait.deadline:
+            self._passed.claim(request, wait.claimed_blocks)
             return True
-        # What has come is now the most recent of the host's content, and is asked for in a moment.
-        self.forget(request)
+        # What was fetched is now the most recent of the host's content, and is asked for in a moment.
+        stop_waiting(request, self._kv)
         return False
 
-    def fetch(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int, now: float) -> bool:
+    def fetch(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
         """Whether a request has to wait for blocks from disk from now on.
 
         num_cached_tokens: its prefix hit, looked up with `max_tokens`. num_blocks: what it would need to start now.
@@ -52,8 +55,8 @@ class Prefetcher:
         if reach is None or not reach.on_disk:
             return False
         request.was_fetched = True
-        fetch = self._kv.loader.tiers.fetch([*reach.on_host, *reach.on_disk])
-        request.tier_wait = TierWait(fetch, now + FETCH_SECONDS, num_blocks)
+        fetch = self._kv.tiers.fetch([*reach.on_host, *reach.on_disk])
+        self._wait(request, TierWait(fetch, self._now + FETCH_SECONDS, num_blocks))
         return True
 
     def swap_in(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
@@ -66,11 +69,16 @@ class Prefetcher:
             return False
         request.num_prefix_swap_ins += 1
         num_allocated = self._kv.loader.bring(reach)
-        request.tier_wait = TierWait(None, 0.0, max(0, num_blocks - num_allocated))
+        self._wait(request, TierWait(None, 0.0, max(0, num_blocks - num_allocated)))
         return True
 
-    def forget(self, request: Request) -> None:
-        """The request starts, or is gone."""
-        wait, request.tier_wait = request.tier_wait, None
-        if wait is not None and wait.fetch is not None:
-            self._kv.loader.tiers.drop(wait.fetch)
+    def _wait(self, request: Request, wait: TierWait) -> None:
+        request.tier_wait = wait
+        self._passed.claim(request, wait.claimed_blocks)
+
+
+def stop_waiting(request: Request, kv: KVCacheManager) -> None:
+    """The request goes on without what has not come, or is gone."""
+    wait, request.tier_wait = request.tier_wait, None
+    if wait is not None and wait.fetch is not None:
+        kv.tiers.drop(wait.fetch)

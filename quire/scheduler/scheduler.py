@@ -21,6 +21,7 @@ from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
@@ -114,10 +115,27 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        self.kv.loader.arrive()
         preempted = self._schedule_running(builder)
         if not preempted:
             self._admit_waiting(builder, now)
-        if not builder.sequences:
+        return self._finish_plan(builder)
+
+    def schedule_transfers(self) -> StepPlan | None:
+        """A plan that computes nothing but moves what the tiers below the device have to move, if anything."""
+        builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        self.kv.loader.arrive()
+        return self._finish_plan(builder)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether there are blocks to be stored, although no request may be here."""
+        return self.kv.tiers.has_backlog
+
+    def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
+        self.kv.loader.let_go()
+        self._add_transfers(builder)
+        if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
         self._insert_forked(builder)

@@ -39,7 +39,7 @@ class PassedOver:
         if wait is None:
             return False
         if self._kv.is_computing(wait.leader, wait.num_blocks):
-            self._claim(request, wait)
+            self.claim(request, wait.claimed_blocks)
             return True
         request.wait = None
         return False
@@ -54,9 +54,10 @@ class PassedOver:
         if found is None or found[1] - num_cached_tokens // self._kv.block_size < MIN_SHARED_BLOCKS:
             return False
         request.wait = Wait(*found, num_blocks)
-        self._claim(request, request.wait)
+        self.claim(request, num_blocks)
         return True
 
-    def _claim(self, request: Request, wait: Wait) -> None:
+    def claim(self, request: Request, num_blocks: int) -> None:
+        """A request waits: its rows and so many blocks are set aside."""
         self.num_rows += len(request.live_sequences)
-        self.num_blocks += wait.claimed_blocks
+        self.num_blocks += num_blocks
