@@ -19,15 +19,28 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Blocks with more than one owner."""
     num_stored_tokens: int = 0
     """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
+    num_host_blocks: int = 0
+    """Blocks of the host pool, for swapped requests."""
+    num_used_host_blocks: int = 0
     num_running: int = 0
     num_waiting: int = 0
     """Requests in the queue, preempted ones included."""
     num_preempted: int = 0
+    num_swapped: int = 0
+    """Those of the preempted requests whose blocks are in the host pool."""
     steps_total: int = 0
     scheduled_tokens_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    swap_preemptions_total: int = 0
+    """Those of the preemptions that swapped."""
+    swapped_out_blocks_total: int = 0
+    """Blocks copied to the host."""
+    swapped_in_blocks_total: int = 0
+    """Blocks copied back: fewer, where the prefix cache still had them or requests ended meanwhile."""
+    swapped_bytes_total: int = 0
+    """Bytes of both."""
     recomputed_tokens_total: int = 0
     prefix_cache_queries_total: int = 0
     """Prompt tokens looked up."""

@@ -6,15 +6,16 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; run `swap_out`; run `swap_in`; run
-`block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create `forks`;
-sample.
+Order of effects of one plan: drop `released` rows; create `new_sequences`; run `swap_out`, then `swap_in`; run
+`block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over the scheduled tokens; create
+`forks`; sample.
 
-Swapping may run beside the model, as long as nobody can tell. A block in `swap_out` belongs to nobody afterwards, so this
-plan may hand it out: whoever writes it (copies, the model) first waits until it is saved. Nothing of this plan reads or
-writes a block that `swap_in` fills, neither copies nor the model: its sequences get their rows, and run from the next
-plan on. All swapping of a plan is done before the next plan begins. The same two columns move cached blocks; what is
-read from and written to disk touches host memory only.
+Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
+this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
+`swap_in` fills is neither read nor written by this plan's copies and model: its sequences get their rows, and run from
+the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy what is
+cached: of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there touches host
+memory only.
 """
 
 from __future__ import annotations

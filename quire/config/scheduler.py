@@ -10,9 +10,11 @@ class SchedulerConfig:
     """max_num_batched_tokens: token budget of a step. max_num_seqs: most sequences that run at once.
     max_prefill_chunk: most tokens that one sequence computes in one step (None: only the budget limits it).
     queue_depth: plans that may be in flight; 1 is synchronous, 2 plans step N+1 while step N runs.
+    preemption_mode: "recompute", "swap", or "auto", which takes the cheaper one for each victim.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_prefill_chunk: int | None
     queue_depth: int
+    preemption_mode: str = "recompute"

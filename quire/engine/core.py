@@ -63,7 +63,8 @@ class EngineCore:
         executor.allocate(layout)
         allocated = clock.now()
         kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, kv)
+        costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
+        self.scheduler = Scheduler(config.scheduler, kv, costs)
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
         if max_model_len < 2:
             raise InsufficientMemoryError(

@@ -12,6 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.worker import Worker
 
@@ -37,6 +38,9 @@ class InProcessExecutor:
 
     def allocate(self, layout: KVCacheLayout) -> None:
         self._lane.submit(self._live_worker().allocate, layout).result()
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        return self._lane.submit(self._live_worker().measure_preemption_costs).result()
 
     def describe(self) -> str:
         return self._live_worker().describe()

@@ -8,6 +8,7 @@ from typing import Protocol
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 
 
@@ -24,6 +25,10 @@ class Executor(Protocol):
 
     def allocate(self, layout: KVCacheLayout) -> None:
         """Create the pool's tensors on every worker."""
+        ...
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        """Time a copy to the host pool and a prompt's computation. After `allocate`, before the first plan."""
         ...
 
     def describe(self) -> str:

@@ -78,14 +78,12 @@ class HostPool:
             self._swapped[id(blocks)] = blocks
         return [(block, host_of[block]) for block in sources]
 
-    def blocks_to_return(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
-        """(device blocks that `swap_in` would allocate, how many evictable ones it would take besides)."""
+    def blocks_to_return(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int, int]:
+        """What `swap_in` would do: (device blocks allocated, evictable ones taken besides, blocks held afterwards)."""
         found = self._cached(sequences)
         reused = set(found.values())
-        return (
-            len(_distinct_blocks(sequences)) - len(found),
-            sum(self._device.is_evictable(block) for block in reused),
-        )
+        num_fresh = len(_distinct_blocks(sequences)) - len(found)
+        return num_fresh, sum(self._device.is_evictable(block) for block in reused), num_fresh + len(reused)
 
     def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
         """Give a request device blocks again, shared as they were. Returns (host block, device block) of those whose
@@ -168,9 +166,7 @@ class HostPool:
 
 def _blocks(sequences: Iterable[SequenceBlocks]) -> Iterator[int]:
     """The blocks of every table, as often as they occur."""
-    return (
-        block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK
-    )
+    return (block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK)
 
 
 def _distinct_blocks(sequences: Iterable[SequenceBlocks]) -> list[int]:

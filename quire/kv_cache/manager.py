@@ -53,11 +53,10 @@ class Growth:
 class KVCacheManager:
     """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
 
-    def __init__(
-        self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False
-    ) -> None:
+    def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
         """enable_offload: keep what the prefix index takes in on the host and on disk, too."""
         self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
@@ -237,7 +236,7 @@ class KVCacheManager:
         return copies
 
     def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
-        """Bring a request back; the caller has compared `blocks_to_swap_in` with the room.
+        """Bring a request back; the caller has looked at `room_after_swap_in`.
 
         Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
         not among them. The others are offered to the prefix index by a `commit` after the copies.
@@ -248,9 +247,10 @@ class KVCacheManager:
             self._promises.renew(blocks)
         return copies
 
-    def blocks_to_swap_in(self, sequences: Sequence[SequenceBlocks]) -> int:
-        """How many blocks fewer others could take after `swap_in`."""
-        return sum(self.host.blocks_to_return(sequences))
+    def room_after_swap_in(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
+        """(allocatable blocks left after `swap_in`, which must not be negative; blocks that the request then holds)."""
+        fresh, evictable, held = self.host.blocks_to_return(sequences)
+        return self.pool.num_allocatable - fresh - evictable, held
 
     def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
         """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""

@@ -255,7 +255,9 @@ class OffloadTiers:
 
     @property
     def num_loadable(self) -> int:
-        held = len(self._loading) + len({block for fetch in self._fetches for block in fetch.held} - self._loading.keys())
+        held = len(self._loading) + len(
+            {block for fetch in self._fetches for block in fetch.held} - self._loading.keys()
+        )
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
 
@@ -352,7 +354,7 @@ class OffloadTiers:
             else:
                 assert block is not None
                 copy = self._host.allocate()
-                    self._indexes[key[0]].add(key[1], copy)
+                self._indexes[key[0]].add(key[1], copy)
                 orders.swap_out.append((block, copy))
             self._storing[copy] = key
             self._storing_keys.add(key)

@@ -1,4 +1,4 @@
-"""How many blocks the pool gets. Pure arithmetic: the worker measures, this decides, the layout carries the result."""
+"""How many blocks the pools get. Pure arithmetic: the worker measures, this decides, the layout carries the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from quire.config.cache import CacheConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, KVGroup, block_bytes
 from quire.utils.sizes import format_bytes
+
+
+DEFAULT_SWAP_SPACE = 4 * 2**30
+DEFAULT_SWAP_SHARE = 0.5
+"""Of what is free, at most, unless `swap_space` says how much."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,11 @@ class MemoryProfile:
     activations: int
     weights: int
 
+    @property
+    def free(self) -> int:
+        """For both pools of blocks."""
+        return self.available - self.activations
+
 
 def size_pool(
     groups: tuple[KVGroup, ...],
@@ -33,14 +43,18 @@ def size_pool(
     max_model_len: int,
     max_num_seqs: int,
 ) -> KVCacheLayout:
-    """Choose the number of blocks and return the layout.
+    """Choose the numbers of blocks and return the layout.
 
-    `num_blocks_override` and `kv_cache_memory` are obeyed, and need no `profile`. Otherwise the pool takes
-    `memory_utilization` of what is available less the activations, but never more than `max_num_seqs` sequences of
-    full length can use. Raises InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool
+    `num_blocks_override`, `kv_cache_memory` and `swap_space` are obeyed, and need no `profile`. Otherwise the pool takes
+    `memory_utilization` of what is available less the activations and the swap space, and the swap space is
+    DEFAULT_SWAP_SPACE, but at most DEFAULT_SWAP_SHARE of what is free; neither is ever larger than `max_num_seqs`
+    sequences of full length can use (while preempted requests wait nobody new starts, so that is also what can be
+    swapped out at once). Raises InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool
     that is smaller than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
     bytes_per_block = block_bytes(groups, layers_per_group, cache.block_size)
+    most_useful = len(groups) * max_num_seqs * -(-max_model_len // cache.block_size)
+    num_host_blocks = 0
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
         budget, rule = num_blocks * bytes_per_block, "num_blocks_override"
@@ -49,21 +63,43 @@ def size_pool(
         num_blocks = budget // bytes_per_block
     else:
         assert profile is not None, "without a given size the memory must be measured"
-        budget = int((profile.available - profile.activations) * cache.memory_utilization)
+        num_host_blocks = _num_host_blocks(cache, profile.free, bytes_per_block, most_useful)
+        swap_space = num_host_blocks * bytes_per_block
+        budget = int((profile.free - swap_space) * cache.memory_utilization)
         rule = (
-            f"({format_bytes(profile.available)} available - {format_bytes(profile.activations)} activations) "
-            f"x {cache.memory_utilization:g}"
+            f"({format_bytes(profile.available)} available - {format_bytes(profile.activations)} activations"
+            f"{f' - {format_bytes(swap_space)} swap space' if swap_space else ''}) x {cache.memory_utilization:g}"
         )
-        most_useful = len(groups) * max_num_seqs * -(-max_model_len // cache.block_size)
         num_blocks = min(budget // bytes_per_block, most_useful)
     if num_blocks < 1:
         raise InsufficientMemoryError(
             f"no memory for the KV cache: {rule} = {format_bytes(max(budget, 0))}, and one block of "
             f"{cache.block_size} tokens takes {format_bytes(bytes_per_block)}"
         )
+    if cache.num_blocks_override is not None or cache.memory is not None:
+        free = 0 if profile is None else profile.free - num_blocks * bytes_per_block
+        num_host_blocks = _num_host_blocks(cache, free, bytes_per_block, most_useful)
     return KVCacheLayout(
         block_size=cache.block_size,
         num_blocks=num_blocks + 1,
         groups=groups,
         layers_per_group=layers_per_group,
+        num_host_blocks=num_host_blocks,
     )
+
+
+def _num_host_blocks(cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int) -> int:
+    """Blocks of the host pool. free: bytes, of which the default takes its share."""
+    if cache.swap_space == 0:
+        return 0
+    if cache.swap_space is not None:
+        budget, rule = cache.swap_space, "swap_space"
+    else:
+        budget = min(DEFAULT_SWAP_SPACE, int(free * DEFAULT_SWAP_SHARE))
+        rule = f"{DEFAULT_SWAP_SHARE:g} of {format_bytes(max(free, 0))} that are free"
+    if budget < bytes_per_block:
+        raise InsufficientMemoryError(
+            f"no memory to swap to: {rule} = {format_bytes(max(budget, 0))}, and one block of {cache.block_size} tokens "
+            f"takes {format_bytes(bytes_per_block)}"
+        )
+    return min(budget // bytes_per_block, most_useful)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.errors import PromptTooLongError
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduler.preemption import swapped_blocks
 
 WATERMARK = 0.01
 """Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""
@@ -35,21 +36,30 @@ def blocks_to_start(request: Request, kv: KVCacheManager, num_cached_tokens: int
 
     Not just the first chunk's: that would start requests that are preempted halfway, work thrown away.
     """
-    sequences = request.live_sequences
-    # One more token each than known, but never more than the bound of `refuse_impossible`.
-    lengths = [min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1) for sequence in sequences]
-    if len(lengths) == 1:
-        needed = kv.most_blocks(lengths[0], max_chunk)
-    else:
-        needed = _blocks_of_siblings(request, kv, lengths)
-    free, held = kv.room_after_match(sequences[0].chain, num_cached_tokens)
-    return kv.pool.num_allocatable - free + max(0, needed - held)
+    free, held = kv.room_after_match(request.live_sequences[0].chain, num_cached_tokens)
+    return kv.pool.num_allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held)
+
+
+def blocks_to_resume(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
+    """The same for a request that is swapped out and would be swapped in."""
+    free, held = kv.room_after_swap_in(swapped_blocks(request))
+    return kv.pool.num_allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held)
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
     """Whether a request that takes `num_blocks` may start when the pool has `room` blocks for it."""
     reserve = 0 if is_alone else int(WATERMARK * kv.pool.num_usable)
     return num_blocks + reserve <= room
+
+
+def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
+    """Blocks that the request holds when all its known tokens are computed (and one more each)."""
+    sequences = request.live_sequences
+    # One more token each than known, but never more than the bound of `refuse_impossible`.
+    lengths = [min(len(sequence.token_ids) + 1, sequence.max_total_tokens - 1) for sequence in sequences]
+    if len(lengths) == 1:
+        return kv.most_blocks(lengths[0], max_chunk)
+    return _blocks_of_siblings(request, kv, lengths)
 
 
 def _blocks_of_siblings(request: Request, kv: KVCacheManager, lengths: list[int]) -> int:

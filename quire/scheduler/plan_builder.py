@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.kv_cache.manager import Growth
+from quire.kv_cache.offload import TierOrders
 from quire.request import Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -16,6 +17,7 @@ class Mark(NamedTuple):
     samples: int
     copies: int
     replaced: int
+    grown: int
     forks: int
 
 
@@ -35,15 +37,46 @@ class PlanBuilder:
         self.new_blocks: dict[int, list[list[int]]] = {}
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
+        self.grown: list[tuple[Sequence, Growth]] = []
+        """What the KV manager did for sequences that have a row, to be undone by who rolls back."""
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.resumed: list[tuple[Sequence, int]] = []
+        """Sequences that are swapped in, and how many of their tokens are computed."""
+        self.transfers = TierOrders([], [], [], [])
+        """Copies of cached blocks."""
+        self.awaits_disk = False
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
     def grow(self, sequence: Sequence, growth: Growth) -> None:
         """Record what the KV manager did for a sequence that has a row already."""
+        self.grown.append((sequence, growth))
         if growth.new_blocks[0]:
             self.new_blocks[sequence.seq_id] = growth.new_blocks
         self.block_copies += growth.copies
         self.replaced_blocks += [(sequence.seq_id, *entry) for entry in growth.replaced]
+
+    def add_row(self, sequence: Sequence) -> None:
+        """A sequence gets a row, with its blocks as they are now."""
+        assert sequence.blocks is not None
+        self.new_sequences[sequence.seq_id] = NewSequence(
+            seq_id=sequence.seq_id,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.request.num_prompt_tokens,
+            block_ids=[list(table) for table in sequence.blocks.tables],
+            sampling=sequence.sampling,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to run and no sequence to swap."""
+        return not (self.sequences or self.swap_out or self.swap_in)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the workers have nothing to do at all."""
+        return self.is_idle and not (self.transfers or self.awaits_disk)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
@@ -68,6 +101,7 @@ class PlanBuilder:
             len(self.samples),
             len(self.block_copies),
             len(self.replaced_blocks),
+            len(self.grown),
             len(self.forks),
         )
 
@@ -81,7 +115,7 @@ class PlanBuilder:
             self.new_blocks.pop(sequence.seq_id, None)
         del self.sequences[mark.batch :], self.start_positions[mark.batch :], self.num_tokens[mark.batch :]
         del self.samples[mark.samples :], self.sample_from[mark.samples :]
-        del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :]
+        del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :], self.grown[mark.grown :]
         assert len(self.forks) == mark.forks, "a request that forks in this step cannot be preempted by itself"
 
     def build(self, released: list[int]) -> StepPlan:
@@ -98,4 +132,9 @@ class PlanBuilder:
             block_copies=self.block_copies,
             forks=self.forks,
             released=released,
+            swap_out=self.swap_out + self.transfers.swap_out,
+            swap_in=self.swap_in + self.transfers.swap_in,
+            disk_stores=self.transfers.disk_stores,
+            disk_loads=self.transfers.disk_loads,
+            awaits_disk=self.awaits_disk,
         )

@@ -41,5 +41,9 @@ class RequestQueue:
         """How many of those that wait ran before."""
         return len(self._returned)
 
+    def returned(self) -> Iterator[Request]:
+        """Those that ran before, in no particular order."""
+        return (self._requests[request_id] for request_id in self._returned)
+
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())

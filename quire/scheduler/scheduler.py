@@ -19,14 +19,15 @@ from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.plan_builder import Mark, PlanBuilder
+from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
-from quire.step import NewSequence, StepPlan, StepResult
+from quire.step import StepPlan, StepResult
 
 
 class _InFlight(NamedTuple):
@@ -35,6 +36,7 @@ class _InFlight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     samples: list[Sequence]
+    resumed: list[tuple[Sequence, int]]
 
 
 class Scheduler:
@@ -43,8 +45,12 @@ class Scheduler:
     `schedule` and `update` alternate freely as long as results come back in plan order.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, preemption_costs: PreemptionCosts | None = None
+    ) -> None:
+        """preemption_costs: as measured; needed by the preemption mode "auto"."""
         self.kv = kv
+        self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_num_seqs = config.max_num_seqs
         self._max_chunk = min(config.max_prefill_chunk or config.max_num_batched_tokens, config.max_num_batched_tokens)
@@ -62,7 +68,9 @@ class Scheduler:
         self._in_flight: dict[int, _InFlight] = {}
         self._seq_ids = itertools.count()
         self._step_ids = itertools.count()
-        self._stats = EngineStats(block_size=kv.block_size, num_blocks=kv.pool.num_usable)
+        self._stats = EngineStats(
+            block_size=kv.block_size, num_blocks=kv.pool.num_usable, num_host_blocks=kv.host.blocks.num_usable
+        )
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -133,24 +141,36 @@ class Scheduler:
         return self.kv.tiers.has_backlog
 
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
+        """Add what the tiers below the device have to move; None when the plan is then still empty."""
+        tiers = self.kv.tiers
         self.kv.loader.let_go()
-        self._add_transfers(builder)
+        builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
+        if builder.is_idle and not self._in_flight:
+            builder.awaits_disk = tiers.is_loading or tiers.is_blocked
         if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
         self._insert_forked(builder)
         plan = builder.build(self._released)
         self._released = []
-        self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples)
-        self._stats.steps_total += 1
+        self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples, builder.resumed)
+        self._stats.steps_total += not builder.is_idle
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
         self._stats.copied_blocks_total += len(plan.block_copies)
+        self._stats.swapped_out_blocks_total += len(builder.swap_out)
+        self._stats.swapped_in_blocks_total += len(builder.swap_in)
+        self._stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
-        plan, sequences, samples = self._in_flight.pop(result.step_id)
+        plan, sequences, samples, resumed = self._in_flight.pop(result.step_id)
         self._commit(plan, sequences)
+        for sequence, num_computed in resumed:
+            if sequence.blocks is not None:
+                self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+        if result.disk is not None:
+            self.kv.tiers.update(result.disk)
         updates = []
         any_finished = False
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
@@ -208,8 +228,8 @@ class Scheduler:
                     victim = running[-1].request
                     preempted = True
                     if victim is request:
-                        builder.rollback(mark)
-                    self._preempt(victim)
+                        self._roll_back(builder, mark)
+                    self._preempt(builder, victim)
                     if victim is request:
                         return True
                     growth = kv.append(blocks, start, start + num_tokens)
@@ -222,9 +242,11 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
 
-        One whose prefix is being computed waits too, but others may pass it (quire/scheduler/sharing.py).
+        One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
+        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py).
         """
         passed = PassedOver(self.kv)
+        prefetcher = Prefetcher(self.kv, passed, now)
         started = []
         for request in self._waiting:
             sequences = request.live_sequences
@@ -233,17 +255,28 @@ class Scheduler:
                 break
             if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: its value comes with the next update
-            if passed.still(request):
+            if passed.still(request) or prefetcher.still(request):
                 continue
             room = self.kv.pool.num_allocatable - passed.num_blocks
             if request is self._refused and room <= self._refused_room and self._running:
                 break  # its prefix need not be looked up again in every step
+            if swapped_blocks(request):
+                num_blocks = blocks_to_resume(request, self.kv, self._max_chunk)
+                if not has_room(num_blocks, room, self.kv, is_alone=not self._running):
+                    self._refused, self._refused_room = request, room
+                    break
+                self._refused = None
+                started.append(request)
+                self._resume(builder, request)
+                continue
             leader = sequences[0]
             end = request.num_prompt_tokens if len(sequences) > 1 else len(leader.token_ids)
             num_cached = self.kv.match_prefix(leader.chain, leader.token_ids, end - 1)
             num_blocks = blocks_to_start(request, self.kv, num_cached, self._max_chunk)
             if passed.begin(request, num_cached, end - 1, num_blocks):
                 self._stats.prefix_cache_waits_total += 1
+                continue
+            if prefetcher.fetch(request, num_cached, end - 1, num_blocks):
                 continue
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
             if passed and num_cached + num_tokens < end:
@@ -252,6 +285,8 @@ class Scheduler:
                 self._refused, self._refused_room = request, room
                 break
             self._refused = None
+            if prefetcher.swap_in(request, num_cached, end - 1, num_blocks):
+                continue
             started.append(request)
             self._start(builder, request, leader, num_cached, now)
             self._grow_new(builder, leader, num_tokens)
@@ -260,11 +295,8 @@ class Scheduler:
 
     def _start(self, builder: PlanBuilder, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
         """Move a request from the queue to the running set; it owns the blocks of its prefix hit."""
-        request.status = RequestStatus.RUNNING
-        request.unforked = [s for s in request.live_sequences if s is not leader]
-        self._num_unforked += len(request.unforked)
-        # Nearly always the last place; a request whose leader was aborted comes back before later arrivals.
-        bisect.insort(self._running, leader, key=lambda sequence: sequence.seq_id)
+        self._enter_running(request, [leader])
+        request.was_fetched, request.num_prefix_swap_ins = False, 0
         leader.blocks = self.kv.begin(leader.chain, num_cached)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
@@ -278,19 +310,32 @@ class Scheduler:
             self._stats.recomputed_tokens_total += max(0, request.num_lost_tokens - num_cached)
             request.num_lost_tokens = 0
 
+    def _resume(self, builder: PlanBuilder, request: Request) -> None:
+        """Move a swapped request from the queue to the running set. Its blocks are filled beside this step, and it gets
+        tokens from the next one on."""
+        sequences, copies = swap_in(request, self.kv)
+        builder.swap_in += copies
+        for sequence in sequences:
+            builder.add_row(sequence)
+            builder.resumed.append((sequence, sequence.num_computed_tokens))
+        self._enter_running(request, sequences)
+
+    def _enter_running(self, request: Request, sequences: list[Sequence]) -> None:
+        """`sequences` get rows; the request's others fork from the first of them at the prompt's end."""
+        request.status = RequestStatus.RUNNING
+        request.unforked = [s for s in request.live_sequences if s not in sequences]
+        self._num_unforked += len(request.unforked)
+        # Nearly always the last places; a request whose leader was aborted comes back before later arrivals.
+        for sequence in sequences:
+            bisect.insort(self._running, sequence, key=lambda sequence: sequence.seq_id)
+
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
         """Schedule the first tokens of a sequence that has no row yet; admission made sure that they fit."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
         growth = self.kv.append(leader.blocks, start, start + num_tokens)
         assert growth is not None, "admitted without room"
-        builder.new_sequences[leader.seq_id] = NewSequence(
-            seq_id=leader.seq_id,
-            token_ids=list(leader.token_ids),
-            num_prompt_tokens=leader.request.num_prompt_tokens,
-            block_ids=[list(table) for table in leader.blocks.tables],
-            sampling=leader.sampling,
-        )
+        builder.add_row(leader)
         builder.schedule(leader, num_tokens)
         if leader.request.unforked and leader.num_computed_tokens == leader.request.num_prompt_tokens:
             self._fork(builder, leader)
@@ -313,17 +358,27 @@ class Scheduler:
             self._running[position:position] = children
             self._num_unforked -= len(children)
 
-    def _preempt(self, request: Request) -> None:
-        """Take back all blocks and rows of the request at the end of `_running`; it recomputes later."""
-        num_shared = 0
-        for sequence in request.live_sequences:
-            if sequence.blocks is not None:
-                request.num_lost_tokens += sequence.num_computed_tokens - num_shared
-                num_shared = request.num_prompt_tokens  # which siblings do not compute again
-                self.kv.free(sequence.blocks)
-                sequence.blocks = None
-                self._released.append(sequence.seq_id)
-            sequence.num_computed_tokens = 0
+    def _roll_back(self, builder: PlanBuilder, mark: Mark) -> None:
+        """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
+        for sequence, growth in reversed(builder.grown[mark.grown :]):
+            assert sequence.blocks is not None
+            self.kv.undo(sequence.blocks, growth)
+        builder.rollback(mark)
+
+    def _preempt(self, builder: PlanBuilder, request: Request) -> None:
+        """Take back all blocks and rows of the request at the end of `_running`; it is swapped out, or recomputes."""
+        self._released += [s.seq_id for s in request.live_sequences if s.blocks is not None]
+        copies = swap_out(request, self.kv, self._prefers_swap)
+        if copies is not None:
+            builder.swap_out += copies
+            self._stats.swap_preemptions_total += 1
+        else:
+            request.num_lost_tokens += computed_tokens(request)
+            for sequence in request.live_sequences:
+                if sequence.blocks is not None:
+                    self.kv.free(sequence.blocks)
+                    sequence.blocks = None
+                sequence.num_computed_tokens = 0
         while self._running and self._running[-1].request is request:
             self._running.pop()
         self._num_unforked -= len(request.unforked)
@@ -347,10 +402,14 @@ class Scheduler:
             self.kv.free(sequence.blocks)
             sequence.blocks = None
             self._released.append(sequence.seq_id)
+        elif sequence.swapped is not None:
+            self.kv.free(sequence.swapped)
+            sequence.swapped = None
         request = sequence.request
         if not any(other.finish_reason is None for other in request.sequences):
             request.status = RequestStatus.FINISHED
             self._waiting.remove(request)
+            stop_waiting(request, self.kv)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
@@ -393,9 +452,12 @@ class Scheduler:
         stats.num_shared_blocks = pool.num_shared
         stats.evictions_total = pool.num_evictions
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
+        stats.num_used_host_blocks = self.kv.host.blocks.num_used
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
+        # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
+        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def _num_empty_slots(self) -> int:
@@ -416,12 +478,21 @@ class Scheduler:
         assert self.kv.num_live_sequences == len(self._running), "the KV cache holds a sequence nobody runs"
         assert len(self._running) + self._num_unforked <= self._max_num_seqs
         assert self._num_unforked == sum(len(r.unforked) for r in self._requests.values())
+        num_swapped = 0
         for request in self._waiting:
-            assert all(s.blocks is None and s.num_computed_tokens == 0 for s in request.live_sequences)
+            for sequence in request.live_sequences:
+                assert sequence.blocks is None
+                assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed, and kept nowhere"
+                if sequence.swapped is not None:
+                    num_swapped += 1
+                    assert sequence.swapped.capacity - self.kv.block_size < sequence.num_computed_tokens
+                    assert sequence.num_computed_tokens <= sequence.swapped.capacity
+        assert self.kv.host.num_sequences == num_swapped, "the host pool holds a sequence that does not wait"
         for sequence in self._running:
             known = len(sequence.token_ids) + sequence.num_pending_tokens
             assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
             assert sequence.blocks is not None
+            assert sequence.swapped is None
             assert sequence.num_computed_tokens <= sequence.blocks.capacity
             waste = sequence.blocks.capacity - sequence.num_computed_tokens
             assert waste < self.kv.block_size, f"{waste} slots reserved and unused"

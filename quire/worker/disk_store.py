@@ -118,7 +118,9 @@ class DiskStore:
                     self._tell(tell)
             if self._directory.num_foreign:
                 num = self._directory.num_foreign
-                self._warnings.once("foreign", f"holds {num} files or folders that are none of ours; they are left alone")
+                self._warnings.once(
+                    "foreign", f"holds {num} files or folders that are none of ours; they are left alone"
+                )
         except OSError as error:
             self._warnings.once("scan", f"cannot be looked through: {error}")
         finally:

@@ -16,6 +16,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
 from quire.executors.interface import Executor
+from quire.kv_cache.layout import block_bytes, group_layers
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
@@ -32,9 +33,12 @@ def make_config(
     windows: tuple[int | None, ...] = (None, None),
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
-    **scheduler: int | None,
+    num_host_blocks: int = 0,
+    **scheduler: int | str | None,
 ) -> EngineConfig:
-    """`scheduler`: fields of SchedulerConfig that differ from SCHEDULER's."""
+    """num_host_blocks: at most; `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig that
+    differ from SCHEDULER's."""
+    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load())
     return EngineConfig(
         model=ModelConfig(
             name="fake",
@@ -59,6 +63,7 @@ def make_config(
             memory_utilization=0.5,
             num_blocks_override=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            swap_space=num_host_blocks * block_bytes(groups, layers_per_group, block_size),
         ),
         scheduler=replace(SCHEDULER, **scheduler),
         load=LoadConfig(load_format="dummy", seed=0),
@@ -148,6 +153,7 @@ class CoreClient:
     def assert_all_free(self) -> None:
         stats = self.core.stats()
         assert stats.num_used_blocks == 0, f"{stats.num_used_blocks} blocks leaked"
+        assert stats.num_used_host_blocks == stats.num_swapped == 0, f"{stats.num_used_host_blocks} host blocks leaked"
         assert stats.num_running == stats.num_waiting == 0
 
 

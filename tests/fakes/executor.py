@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
     NewSequence,
     PromptLogprobs,
@@ -73,7 +74,8 @@ class FakeExecutor:
     windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
     thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
     load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
+    and only make tokens (for benchmarks). record=True: keep every plan in `plans`. costs: what swapping and
+    recomputing are said to take.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class FakeExecutor:
         choose: ChooseToken | None = None,
         verify: bool = True,
         record: bool = False,
+        costs: PreemptionCosts = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5),
     ) -> None:
         self._specs = [_spec(window) for window in windows]
         self._vocab_size = vocab_size
@@ -96,10 +99,12 @@ class FakeExecutor:
         self._choose = choose
         self._verify = verify
         self._record = record
+        self._costs = costs
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
         self._owners: Counter[int] = Counter()
         self._slots: dict[int, list[int | None]] = {}
+        self._host_slots: dict[int, list[int | None]] = {}
         self._layout: KVCacheLayout | None = None
         # Not enforced unless `profile` tells them: a core whose pool has a given size does not profile.
         self._max_num_batched_tokens = self._max_num_seqs = 2**62
@@ -126,6 +131,10 @@ class FakeExecutor:
 
     def allocate(self, layout: KVCacheLayout) -> None:
         self._layout = layout
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        assert self._layout is not None, "allocate() comes first"
+        return self._costs
 
     def describe(self) -> str:
         return "fake executor"
@@ -163,6 +172,7 @@ class FakeExecutor:
             self._disown(self._rows.pop(seq_id))
         for new in plan.new_sequences:
             self._create(new)
+        self._save_to_host(plan.swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
             # What left a window is not read any more, so this very plan may hand it to somebody else.
@@ -170,9 +180,12 @@ class FakeExecutor:
                 for group in range(self._num_groups):
                     self._drop_outside_window(self._row(seq_id), group, start)
         self._update_tables(plan)
+        self._check_swapped_in_are_left_alone(plan)
         result = StepResult(step_id=plan.step_id, token_ids=[])
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             self._compute(seq_id, start, count, result)
+        # The latest moment that the contract allows: who reads one of these blocks before finds something else.
+        self._load_from_host(plan.swap_in)
         for fork in plan.forks:
             self._fork(fork)
         self._sample(plan, result)
@@ -220,6 +233,30 @@ class FakeExecutor:
             self._check_block(source)
             self._check_block(destination)
             self._slots[destination] = list(self._block(source))
+
+    def _save_to_host(self, pairs: list[tuple[int, int]]) -> None:
+        _require(len({host for _, host in pairs}) == len(pairs), f"two blocks are saved into one: {pairs}")
+        for block, host in pairs:
+            self._check_block(block)
+            self._check_host_block(host)
+            self._host_slots[host] = list(self._block(block))
+
+    def _load_from_host(self, pairs: list[tuple[int, int]]) -> None:
+        _require(len({block for _, block in pairs}) == len(pairs), f"two blocks are loaded into one: {pairs}")
+        for host, block in pairs:
+            self._check_block(block)
+            self._check_host_block(host)
+            _require(host in self._host_slots, f"host block {host} was never written")
+            self._slots[block] = list(self._host_slots[host])
+
+    def _check_swapped_in_are_left_alone(self, plan: StepPlan) -> None:
+        """The blocks may arrive at any time until the next plan."""
+        arriving = {block for _, block in plan.swap_in}
+        copied = {block for pair in plan.block_copies for block in pair}
+        _require(not arriving & copied, f"blocks {arriving & copied} are copied while they arrive")
+        for seq_id in plan.seq_ids if arriving else []:
+            used = {block for table in self._row(seq_id).tables for block in table}
+            _require(not arriving & used, f"sequence {seq_id} runs while its blocks {arriving & used} arrive")
 
     def _update_tables(self, plan: StepPlan) -> None:
         for seq_id, groups in plan.new_blocks.items():
@@ -334,6 +371,10 @@ class FakeExecutor:
     def _check_block(self, block_id: int) -> None:
         assert self._layout is not None
         _require(0 < block_id < self._layout.num_blocks, f"block {block_id} is not one of the pool's")
+
+    def _check_host_block(self, block_id: int) -> None:
+        assert self._layout is not None
+        _require(0 < block_id <= self._layout.num_host_blocks, f"host block {block_id} is not one of the pool's")
 
     def _own(self, row: _Row) -> None:
         if self._verify:

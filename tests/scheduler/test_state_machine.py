@@ -44,8 +44,12 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         queue_depth=st.sampled_from([1, 2]),
         enable_prefix_caching=st.booleans(),
+        preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        num_host_blocks=st.sampled_from([3, 20, 200]),
     )
-    def start(self, **options) -> None:  # type: ignore[no-untyped-def]
+    def start(self, num_host_blocks, **options) -> None:  # type: ignore[no-untyped-def]
+        if options["preemption_mode"] != "recompute":
+            options["num_host_blocks"] = num_host_blocks
         self.driver = CoreDriver(make_config(max_model_len=64, **options))
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()

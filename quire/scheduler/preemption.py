@@ -1,0 +1,96 @@
+"""How a preempted request gives up its memory: its KV is thrown away and recomputed, or swapped to the host (§4.5).
+
+Whole requests only: all sequences move together or none. When the host pool has no room for a victim, that victim is
+recomputed, whatever the mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.kv_cache.host_pool import Footprint
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.request import Request, Sequence
+
+
+@dataclass(frozen=True)
+class PreemptionCosts:
+    """What the worker measured. seconds_per_block: to copy one block, all its pages, between device and host.
+    seconds_per_token: to compute one token of a prompt, many at a time."""
+
+    seconds_per_block: float
+    seconds_per_token: float
+
+
+class Choice(Protocol):
+    """Whether to swap a victim rather than to recompute it. Depends on its arguments alone."""
+
+    def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
+        """num_recomputed_tokens: what recomputation would compute, prefix hits that are certain taken off."""
+        ...
+
+
+def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
+    """The rule of a preemption mode. costs: needed by "auto"."""
+    match mode:
+        case "recompute":
+            return lambda _footprint, _num_tokens: False
+        case "swap":
+            return lambda _footprint, _num_tokens: True
+        case "auto":
+            assert costs is not None, "preemption_mode 'auto' compares costs that nobody measured"
+            return Cheaper(costs)
+    raise AssertionError(f"unknown preemption mode {mode!r}")
+
+
+class Cheaper:
+    """Swaps when copying out and back takes less time than computing again."""
+
+    def __init__(self, costs: PreemptionCosts) -> None:
+        self._costs = costs
+
+    def __call__(self, footprint: Footprint, num_recomputed_tokens: int) -> bool:
+        num_copies = footprint.num_blocks_out + footprint.num_blocks_in
+        return num_copies * self._costs.seconds_per_block < num_recomputed_tokens * self._costs.seconds_per_token
+
+
+def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
+    """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when it is
+    to be recomputed: by choice, for want of room, or because there is nothing to save."""
+    sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
+    handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
+    num_computed = [sequence.num_computed_tokens for sequence in sequences]
+    if not any(num_computed):
+        return None
+    footprint = kv.footprint(handles)
+    num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size
+    copies = kv.swap_out(handles, num_computed) if prefers_swap(footprint, num_tokens) else None
+    if copies is not None:
+        for sequence in sequences:
+            sequence.swapped, sequence.blocks = sequence.blocks, None
+    return copies
+
+
+def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[tuple[int, int]]]:
+    """Bring a swapped request back: the sequences that own blocks again, and the copies for the plan."""
+    sequences = [sequence for sequence in request.live_sequences if sequence.swapped is not None]
+    copies = kv.swap_in(swapped_blocks(request))
+    for sequence in sequences:
+        sequence.blocks, sequence.swapped = sequence.swapped, None
+    return sequences, copies
+
+
+def swapped_blocks(request: Request) -> list[SequenceBlocks]:
+    """The handles of those of a request's sequences that are in the host pool; none: it is not swapped."""
+    return [sequence.swapped for sequence in request.live_sequences if sequence.swapped is not None]
+
+
+def computed_tokens(request: Request) -> int:
+    """Tokens that the request would compute again if it lost its blocks: siblings compute the prompt once."""
+    total = num_shared = 0
+    for sequence in request.live_sequences:
+        if sequence.blocks is not None:
+            total += sequence.num_computed_tokens - num_shared
+            num_shared = request.num_prompt_tokens
+    return total
