@@ -121,6 +121,9 @@ class KVCacheManager:
         """Start a sequence that owns the blocks of a hit (`num_cached_tokens` as `match_prefix` returned it)."""
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens)
+            for group, table in enumerate(tables):
+                first = table.count(NULL_BLOCK)
+                self.tiers.reuse(group, chain.hashes[first + 1 : len(table) + 1])
         else:
             tables = [[] for _ in self._rules]
         for table in tables:

@@ -97,18 +97,18 @@ class LowerTiers(Protocol):
         ...
 
     @property
-    def is_loading(self) -> bool:
-        """Whether a request waits for blocks from disk."""
-        ...
-
-    @property
     def has_backlog(self) -> bool:
         """Whether there are copies to order although nothing may be computed."""
         ...
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether the next orders have to wait for the end of a transfer."""
+    def must_wait(self) -> bool:
+        """Whether a request, or the next order, waits for a transfer to end (or, at the start, for the first report)."""
+        ...
+
+    @property
+    def num_busy(self) -> int:
+        """Host blocks that a transfer, or a request that waits, has a share of."""
         ...
 
     @property
@@ -124,6 +124,10 @@ class LowerTiers(Protocol):
 
     def offer(self, key: BlockKey) -> None:
         """The device's prefix index took a block in: it may be copied."""
+        ...
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        """These were hit on the device: what the disk dropped meanwhile, not having seen them used, is worth keeping."""
         ...
 
     def bring(self, key: BlockKey, block: int) -> None:
@@ -167,8 +171,8 @@ class NoTiers:
     num_disk_blocks = 0
     has_content = False
     has_backlog = False
-    is_loading = False
-    is_blocked = False
+    must_wait = False
+    num_busy = 0
     num_loadable = 0
 
     def find(self, key: BlockKey) -> int | None:
@@ -179,6 +183,9 @@ class NoTiers:
 
     def offer(self, key: BlockKey) -> None:
         """Nobody takes it."""
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        """Nobody takes them."""
 
     def bring(self, key: BlockKey, block: int) -> None:
         raise AssertionError("nothing was found")
@@ -227,6 +234,7 @@ class OffloadTiers:
         """Host blocks that were loaded, and with what."""
         self._bringing: list[tuple[int, int]] = []
         self._was_reset = False
+        self._is_scanning = True
         self.counters = TierCounters()
         self._max_storing = max(1, host.num_usable // STORING_SHARE)
         self._max_loading = max(1, host.num_usable // LOADING_SHARE)
@@ -240,24 +248,24 @@ class OffloadTiers:
         return len(self._disk)
 
     @property
-    def is_loading(self) -> bool:
-        return any(fetch.is_pending for fetch in self._fetches)
-
-    @property
     def has_backlog(self) -> bool:
         # Where swapped requests hold all of the host there is nothing to order, nor to wait for.
         return bool(self._backlog) and (bool(self._storing) or self._host.num_allocatable > 0)
 
     @property
-    def is_blocked(self) -> bool:
+    def must_wait(self) -> bool:
+        if self._is_scanning or any(fetch.is_pending for fetch in self._fetches):
+            return True
         is_full = len(self._storing) >= self._max_storing or not self._host.num_allocatable
         return bool(self._backlog and self._storing) and is_full
 
     @property
+    def num_busy(self) -> int:
+        return len(self._wanted_blocks().union(self._storing))
+
+    @property
     def num_loadable(self) -> int:
-        held = len(self._loading) + len(
-            {block for fetch in self._fetches for block in fetch.held} - self._loading.keys()
-        )
+        held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
 
@@ -276,6 +284,10 @@ class OffloadTiers:
             self._backlog[key] = None
             if len(self._backlog) > MAX_BACKLOG:
                 del self._backlog[next(iter(self._backlog))]
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            self.offer((group, block_hash))
 
     def bring(self, key: BlockKey, block: int) -> None:
         source = self.find(key)
@@ -362,11 +374,8 @@ class OffloadTiers:
 
     def update(self, report: DiskReport) -> None:
         self._count(report)
+        self._is_scanning = report.is_scanning
         self._disk.remove(report.gone)
-        for key in report.gone:
-            # What is in use on the device is worth keeping, however long ago it was stored.
-            if key[0] < len(self._device) and self._device[key[0]].find(key[1]) is not None:
-                self.offer(key)
         for block in report.failed:
             self._disk.remove([self._loading[block]])
             self._end_load(block)
@@ -390,6 +399,9 @@ class OffloadTiers:
                 fetch.held.remove(block)
                 self._host.release(block)
         self._host.release(block)
+
+    def _wanted_blocks(self) -> set[int]:
+        return {block for fetch in self._fetches for block in fetch.held}.union(self._loading)
 
     def _count(self, report: DiskReport) -> None:
         counters = self.counters

@@ -34,6 +34,14 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "Times that a request waited for a running one to compute the prefix they share.",
     ),
     "prefix_cache_evictions": ("evictions_total", "Cached blocks given up for a new owner."),
+    "host_cache_hit_blocks": ("host_cache_hit_blocks_total", "KV blocks of prefix hits that came from host memory."),
+    "disk_cache_hit_blocks": ("disk_cache_hit_blocks_total", "KV blocks of prefix hits that came from disk."),
+    "offload_stored_blocks": ("offload_stored_blocks_total", "KV blocks written to disk."),
+    "offload_stored_bytes": ("offload_stored_bytes_total", "Bytes of KV blocks written to disk."),
+    "offload_store_failures": ("offload_store_failures_total", "KV blocks that could not be written to disk."),
+    "offload_loaded_blocks": ("offload_loaded_blocks_total", "KV blocks read from disk."),
+    "offload_loaded_bytes": ("offload_loaded_bytes_total", "Bytes of KV blocks read from disk."),
+    "offload_load_failures": ("offload_load_failures_total", "KV blocks gone from disk, damaged or unreadable."),
     "engine_steps": ("steps_total", "Steps of the engine."),
     "recomputed_tokens": ("recomputed_tokens_total", "Tokens computed again after a preemption."),
     "copied_blocks": ("copied_blocks_total", "Blocks copied on write."),
@@ -46,6 +54,8 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_preempted": ("num_preempted", "Requests that wait after a preemption."),
     "kv_blocks_used": ("num_used_blocks", "KV blocks that a running sequence refers to."),
     "kv_blocks_cached": ("num_cached_blocks", "Free KV blocks whose content a prefix can still hit."),
+    "offload_blocks": ("num_offloaded_blocks", "KV blocks on disk that this engine can use."),
+    "offload_bytes": ("offload_bytes", "Bytes in kv_offload_dir, those of other models and engines included."),
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),
 }
 

@@ -145,8 +145,8 @@ class Scheduler:
         tiers = self.kv.tiers
         self.kv.loader.let_go()
         builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
-        if builder.is_idle and not self._in_flight:
-            builder.awaits_disk = tiers.is_loading or tiers.is_blocked
+        if builder.is_idle and not builder.transfers.swap_in and not self._in_flight:
+            builder.awaits_disk = tiers.must_wait
         if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
@@ -452,13 +452,28 @@ class Scheduler:
         stats.num_shared_blocks = pool.num_shared
         stats.evictions_total = pool.num_evictions
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
-        stats.num_used_host_blocks = self.kv.host.blocks.num_used
+        stats.num_used_host_blocks = self.kv.host.blocks.num_used - self.kv.tiers.num_busy
+        self._describe_tiers(stats)
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
         # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
         stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
+
+    def _describe_tiers(self, stats: EngineStats) -> None:
+        tiers = self.kv.tiers
+        counters = tiers.counters
+        stats.num_offloaded_blocks = tiers.num_disk_blocks
+        stats.offload_bytes = counters.num_bytes
+        stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
+        stats.disk_cache_hit_blocks_total = counters.num_disk_hits
+        stats.offload_stored_blocks_total = counters.num_stored
+        stats.offload_stored_bytes_total = counters.num_stored * self.kv.block_bytes
+        stats.offload_store_failures_total = counters.num_store_failures
+        stats.offload_loaded_blocks_total = counters.num_loaded
+        stats.offload_loaded_bytes_total = counters.num_loaded * self.kv.block_bytes
+        stats.offload_load_failures_total = counters.num_load_failures
 
     def _num_empty_slots(self) -> int:
         """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they

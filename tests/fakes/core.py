@@ -34,6 +34,7 @@ def make_config(
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
     num_host_blocks: int = 0,
+    offload: bool = False,
     **scheduler: int | str | None,
 ) -> EngineConfig:
     """num_host_blocks: at most; `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig that
@@ -64,6 +65,7 @@ def make_config(
             num_blocks_override=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             swap_space=num_host_blocks * block_bytes(groups, layers_per_group, block_size),
+            offload_dir=Path("fake") if offload else None,
         ),
         scheduler=replace(SCHEDULER, **scheduler),
         load=LoadConfig(load_format="dummy", seed=0),

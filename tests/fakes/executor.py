@@ -28,6 +28,7 @@ from quire.step import (
     StepResult,
     TokenLogprobs,
 )
+from tests.fakes.disk import FakeDisk
 
 _MASK = 2**63 - 1
 _GREEDY_SEED = 0x5EED
@@ -89,6 +90,7 @@ class FakeExecutor:
         choose: ChooseToken | None = None,
         verify: bool = True,
         record: bool = False,
+        disk: FakeDisk | None = None,
         costs: PreemptionCosts = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5),
     ) -> None:
         self._specs = [_spec(window) for window in windows]
@@ -99,6 +101,7 @@ class FakeExecutor:
         self._choose = choose
         self._verify = verify
         self._record = record
+        self._disk = disk
         self._costs = costs
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
@@ -189,6 +192,10 @@ class FakeExecutor:
         for fork in plan.forks:
             self._fork(fork)
         self._sample(plan, result)
+        if self._disk is not None:
+            result.disk = self._disk.run(plan, self._host_slots)
+        else:
+            _require(not plan.awaits_disk, "the plan waits for a disk that is not there")
         return result
 
     def _check_shape(self, plan: StepPlan) -> None:
