@@ -177,6 +177,16 @@ void bind_attention(nb::module_& module) {
         copies.run(pool, pages, block_bytes);
       },
       "pool"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "pairs"_a, "num_pairs"_a);
+  module.def(
+      "move_blocks",
+      [](const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& destinations, int64_t block_bytes,
+         int64_t num_source_blocks, int64_t num_destination_blocks, uintptr_t pairs, int64_t num_pairs) {
+        nb::gil_scoped_release released;
+        move_blocks(sources, destinations, block_bytes, num_source_blocks, num_destination_blocks,
+                    reinterpret_cast<const int64_t*>(pairs), num_pairs);
+      },
+      "sources"_a, "destinations"_a, "block_bytes"_a, "num_source_blocks"_a, "num_destination_blocks"_a, "pairs"_a,
+      "num_pairs"_a);
 }
 
 }  // namespace quire

@@ -13,6 +13,11 @@ namespace {
 constexpr int64_t kPiece = 64 << 10;
 static_assert(kPiece <= static_cast<int64_t>(kThreadScratch));
 
+void check_block(int64_t block, int64_t num_blocks) {
+  if (block < 0 || block >= num_blocks)
+    throw std::invalid_argument("block " + std::to_string(block) + " is not one of " + std::to_string(num_blocks));
+}
+
 }  // namespace
 
 BlockCopies::BlockCopies(const int64_t* pairs, int64_t num_pairs, int64_t num_blocks) {
@@ -20,9 +25,7 @@ BlockCopies::BlockCopies(const int64_t* pairs, int64_t num_pairs, int64_t num_bl
   std::unordered_map<int64_t, int64_t> readers;    // copies to come that read a block
   for (int64_t i = 0; i < num_pairs; ++i) {
     const int64_t source = pairs[2 * i], destination = pairs[2 * i + 1];
-    for (int64_t block : {source, destination})
-      if (block < 0 || block >= num_blocks)
-        throw std::invalid_argument("block " + std::to_string(block) + " is not one of " + std::to_string(num_blocks));
+    for (int64_t block : {source, destination}) check_block(block, num_blocks);
     if (!source_of.emplace(destination, source).second)
       throw std::invalid_argument("block " + std::to_string(destination) + " is written twice");
     if (source == destination) continue;
@@ -80,6 +83,22 @@ void BlockCopies::run(Pool& pool, const std::vector<uintptr_t>& pages, int64_t b
         }
       },
       &work);
+}
+
+void move_blocks(const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& destinations, int64_t block_bytes,
+                 int64_t num_source_blocks, int64_t num_destination_blocks, const int64_t* pairs, int64_t num_pairs) {
+  if (sources.size() != destinations.size()) throw std::invalid_argument("as many pages on either side are expected");
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    check_block(pairs[2 * i], num_source_blocks);
+    check_block(pairs[2 * i + 1], num_destination_blocks);
+  }
+  for (std::size_t page = 0; page < sources.size(); ++page) {
+    const auto* from = reinterpret_cast<const std::byte*>(sources[page]);
+    auto* to = reinterpret_cast<std::byte*>(destinations[page]);
+    for (int64_t i = 0; i < num_pairs; ++i)
+      std::memcpy(to + pairs[2 * i + 1] * block_bytes, from + pairs[2 * i] * block_bytes,
+                  static_cast<std::size_t>(block_bytes));
+  }
 }
 
 }  // namespace quire

@@ -27,4 +27,11 @@ class BlockCopies {
   std::vector<Copy> copies_;
 };
 
+// Copies blocks of block_bytes from each of `sources` to the page at the same place of `destinations`, which is other
+// memory: one after the other, on the calling thread, so that the pool's threads stay with the model meanwhile.
+// pairs: [num_pairs][2], source and destination. Throws std::invalid_argument, before it copies, for a block that does
+// not exist and for lists of different length.
+void move_blocks(const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& destinations, int64_t block_bytes,
+                 int64_t num_source_blocks, int64_t num_destination_blocks, const int64_t* pairs, int64_t num_pairs);
+
 }  // namespace quire

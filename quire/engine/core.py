@@ -101,9 +101,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(
-            self._in_flight or self._refusals or self.scheduler.has_requests or self.scheduler.has_transfers
-        )
+        return bool(self._in_flight or self._refusals or self.scheduler.has_requests or self.scheduler.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a refused request by the next `step`."""

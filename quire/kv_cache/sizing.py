@@ -1,4 +1,4 @@
-"""How many blocks the pools get. Pure arithmetic: the worker measures, this decides, the layout carries the result."""
+"""How many blocks the pools get. Arithmetic: the worker measures, this decides, the layout carries the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from quire.config.cache import CacheConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, KVGroup, block_bytes
 from quire.utils.sizes import format_bytes
-
 
 DEFAULT_SWAP_SPACE = 4 * 2**30
 DEFAULT_SWAP_SHARE = 0.5
@@ -45,12 +44,13 @@ def size_pool(
 ) -> KVCacheLayout:
     """Choose the numbers of blocks and return the layout.
 
-    `num_blocks_override`, `kv_cache_memory` and `swap_space` are obeyed, and need no `profile`. Otherwise the pool takes
-    `memory_utilization` of what is available less the activations and the swap space, and the swap space is
-    DEFAULT_SWAP_SPACE, but at most DEFAULT_SWAP_SHARE of what is free; neither is ever larger than `max_num_seqs`
-    sequences of full length can use (while preempted requests wait nobody new starts, so that is also what can be
-    swapped out at once). Raises InsufficientMemoryError, with the arithmetic, when not even one block fits; a pool
-    that is smaller than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
+    `num_blocks_override`, `kv_cache_memory` and `swap_space` are obeyed, and need no `profile`. Otherwise the pool
+    takes `memory_utilization` of what is available less the activations and the swap space, and the swap space is
+    DEFAULT_SWAP_SPACE, but at most DEFAULT_SWAP_SHARE of what is free. Neither is more than `max_num_seqs` sequences
+    of full length can use (nobody new starts while preempted requests wait: no more are swapped out at once).
+
+    Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
+    than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
     bytes_per_block = block_bytes(groups, layers_per_group, cache.block_size)
     most_useful = len(groups) * max_num_seqs * -(-max_model_len // cache.block_size)
@@ -99,7 +99,7 @@ def _num_host_blocks(cache: CacheConfig, free: int, bytes_per_block: int, most_u
         rule = f"{DEFAULT_SWAP_SHARE:g} of {format_bytes(max(free, 0))} that are free"
     if budget < bytes_per_block:
         raise InsufficientMemoryError(
-            f"no memory to swap to: {rule} = {format_bytes(max(budget, 0))}, and one block of {cache.block_size} tokens "
-            f"takes {format_bytes(bytes_per_block)}"
+            f"no memory to swap to: {rule} = {format_bytes(max(budget, 0))}, and one block of "
+            f"{cache.block_size} tokens takes {format_bytes(bytes_per_block)}"
         )
     return min(budget // bytes_per_block, most_useful)

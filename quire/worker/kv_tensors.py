@@ -1,4 +1,4 @@
-"""The pool's memory: one tensor per page of a block."""
+"""The pools' memory: one tensor per page of a block, on the device and, for swapped requests, on the host."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
     On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, so a
     pool that is larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
     """
-    spec = layout.groups[0].spec
-    page_bytes = spec.page_bytes(layout.block_size)
-    size = layout.num_blocks * page_bytes
+    return _reserve(layout, layout.num_blocks, "the KV cache", "kv_cache_memory")
+
+
+def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
+    """The same for the host pool, of `num_host_blocks` blocks and an unused block 0."""
+    return _reserve(layout, layout.num_host_blocks + 1, "swapped requests", "swap_space")
+
+
+def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) -> list[torch.Tensor]:
+    page_bytes = layout.groups[0].spec.page_bytes(layout.block_size)
     try:
-        return [allocate(size).view(layout.num_blocks, page_bytes) for _ in range(layout.layers_per_group)]
+        return [allocate(num_blocks * page_bytes).view(num_blocks, page_bytes) for _ in range(layout.layers_per_group)]
     except InsufficientMemoryError:
-        total = format_bytes(layout.layers_per_group * layout.num_blocks * page_bytes)
+        total = format_bytes(layout.layers_per_group * num_blocks * page_bytes)
         raise InsufficientMemoryError(
-            f"the system refuses to reserve {total} for the KV cache ({layout.num_blocks} blocks); "
-            "set kv_cache_memory to less"
+            f"the system refuses to reserve {total} for {purpose} ({num_blocks} blocks); set {option} to less"
         ) from None
 
 

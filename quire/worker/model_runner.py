@@ -18,6 +18,7 @@ from quire.step import PromptLogprobs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_copy import BlockCopier
+from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.request_rows import RequestRows
 
@@ -37,6 +38,7 @@ class ModelRunner:
         model: CausalLM,
         backend: AttentionBackend,
         copy_blocks: BlockCopier,
+        transfers: BlockTransfers,
         requests: RequestRows,
         tables: BlockTables,
         chooser: Chooser,
@@ -45,6 +47,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._copy_blocks = copy_blocks
+        self._transfers = transfers
         self._requests = requests
         self._tables = tables
         self._sampler = Sampler(requests.sampling, chooser)
@@ -52,6 +55,7 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Raises QuireError, naming the sequences, when the model computes NaN or infinite logits."""
+        self._transfers.wait()
         self._update_rows(plan)
         if not plan.seq_ids:
             self._create_forks(plan, {})
@@ -59,6 +63,8 @@ class ModelRunner:
         requests = self._requests
         rows = requests.rows_of(plan.seq_ids)
         batch = build_input_batch(rows, plan.start_positions, plan.num_tokens, requests, self._tables)
+        if plan.swap_out and self._transfers.is_reading(written_blocks(batch, self._tables.block_size)):
+            self._transfers.wait()
         hidden = self._model.forward(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         if plan.forks:
             ends = zip(plan.sample_seq_ids, batch.ends[plan.sample_from].tolist(), strict=True)
@@ -79,7 +85,10 @@ class ModelRunner:
         for new in plan.new_sequences:
             row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
+        self._transfers.start(plan.swap_out, plan.swap_in)
         if plan.block_copies:
+            if self._transfers.is_reading(destination for _, destination in plan.block_copies):
+                self._transfers.wait()
             self._copy_blocks(plan.block_copies)
         for seq_id, block_ids in plan.new_blocks.items():
             tables.append(requests.row_of(seq_id), block_ids)
@@ -122,6 +131,13 @@ class ModelRunner:
         except NonFiniteLogitsError as error:
             raise _name_sequences(error, plan.seq_ids) from error
         return {plan.seq_ids[index]: entries for index, entries in found.items()}
+
+
+def written_blocks(batch: InputBatch, block_size: int) -> list[int]:
+    """The blocks that the model writes keys and values to in this step, of all KV groups."""
+    slots = np.concatenate([slots.numpy() for slots in batch.attention.slot_mapping])
+    blocks: list[int] = np.unique(slots // block_size).tolist()
+    return blocks
 
 
 def _name_sequences(error: NonFiniteLogitsError, seq_ids: Sequence[int]) -> QuireError:

@@ -1,4 +1,4 @@
-"""The profiling pass: one step with dummy data, before the KV cache exists."""
+"""The profiling pass: one step with dummy data, before the KV cache exists, for its memory or for its time."""
 
 from __future__ import annotations
 
@@ -49,20 +49,12 @@ def measure_activations(
     """
     num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
     longest = min(num_tokens, config.max_model_len)
-    groups, layers_per_group = group_layers(model.kv_specs())
-    num_blocks = 1 + -(-longest // block_size)
-    layout = KVCacheLayout(block_size, num_blocks, groups, layers_per_group)
-    pages = allocate_pages(layout)
-    for page in pages:
-        page.zero_()  # touched now, so that the scratch pool is not counted as activations
-    backend = make_backend(layout, pages)
-    batch = dummy_attention_batch(layout, num_tokens, longest)
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    forward_pass = dummy_pass(model, make_backend, block_size, num_tokens, longest)
     hidden = torch.zeros(0)
 
     def forward() -> None:
         nonlocal hidden
-        hidden = model.forward(token_ids, batch.positions, backend.plan(batch))
+        hidden = forward_pass()
 
     def sample() -> None:
         _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)), runtime)
@@ -71,6 +63,22 @@ def measure_activations(
     if forward_peak is None or sample_peak is None:
         return estimate_activations(config, max_num_batched_tokens, max_num_seqs)
     return forward_peak * -(-max_num_batched_tokens // num_tokens) + sample_peak
+
+
+def dummy_pass(
+    model: CausalLM, make_backend: BackendFactory, block_size: int, num_tokens: int, longest: int
+) -> Callable[[], torch.Tensor]:
+    """A forward pass over `num_tokens` in sequences of `longest`, with a small pool of its own; returns the hidden
+    states."""
+    groups, layers_per_group = group_layers(model.kv_specs())
+    layout = KVCacheLayout(block_size, 1 + -(-longest // block_size), groups, layers_per_group)
+    pages = allocate_pages(layout)
+    for page in pages:
+        page.zero_()  # touched now, so that the scratch pool is not counted as activations
+    backend = make_backend(layout, pages)
+    batch = dummy_attention_batch(layout, num_tokens, longest)
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
 
 
 def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) -> AttentionBatch:

@@ -22,13 +22,16 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.sampling.chooser import make_chooser
+from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_copy import block_copier
-from quire.worker.kv_tensors import allocate_pages, typed_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
+from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, block_mover
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory import available_memory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.profile import measure_activations
 from quire.worker.request_rows import RequestRows
 
@@ -68,9 +71,12 @@ class Worker:
         self._load_config = config.load
         self._device_config = config.device
         self._max_num_seqs = config.scheduler.max_num_seqs
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._runtime = _native_runtime(config.device)
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._layout: KVCacheLayout | None = None
+        self._transfers: BlockTransfers = NoTransfers()
         self._failed = False
 
     @_computes
@@ -103,19 +109,36 @@ class Worker:
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pool's tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
+        self._layout = layout
+        if layout.num_host_blocks:
+            self._transfers = ThreadTransfers(pages, allocate_host_pages(layout), block_mover(self._runtime))
         max_model_len = self._model_config.max_model_len
         requests = RequestRows(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
             model=self._model,
             backend=self._make_backend(layout, pages),
             copy_blocks=block_copier(pages, self._runtime),
+            transfers=self._transfers,
             requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
             chooser=make_chooser(requests.sampling, self._runtime),
             vocab_size=self._model_config.vocab_size,
+        )
+
+    @_computes
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
+        assert self._model is not None, "load comes first"
+        assert self._layout is not None, "allocate comes first"
+        longest, block_size = self._model_config.max_model_len, self._cache_config.block_size
+        return PreemptionCosts(
+            seconds_per_block=time_copies(self._transfers, self._layout),
+            seconds_per_token=time_prompt(
+                self._model, self._make_backend, block_size, self._max_num_batched_tokens, longest
+            ),
         )
 
     def describe(self) -> str:

@@ -37,8 +37,8 @@ def make_config(
     offload: bool = False,
     **scheduler: int | str | None,
 ) -> EngineConfig:
-    """num_host_blocks: at most; `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig that
-    differ from SCHEDULER's."""
+    """num_host_blocks: at most, for `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig
+    that differ from SCHEDULER's."""
     groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load())
     return EngineConfig(
         model=ModelConfig(

@@ -62,7 +62,9 @@ class FakeDisk:
         for block, (_, key, content) in self._storing.items():
             assert host.get(block) == content, f"host block {block} changed while it was stored as {key}"
         used = {host_block for _, host_block in plan.swap_out} | {host_block for host_block, _ in plan.swap_in}
-        assert not used & self._loading.keys(), f"host blocks {used & self._loading.keys()} are used while they are loaded"
+        assert not used & self._loading.keys(), (
+            f"host blocks {used & self._loading.keys()} are used while they are loaded"
+        )
 
     def _finish(self, host: dict[int, Slots]) -> None:
         report = self._report or DiskReport()

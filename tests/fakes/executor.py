@@ -33,6 +33,8 @@ from tests.fakes.disk import FakeDisk
 _MASK = 2**63 - 1
 _GREEDY_SEED = 0x5EED
 
+COSTS = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
+
 ChooseToken = Callable[[SequenceSampling, int, list[int]], int]
 """(sampling, number of tokens generated before, all tokens so far) -> the next token."""
 
@@ -91,7 +93,7 @@ class FakeExecutor:
         verify: bool = True,
         record: bool = False,
         disk: FakeDisk | None = None,
-        costs: PreemptionCosts = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5),
+        costs: PreemptionCosts = COSTS,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
         self._vocab_size = vocab_size

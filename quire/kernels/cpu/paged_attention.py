@@ -107,6 +107,33 @@ def copy_blocks(
     _native.copy_blocks(pool, addresses, page_block_bytes, num_blocks, pairs.data_ptr(), len(copies))
 
 
+def move_blocks(
+    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy block `source` of each page to block `destination` of the page at the same place, which is other memory.
+    One thread, without the interpreter's lock.
+
+    sources, destinations: contiguous uint8 [num_blocks, block bytes], of equal block bytes. Raises ValueError for other
+    pages and for blocks that do not exist.
+    """
+    if not pairs:
+        return
+    (num_sources, block_bytes), num_destinations = sources[0].shape, len(destinations[0])
+    for pages, num_blocks in ((sources, num_sources), (destinations, num_destinations)):
+        for page in pages:
+            _check(page, torch.uint8, (num_blocks, block_bytes), "page")
+    table = torch.tensor(pairs, dtype=torch.int64)
+    _native.move_blocks(
+        [page.data_ptr() for page in sources],
+        [page.data_ptr() for page in destinations],
+        block_bytes,
+        num_sources,
+        num_destinations,
+        table.data_ptr(),
+        len(pairs),
+    )
+
+
 def _check(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         raise ValueError(f"{name}: {dtype} {list(shape)} expected, got {tensor.dtype} {list(tensor.shape)}")

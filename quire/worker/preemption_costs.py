@@ -1,0 +1,50 @@
+"""What swapping and recomputing take on this machine: timed once, before the first request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from quire.kv_cache.layout import KVCacheLayout
+from quire.models.interface import CausalLM
+from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.profile import PROFILED_TOKENS, BackendFactory, dummy_pass
+
+COPIED_BYTES = 16 * 2**20
+"""Copied each way: more than the caches hold of it, little beside the pools, whose memory this touches."""
+NUM_REPEATS = 3
+"""The fastest counts, and the first brings memory and caches into the state of a running engine."""
+
+
+def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
+    """Seconds for one block to the host or back, all its pages. Overwrites blocks of both pools with zeros."""
+    num_blocks = min(layout.num_usable_blocks, layout.num_host_blocks, max(1, COPIED_BYTES // layout.block_bytes))
+    pairs = [(block, block) for block in range(1, num_blocks + 1)]
+
+    def copy() -> None:
+        transfers.start(pairs, pairs)
+        transfers.wait()
+
+    return _fastest(copy) / (2 * num_blocks)
+
+
+def time_prompt(
+    model: CausalLM, make_backend: BackendFactory, block_size: int, max_num_batched_tokens: int, longest: int
+) -> float:
+    """Seconds for one token of a prompt that is computed many tokens at a time.
+
+    The forward pass alone, over short sequences: what attention costs on top, far behind in a long one, is not seen.
+    """
+    num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
+    forward = dummy_pass(model, make_backend, block_size, num_tokens, min(num_tokens, longest))
+    return _fastest(forward) / num_tokens
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of NUM_REPEATS runs."""
+    seconds = []
+    for _ in range(NUM_REPEATS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
