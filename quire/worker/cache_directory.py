@@ -15,6 +15,7 @@ import fcntl
 import heapq
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,21 @@ LOCK = "lock"
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _BLOCK = re.compile(r"([0-9a-f]{64})-([0-9]{1,4})")
 _NEW = ".new-"
+
+
+def require_writable(directory: Path) -> None:
+    """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that is not possible."""
+    probe = directory / f"{_NEW}probe-{os.getpid()}-{threading.get_ident()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.touch(mode=0o600)
+        probe.unlink()
+        if (directory / LOCK).exists():
+            _Lock(directory / LOCK).close()
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload_dir: nothing can be stored in {directory}: {error.strerror or error}", param="kv_offload_dir"
+        ) from None
 
 
 class StoredBlock(NamedTuple):
@@ -56,17 +72,8 @@ class CacheDirectory:
         """Files, found by the last look, that are none of ours."""
         self._written = 0
         self._number = 0
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.own.mkdir(mode=0o700, exist_ok=True)
-            probe = self.new_path()
-            probe.touch(mode=0o600, exist_ok=False)
-            probe.unlink()
-            _Lock(path / LOCK).close()
-        except OSError as error:
-            raise ConfigError(
-                f"kv_offload_dir: nothing can be stored in {path}: {error.strerror or error}", param="kv_offload_dir"
-            ) from None
+        require_writable(path)
+        require_writable(self.own)
 
     def path_of(self, key: BlockKey) -> Path:
         group, block_hash = key

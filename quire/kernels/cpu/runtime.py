@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 
@@ -16,6 +18,11 @@ class NativeRuntime:
         except ValueError as error:
             raise ConfigError(f"QUIRE_CPU_ISA: {error}") from None
         self.pool = _native.Pool(num_threads, pin=True)
+
+    @property
+    def binary(self) -> Path:
+        """The extension module."""
+        return Path(_native.__file__)
 
     def __repr__(self) -> str:
         return f"native kernels for {self.isa}, {self.pool.threads} threads"
