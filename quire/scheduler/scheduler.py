@@ -243,12 +243,15 @@ class Scheduler:
         """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
 
         One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
-        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py).
+        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py), unless it was preempted: while such a one waits nobody
+        new starts.
         """
         passed = PassedOver(self.kv)
         prefetcher = Prefetcher(self.kv, passed, now)
         started = []
         for request in self._waiting:
+            if passed.has_preempted:
+                break
             sequences = request.live_sequences
             rows = len(self._running) + self._num_unforked + passed.num_rows + len(sequences)
             if builder.budget <= 0 or rows > self._max_num_seqs:

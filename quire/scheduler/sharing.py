@@ -7,8 +7,9 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
   sequence advances; if it is aborted or preempted instead, the wait is over, and the first request that waited computes
   the rest itself.
 - A step is never empty because of it: the sequence that is waited for is in this step's plan, or in one in flight.
-- Whoever passes it takes nothing that it needs. Rows and blocks for the whole request are set aside, and only a prompt
-  that fits into what is left of the step may pass, which takes one token a step afterwards.
+- Nobody passes a request that was preempted. Whoever passes another one takes nothing that it needs: rows and blocks for
+  the whole request are set aside, and only a prompt that fits into what is left of the step may pass, which takes one
+  token a step afterwards.
 - After the wait it is first again. It may have to wait once more, if by then a sequence computes further blocks that it
   shares; but each leaves it fewer to wait for (docs/decisions/0005-sharing-in-flight.md).
 """
@@ -16,7 +17,7 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
 from __future__ import annotations
 
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Request, Wait
+from quire.request import Request, RequestStatus, Wait
 
 MIN_SHARED_BLOCKS = 2
 """To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
@@ -29,6 +30,8 @@ class PassedOver:
         self._kv = kv
         self.num_rows = 0
         self.num_blocks = 0
+        self.has_preempted = False
+        """One of them ran before: then nobody passes."""
 
     def __bool__(self) -> bool:
         return self.num_rows > 0
@@ -59,5 +62,6 @@ class PassedOver:
 
     def claim(self, request: Request, num_blocks: int) -> None:
         """A request waits: its rows and so many blocks are set aside."""
+        self.has_preempted |= request.status is RequestStatus.PREEMPTED
         self.num_rows += len(request.live_sequences)
         self.num_blocks += num_blocks
