@@ -2,11 +2,11 @@
 
     python benchmarks/kv_offload.py [--model M] [--dtype bfloat16] [--directory DIR] [--repeats 5] [--json FILE]
 
-First the store alone: blocks of several sizes are written and read back (from the page cache, as after a restart of the
-engine; --drop-cache asks the system to forget them first, as after a restart of the machine), and checksums alone, which bound
-both. Then an engine: prompts of growing length are computed, loaded from disk by a fresh engine, and brought from its host memory; each
-time is that of the first token, the order of the three changes from round to round, and what is told is the median of the
-ratios to computing.
+First the store alone: blocks of several sizes are written and read back (from the page cache, as after a restart of
+the engine; --drop-cache asks the system to forget them first, as after a restart of the machine), and checksums alone,
+which bound both. Then an engine: prompts of growing length are computed, and loaded from disk by a fresh engine; each
+time is that of the first token, the order of the two changes from round to round, and the ratio is the median of the
+ratios of pairs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def time_store(directory: Path, block_bytes: int, *, drop: bool) -> dict[str, fl
             store.wait(1.0)
             report = store.take_report()
             if report is not None:
-                assert not report.failed and not report.num_store_failures
+                assert not report.failed
+                assert not report.num_store_failures
                 done += sum(len(getattr(report, name)) for name in names)
         return total / (time.perf_counter() - began)
 
@@ -100,15 +101,14 @@ def _drop_from_page_cache(directory: Path) -> None:
 
 
 def time_engine(directory: Path, model: str, dtype: str, repeats: int) -> list[dict[str, Any]]:
-    """For each length: seconds to the first token computed, and the ratios to it of loading from disk and from the host."""
+    """For each length: seconds to the first token, computed and with the prompt's blocks from disk."""
     engine = {"dtype": dtype, "kv_cache_memory": "1GiB", "swap_space": "1GiB", "skip_tokenizer_init": True}
     tiers = {**engine, "kv_offload_dir": directory, "kv_offload_size": "4GiB"}
     chance = random.Random(0)
     with LLM(model, **engine | {"swap_space": None}) as plain:
-        lengths = [length for length in LENGTHS if length + 2 < plain.max_model_len]
         prompts = {
             (length, turn): [chance.randrange(3, 250) for _ in range(length + 1)]
-            for length in lengths
+            for length in LENGTHS
             for turn in range(repeats)
         }
         with LLM(model, **tiers) as writer:
@@ -120,7 +120,7 @@ def time_engine(directory: Path, model: str, dtype: str, repeats: int) -> list[d
         with LLM(model, **tiers) as reader:
             for llm in (plain, reader):
                 first_token(llm, warm_up)
-            for length in lengths:
+            for length in LENGTHS:
                 seconds: dict[str, list[float]] = {"computed": [], "disk": []}
                 for turn in range(repeats):
                     prompt = prompts[length, turn]
@@ -137,6 +137,7 @@ def time_engine(directory: Path, model: str, dtype: str, repeats: int) -> list[d
                         "disk": statistics.median(seconds["disk"]),
                         "ratio": statistics.median(ratios),
                         "disk_hit_blocks": hits["disk_cache_hit_blocks_total"],
+                        "load_failures": hits["offload_load_failures_total"],
                     }
                 )
     return rows

@@ -13,9 +13,9 @@ Order of effects of one plan: drop `released` rows; create `new_sequences`; run 
 Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
 this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
 `swap_in` fills is neither read nor written by this plan's copies and model: its sequences get their rows, and run from
-the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy what is
-cached: of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there touches host
-memory only.
+the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy what is cached:
+of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there touches host
+memory only: loads begin with the plan, stores behind its swapping.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from pathlib import Path
 class CacheConfig:
     """block_size: tokens per block. memory: bytes for the pool, or None to size it from what is free after the
     profiling pass (times `memory_utilization`). num_blocks_override: exactly this many blocks, whatever they cost.
-    swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from what is free.
+    swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from what is
+    free.
     offload_dir: where cached blocks are kept on disk, None: nowhere; offload_size: bytes that the directory may hold.
     """
 

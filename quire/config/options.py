@@ -78,7 +78,7 @@ HELP: dict[str, str] = {
     "num_blocks_override": "exactly this many KV blocks",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",
-    "swap_space": "host memory for swapped requests and offloaded blocks, such as 4GiB (default where it is used: 4GiB, if free)",
+    "swap_space": "host memory for swapped requests and offloaded blocks (default where it is used: 4GiB, if free)",
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "ranks that share each layer (1 is available)",

@@ -174,8 +174,8 @@ def _swap_space(options: EngineOptions) -> int | None:
         return space
     if space is not None:
         raise ConfigError(
-            "swap_space is for preemption_mode='swap' or 'auto' and for kv_offload_dir; preemption_mode is 'recompute', "
-            "and there is no kv_offload_dir",
+            "swap_space is for preemption_mode='swap' or 'auto' and for kv_offload_dir; preemption_mode is "
+            "'recompute', and there is no kv_offload_dir",
             param="swap_space",
         )
     return 0

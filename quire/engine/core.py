@@ -164,8 +164,8 @@ class EngineCore:
         return result.disk
 
     def _learn_what_is_stored(self) -> None:
-        """Ask the worker what the disk tier holds, so that the first request can hit it. A large directory is not waited
-        for: the rest is reported with the results of later steps."""
+        """Ask the worker what the disk tier holds, so that the first request can hit it. A large directory is not
+        waited for: the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
             report = self._transfer()
             if report is not None and not report.is_scanning:

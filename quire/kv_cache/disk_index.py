@@ -1,5 +1,6 @@
 """Which block contents are on disk, as the control plane knows it: from the scan at the start and from what the worker
-reports since. Another engine that shares the directory may have removed one meanwhile: its load fails, and it is computed.
+reports since. Another engine that shares the directory may have removed one meanwhile: then its load fails, and it is
+computed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Tiers of the prefix cache below the device: blocks of host memory, and behind them files.
 
-What the prefix index takes in is copied to the host, and from there to disk, a little later and beside computation; the host
-keeps its copy until the room is wanted. A prompt whose next blocks are on the host gets them by orders to swap in. Blocks that are on disk
-only are fetched to the host first, and the request waits for them (quire/scheduler/prefetch.py).
+What the prefix index takes in is copied to the host, and from there to disk, a little later and beside computation;
+the host keeps its copy until the room is wanted. A prompt whose next blocks are on the host gets them swapped in
+(quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and the request waits for
+them (quire/scheduler/prefetch.py).
 
-Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the worker's, and
-travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a load until its end
-is reported, by a request that waits for it, and in a pass that orders to swap it in; otherwise it is evictable, so that
-swapped requests get it whenever they need it.
+Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the
+worker's, and travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
+load until its end is reported, by a request that waits for it, and in a pass that orders to swap it in; otherwise it is
+evictable, so that swapped requests get it whenever they need it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class LowerTiers(Protocol):
 
     @property
     def must_wait(self) -> bool:
-        """Whether a request, or the next order, waits for a transfer to end (or, at the start, for the first report)."""
+        """Whether a request, or the next order, waits for a transfer to end (at the start: for the first report)."""
         ...
 
     @property
@@ -127,7 +128,7 @@ class LowerTiers(Protocol):
         ...
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """These were hit on the device: what the disk dropped meanwhile, not having seen them used, is worth keeping."""
+        """These were hit on the device: what of them the disk dropped, not seeing it used, is worth keeping."""
         ...
 
     def bring(self, key: BlockKey, block: int) -> None:
@@ -216,7 +217,7 @@ class OffloadTiers:
     """Host and disk. Owns no memory: host blocks are those of the pool that swapped requests use."""
 
     def __init__(self, device: Sequence[PrefixIndex], host: BlockPool, host_indexes: Sequence[PrefixIndex]) -> None:
-        """device, host_indexes: what is on the device and on the host, per KV group. host: the pool of `host_indexes`."""
+        """device, host_indexes: what is on the device and on the host, per KV group. host: the host's blocks."""
         self._device = device
         self._host = host
         self._indexes = host_indexes

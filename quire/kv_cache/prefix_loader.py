@@ -1,9 +1,10 @@
 """Brings cached prefixes back to the device from the tiers below it, for requests that are about to start.
 
-First what is on disk only is fetched to the host; that takes as long as it takes. Then blocks of the device are allocated and
-ordered to be swapped in, which takes one plan: from the next on they are in the prefix index like any other block, and the
-request begins with a plain hit. During that plan the request owns the blocks of its hit, the new ones and those before them; it
-gives them up again if it does not begin in the next pass after all, or if whoever runs needs them.
+First what is on disk only is fetched to the host; that takes as long as it takes. Then blocks of the device are
+allocated and ordered to be swapped in, which takes one plan: from the next on they are in the prefix index like any
+other block, and the request begins with a plain hit. During that plan the request owns the blocks of its hit, the new
+ones and those before them; it gives them up again if it does not begin in the next pass after all, or if whoever runs
+needs them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class PrefixLoader:
     def reach(self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, fetch: bool) -> Reach | None:
         """How far a hit goes with what is below the device; None when that is not MIN_BLOCKS further.
 
-        num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far as
-        it can be fetched now.
+        num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far
+        as it can be fetched now.
         """
         if chain is None or not self.tiers.has_content:
             return None
@@ -76,8 +77,8 @@ class PrefixLoader:
         return None
 
     def bring(self, reach: Reach) -> int:
-        """Order what is on the host to be swapped in, and own the whole hit until the next pass. The caller has made sure
-        that there is room for it. Returns how many blocks were allocated."""
+        """Order what is on the host to be swapped in, and own the whole hit until the next pass. The caller has made
+        sure that there is room for it. Returns how many blocks were allocated."""
         assert not reach.on_disk
         pool, num_before = self._pool, self._pool.num_allocatable
         hits = [self._indexes[group].find(block_hash) for group, block_hash in reach.on_device]

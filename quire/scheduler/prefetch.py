@@ -1,15 +1,17 @@
 """Waiting requests whose prefix goes on below the device: in host memory, or on disk.
 
 Such a request is passed over while its blocks come, like one whose prefix a running sequence computes
-(quire/scheduler/sharing.py): it keeps its place, its rows and blocks are set aside, and it is looked at again in every step.
+(quire/scheduler/sharing.py): it keeps its place, its rows and blocks are set aside, and it is looked at again in every
+step.
 
-- From disk it waits once, for as long as the loads take and at most FETCH_SECONDS. A load always ends, well or badly; what did not
-  come is computed.
-- From the host it waits for one plan, which swaps the blocks in. In the next pass it is in its place again and starts with a
-  plain hit; if it cannot after all, its blocks are cached and nobody's. It may try MAX_SWAP_INS times, then it computes.
+- From disk it waits once, for as long as the loads take and at most FETCH_SECONDS. A load always ends, well or badly;
+  what did not come is computed.
+- From the host it waits for one plan, which swaps the blocks in. In the next pass it is in its place again and starts
+  with a plain hit; if it cannot after all, its blocks are cached and nobody's. It may try MAX_SWAP_INS times, then it
+  computes.
 - Nothing that runs waits for it: blocks that it holds meanwhile are given up before anybody is preempted.
-- When nothing else is to be computed, the plan goes out with its transfers alone, and the worker lets the next one wait for the end
-  of one of them, so that the engine does not turn round and round.
+- When nothing else is to be computed, the plan goes out with its transfers alone, and the worker lets the next one wait
+  for the end of one of them, so that the engine does not turn round and round.
 """
 
 from __future__ import annotations

@@ -243,8 +243,8 @@ class Scheduler:
         """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
 
         One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
-        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py), unless it was preempted: while such a one waits nobody
-        new starts.
+        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py), unless it was preempted: while such a one waits
+        nobody new starts.
         """
         passed = PassedOver(self.kv)
         prefetcher = Prefetcher(self.kv, passed, now)

@@ -11,10 +11,10 @@
     92      4      CRC-32 of the 92 bytes before
     96      -      the pages, one after the other
 
-Little-endian. The file ends with the last page. Nothing in it is ever executed or unpickled: it is compared with what was
-asked for, and the pages are plain bytes. CRC-32 finds accidents (every error in up to 32 neighbouring bits, all others but
-one in four thousand million) at 4 GB/s; a keyed hash, which would find forgeries as well, takes four times as long, and who can
-write to the directory is trusted (docs/decisions/0011-disk-tier.md).
+Little-endian. The file ends with the last page. Nothing in it is ever executed or unpickled: it is compared with what
+was asked for, and the pages are plain bytes. CRC-32 finds accidents (every error in up to 32 neighbouring bits, all
+others but one in four thousand million) at 4 GB/s; a keyed hash, which would find forgeries as well, takes more than
+twice as long, and who can write to the directory is trusted (docs/decisions/0011-disk-tier.md).
 """
 
 from __future__ import annotations

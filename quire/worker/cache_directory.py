@@ -5,8 +5,8 @@
     DIR/<namespace>/.new-<process>-<number>       one being written; renamed when it is whole
 
 Several engines may use one directory, of the same model or of others: names say content, a file appears whole by its
-rename and is never changed, and a reader has it open or finds it gone. The limit is on all of them together. How long ago a
-block was used is its file's modification time, so that all see the same order.
+rename and is never changed, and a reader has it open or finds it gone. The limit is on all of them together. How long
+ago a block was used is its file's modification time, so that all see the same order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ _NEW = ".new-"
 
 
 def require_writable(directory: Path) -> None:
-    """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that is not possible."""
+    """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that fails."""
     probe = directory / f"{_NEW}probe-{os.getpid()}-{threading.get_ident()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,10 +118,8 @@ class CacheDirectory:
             heapq.heapify(blocks)
             while blocks and self.num_bytes > self.limit * LEVEL_AFTER_EVICTION:
                 block = heapq.heappop(blocks)
-                try:
+                with suppress(FileNotFoundError):  # another engine was faster
                     os.unlink(block.path)
-                except FileNotFoundError:
-                    pass  # another engine was faster
                 self.num_bytes -= block.size
                 key = self._own_key(block.path)
                 if key is not None:

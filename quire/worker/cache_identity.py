@@ -1,9 +1,9 @@
-"""What a stored KV block depends on besides its tokens, as one hash: two engines that agree on it may share blocks.
+"""What a stored KV block depends on besides its tokens, as one hash: engines that agree on it may share blocks.
 
-Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights, how
-they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are not, so a
-model that is moved or copied finds its blocks again. The tokens before a block and the tenant's salt are in the block's
-own hash (quire/kv_cache/block_hash.py).
+Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights,
+how they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are
+not, so a model that is moved or copied finds its blocks again. The tokens before a block and the tenant's salt are in
+the block's own hash (quire/kv_cache/block_hash.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The worker's side of the disk tier: moves blocks between host memory and files, on threads of its own.
 
-What ended is collected and handed over as a DiskReport, which travels with a step's result. One thread stores (and looks
-through the directory, first of all at the start), others load, so that a request that waits never stands behind what
-nobody waits for. Reading, writing and checksums release the interpreter.
+What ended is collected and handed over as a DiskReport, which travels with a step's result. One thread stores (and
+looks through the directory, first of all at the start), others load, so that a request that waits never stands behind
+what nobody waits for. Reading, writing and checksums release the interpreter.
 """
 
 from __future__ import annotations

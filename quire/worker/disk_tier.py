@@ -1,4 +1,4 @@
-"""The disk tier in a worker's step: loads begin with a plan, stores behind its copies, what ended goes out with its result."""
+"""The disk tier in a worker's step: loads begin with a plan, stores behind its copies; its result tells what ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.worker.disk_store import DiskStore
 from quire.worker.kv_transfer import BlockTransfers
 
 DISK_PATIENCE = 0.02
-"""Seconds that a plan which computes nothing waits for the end of a transfer: new requests are seen so much later at most."""
+"""Seconds that a plan which computes nothing waits for the end of a transfer: at most so late are new requests seen."""
 CLOSE_SECONDS = 3.0
 """At the end, what is on its way to disk gets so much time."""
 
@@ -38,7 +38,8 @@ class NoDiskTier:
     """Nothing is kept on disk."""
 
     def begin(self, plan: StepPlan) -> None:
-        assert not (plan.disk_stores or plan.disk_loads or plan.awaits_disk), "there is no disk tier"
+        orders = (plan.disk_stores, plan.disk_loads, plan.awaits_disk)
+        assert not any(orders), "a plan stores or loads, and there is no disk tier"
 
     def end(self, plan: StepPlan) -> DiskReport | None:
         return None

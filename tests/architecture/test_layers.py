@@ -14,6 +14,7 @@ TYPING_SEAMS = {
     # A request carries the handles that the KV cache gave it; the vocabulary names their types, nothing more.
     ("quire.request", "quire.kv_cache.block_hash"),
     ("quire.request", "quire.kv_cache.manager"),
+    ("quire.request", "quire.kv_cache.offload"),
 }
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]
 REGISTRY_TARGET = re.compile(r"(quire\.[a-z_.]+):[A-Za-z_]\w*")

@@ -21,6 +21,7 @@ from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.step import TokenLogprobs
+from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
@@ -162,8 +163,9 @@ class CoreClient:
 class CoreDriver(CoreClient):
     """A CoreClient over the fake executor, which verifies every plan."""
 
-    def __init__(self, config: EngineConfig, **executor_options: object) -> None:
+    def __init__(self, config: EngineConfig, disk: FakeDisk | None = None, **executor_options: object) -> None:
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        self.executor.disk = disk
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         super().__init__(config, self.executor)

@@ -1,4 +1,4 @@
-"""The disk tier of a FakeExecutor: files that outlive it, transfers that take a number of plans, and what can go wrong."""
+"""The disk tier of a FakeExecutor: files that outlive it, transfers that take some plans, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Slots: TypeAlias = list[int | None]
 @dataclass
 class FakeDisk:
     """files: what is stored; give the same dictionary to another one to restart. delay: a transfer takes up to so many
-    plans. fails: keys whose load fails. loses: keys that are removed, unasked, when the next report goes out. limit: most
-    files; the oldest go."""
+    plans. fails: keys whose load fails. limit: most files; the oldest go. is_hung: nothing ends."""
 
     files: dict[BlockKey, Slots] = field(default_factory=dict)
     delay: int = 0
@@ -44,7 +43,7 @@ class FakeDisk:
             assert block not in self._storing, f"host block {block} is stored twice at once"
             self._storing[block] = (self._due(), (group, block_hash), list(host[block]))
         for group, block_hash, block in plan.disk_loads:
-            assert block not in self._storing and block not in self._loading, f"host block {block} is in use"
+            assert block not in self._storing.keys() | self._loading.keys(), f"host block {block} is in use"
             self._loading[block] = (self._due(), (group, block_hash))
             host.pop(block, None)  # void until the end
         if plan.awaits_disk:

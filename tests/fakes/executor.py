@@ -92,7 +92,6 @@ class FakeExecutor:
         choose: ChooseToken | None = None,
         verify: bool = True,
         record: bool = False,
-        disk: FakeDisk | None = None,
         costs: PreemptionCosts = COSTS,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
@@ -103,7 +102,7 @@ class FakeExecutor:
         self._choose = choose
         self._verify = verify
         self._record = record
-        self._disk = disk
+        self.disk: FakeDisk | None = None
         self._costs = costs
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
@@ -194,8 +193,8 @@ class FakeExecutor:
         for fork in plan.forks:
             self._fork(fork)
         self._sample(plan, result)
-        if self._disk is not None:
-            result.disk = self._disk.run(plan, self._host_slots)
+        if self.disk is not None:
+            result.disk = self.disk.run(plan, self._host_slots)
         else:
             _require(not plan.awaits_disk, "the plan waits for a disk that is not there")
         return result

@@ -318,7 +318,7 @@ def test_random_schedules_over_three_tiers() -> None:
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=100,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,
