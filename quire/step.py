@@ -139,6 +139,10 @@ class DiskReport(msgspec.Struct, array_like=True):
     num_store_failures: int = 0
     num_bytes: int = 0
     """In the directory, other models' and engines' files included, as far as known."""
+    load_seconds: float = 0.0
+    """What a block took to load lately, all loading threads at work; 0: not known."""
+    token_seconds: float = 0.0
+    """What a token of a long prompt took to compute lately; 0: not known."""
     is_scanning: bool = False
     """More of what the directory held at the start is to come."""
 

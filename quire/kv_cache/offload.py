@@ -26,6 +26,7 @@ STORING_SHARE = 4
 LOADING_SHARE = 2
 """... one in so many on its way from disk or held for a request that waits."""
 
+RETRY = 16
 MAX_BACKLOG = 2**16
 """Blocks that wait for their turn to be copied; the oldest give up, evicted long ago as likely as not."""
 
@@ -135,6 +136,11 @@ class LowerTiers(Protocol):
         """Order the copy of a block that `find` knows to a device block."""
         ...
 
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        """Whether so many blocks are loaded in less time than the tokens that they stand for are computed. One in
+        RETRY times the answer is yes even so, or the disk's speed would never be learnt anew."""
+        ...
+
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
         """Bring blocks from disk to the host, and hold those that are there, until `drop`."""
         ...
@@ -191,6 +197,9 @@ class NoTiers:
     def bring(self, key: BlockKey, block: int) -> None:
         raise AssertionError("nothing was found")
 
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        return False
+
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
         raise AssertionError("nothing was found")
 
@@ -234,6 +243,8 @@ class OffloadTiers:
         self._from_disk: dict[int, BlockKey] = {}
         """Host blocks that were loaded, and with what."""
         self._bringing: list[tuple[int, int]] = []
+        self._load_seconds = self._token_seconds = 0.0
+        self._num_declined = 0
         self._was_reset = False
         self._is_scanning = True
         self.counters = TierCounters()
@@ -297,6 +308,13 @@ class OffloadTiers:
         self._bringing.append((source, block))
         self.counters.num_host_hits += 1
         self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
+
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
+        if not computing or loading < computing:
+            return True
+        self._num_declined += 1
+        return self._num_declined % RETRY == 0
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
         fetch = Fetch()
@@ -376,6 +394,7 @@ class OffloadTiers:
     def update(self, report: DiskReport) -> None:
         self._count(report)
         self._is_scanning = report.is_scanning
+        self._load_seconds, self._token_seconds = report.load_seconds, report.token_seconds
         self._disk.remove(report.gone)
         for block in report.failed:
             self._disk.remove([self._loading[block]])

@@ -56,7 +56,10 @@ class Prefetcher:
         reach = self._kv.loader.reach(chain, num_cached_tokens, max_tokens, fetch=True)
         if reach is None or not reach.on_disk:
             return False
-        request.was_fetched = True
+        request.was_fetched = True  # or it was decided, once, to do without
+        num_tokens = reach.num_blocks * self._kv.block_size - num_cached_tokens
+        if not self._kv.tiers.is_fetch_worthwhile(len(reach.on_disk), num_tokens):
+            return False
         fetch = self._kv.tiers.fetch([*reach.on_host, *reach.on_disk])
         self._wait(request, TierWait(fetch, self._now + FETCH_SECONDS, num_blocks))
         return True

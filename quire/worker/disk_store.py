@@ -11,6 +11,7 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ logger = get_logger(__name__)
 NUM_LOADERS = 2
 MAX_KEYS_IN_REPORT = 16384
 """What one result carries of a long list; the rest comes with the next ones."""
+SMOOTHING = 0.1
 MAX_FULL_STORES = 64
 """So many blocks are not stored after the disk was found full, before it is tried again."""
 
@@ -78,6 +80,7 @@ class DiskStore:
                 found=report.found[MAX_KEYS_IN_REPORT:],
                 gone=report.gone[MAX_KEYS_IN_REPORT:],
                 num_bytes=report.num_bytes,
+                load_seconds=report.load_seconds,
                 is_scanning=report.is_scanning,
             )
             del report.found[MAX_KEYS_IN_REPORT:], report.gone[MAX_KEYS_IN_REPORT:]
@@ -180,9 +183,13 @@ class DiskStore:
     def _load(self, key: BlockKey, host_block: int) -> None:
         path = self._directory.path_of(key)
         is_loaded = False
+        started = time.perf_counter()
 
         def tell(report: DiskReport) -> None:
             (report.loaded if is_loaded else report.failed).append(host_block)
+            if is_loaded:
+                seconds = (time.perf_counter() - started) / NUM_LOADERS
+                report.load_seconds = smoothed(report.load_seconds, seconds)
 
         try:
             if not self._is_closing:
@@ -205,6 +212,11 @@ class DiskStore:
             add(self._report)
             self._has_news = True
             self._changed.notify_all()
+
+
+def smoothed(mean: float, value: float) -> float:
+    """The mean of the last values, recent ones counting most. mean 0: `value` is the first."""
+    return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
 
 
 class _Lane:

@@ -24,6 +24,8 @@ class FakeDisk:
     fails: Callable[[BlockKey], bool] = lambda _key: False
     limit: int = 10**9
     is_hung: bool = False
+    load_seconds: float = 0.0
+    token_seconds: float = 0.0
     num_loads: int = 0
     num_waits: int = 0
 
@@ -52,6 +54,8 @@ class FakeDisk:
         if not self.is_hung:
             self._finish(host)
         report, self._report = self._report, None
+        if report is not None:
+            report.load_seconds, report.token_seconds = self.load_seconds, self.token_seconds
         return report
 
     def _due(self) -> int:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
+from quire.kv_cache.offload import RETRY
 from quire.request import FinishReason
 from quire.scheduler.prefetch import FETCH_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -177,6 +178,22 @@ def test_a_single_block_is_not_worth_it() -> None:
     driver = start(disk)
     generate(driver, "again")
     assert disk.num_loads == 0
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_alone_but_tried_again() -> None:
+    files = filled().files
+    for seconds, num_loads in ((0.7, 0), (0.3, 10)):  # a block of four tokens is computed in 0.4 seconds
+        disk = FakeDisk(dict(files), load_seconds=seconds, token_seconds=0.1)
+        driver = start(disk)
+        assert generate(driver, "again") == generate_alone(PROMPT)[0]
+        assert disk.num_loads == num_loads
+    driver = start(disk := FakeDisk(dict(files), load_seconds=0.7, token_seconds=0.1), num_host_blocks=30)
+    for number in range(RETRY):
+        assert disk.num_loads == 0
+        generate(driver, str(number), max_tokens=1)
+        driver.scheduler.kv.pool.drop_cached()  # the device's content alone
+        driver.scheduler.kv.host.blocks.drop_cached()
+    assert disk.num_loads > 0
 
 
 def test_reset_forgets_host_and_disk_until_it_is_computed_again() -> None:
