@@ -231,6 +231,25 @@ def test_a_host_pool_smaller_than_the_prefix_brings_a_part() -> None:
     assert cached_tokens(driver) == 4 * 4
 
 
+@pytest.mark.parametrize("max_tokens", [9, 13])
+def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_again(max_tokens: int) -> None:
+    """In one step the elder's last block waits to be stored, and the youngest is swapped in where the middle one ended."""
+    driver = CoreDriver(
+        make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"), FakeDisk(), record=True
+    )
+    requests = {"elder": (9, 30), "middle": (40, max_tokens), "youngest": (65, max_tokens)}
+    prompts = {name: [first + i for i in range(16)] for name, (first, _) in requests.items()}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, max_tokens=requests[name][1])
+    driver.run()
+    returns = next(plan for plan in driver.executor.plans if plan.swap_in)
+    after = next(plan for plan in driver.executor.plans if plan.step_id > returns.step_id)
+    assert not returns.disk_stores
+    assert after.disk_stores, "nothing waited: the test shows nothing"
+    for name, prompt in prompts.items():
+        assert driver.tokens[name, 0] == generate_alone(prompt, max_tokens=requests[name][1])[0]
+
+
 def test_what_the_disk_drops_is_stored_again_when_it_is_used() -> None:
     disk = FakeDisk(limit=10)
     driver = start(disk)
