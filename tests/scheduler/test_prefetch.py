@@ -100,6 +100,16 @@ def test_a_block_that_fails_is_computed_with_all_behind_it() -> None:
     assert driver.core.stats().offload_load_failures_total == 1
 
 
+def test_a_file_that_is_gone_is_written_again() -> None:
+    disk = FakeDisk(filled().files)
+    driver = start(disk)
+    lost = list(disk.files)[4]
+    del disk.files[lost]
+    assert generate(driver, "again") == generate_alone(PROMPT)[0]
+    assert driver.core.stats().offload_load_failures_total == 1
+    assert lost in disk.files
+
+
 def test_everything_fails() -> None:
     driver = start(FakeDisk(filled().files, fails=lambda _key: True, delay=2))
     assert generate(driver, "again") == generate_alone(PROMPT)[0]
@@ -233,7 +243,7 @@ def test_a_host_pool_smaller_than_the_prefix_brings_a_part() -> None:
 
 @pytest.mark.parametrize("max_tokens", [9, 13])
 def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_again(max_tokens: int) -> None:
-    """In one step the elder's last block waits to be stored, and the youngest is swapped in where the middle one ended."""
+    """In one step the elder's last block waits to be stored, and the youngest returns where the middle one ended."""
     driver = CoreDriver(
         make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"), FakeDisk(), record=True
     )
