@@ -23,7 +23,7 @@ from quire.worker.memory import available_memory
 GPU_MEMORY_UTILIZATION = 0.9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "max_prefill_chunk", "queue_depth", "enable_prefix_caching",
-    "preemption_mode", "attention_backend", "num_threads",
+    "attention_backend", "num_threads",
 )  # fmt: skip
 
 
@@ -94,6 +94,11 @@ def _resolve(options: EngineOptions, *, for_gpu: bool) -> EngineConfig:
     """The engine's configuration, from config.json only. On a GPU `auto` means the checkpoint's dtype, and the share
     of memory is the one that is usual there."""
     options = replace_options(options, load_format="dummy")
+    if for_gpu and options.preemption_mode != "recompute":
+        raise UserError(
+            "swap space is host memory, and a plan for --gpu is about the device's: leave preemption_mode out",
+            param="preemption_mode",
+        )
     if for_gpu and options.gpu_memory_utilization is None:
         options = replace_options(options, gpu_memory_utilization=GPU_MEMORY_UTILIZATION)
     config = resolve(options)
@@ -138,6 +143,9 @@ def as_text(plan: MemoryPlan, target: Target) -> str:
         ("KV groups", f"{len(layout.groups)}: {kinds}"),
         ("KV cache", f"{format_bytes(pool_bytes(layout))} = {layout.num_usable_blocks:,} blocks, {_rule(plan)}"),
     ]
+    if layout.num_host_blocks:
+        swap_space = format_bytes(layout.num_host_blocks * layout.block_bytes)
+        rows.append(("swap space", f"{swap_space} of host memory = {layout.num_host_blocks:,} blocks"))
     lines = [f"{name:<14}{value}" for name, value in rows]
     lines += ["", f"Concurrency (share of free memory for the cache: {cache.memory_utilization:g})"]
     lines += [_concurrency_line(entry, plan.config.scheduler.max_num_seqs) for entry in plan.lengths]
@@ -216,6 +224,7 @@ def as_dict(plan: MemoryPlan, target: Target) -> dict[str, Any]:
         "num_blocks": layout.num_usable_blocks,
         "num_blocks_memory": plan.num_blocks_memory,
         "kv_cache_bytes": pool_bytes(layout),
+        "swap_space_bytes": layout.num_host_blocks * layout.block_bytes,
         "bandwidth_bytes_per_second": None if target.device is None else target.device.bandwidth,
         "concurrency": [_length_dict(entry) for entry in plan.lengths],
     }

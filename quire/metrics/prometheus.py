@@ -44,6 +44,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "offload_load_failures": ("offload_load_failures_total", "KV blocks gone from disk, damaged or unreadable."),
     "engine_steps": ("steps_total", "Steps of the engine."),
     "recomputed_tokens": ("recomputed_tokens_total", "Tokens computed again after a preemption."),
+    "swap_preemptions": ("swap_preemptions_total", "Preemptions that swapped the KV blocks to the host."),
+    "swapped_out_blocks": ("swapped_out_blocks_total", "Blocks copied to the host pool."),
+    "swapped_in_blocks": ("swapped_in_blocks_total", "Blocks copied back from the host pool."),
+    "swapped_bytes": ("swapped_bytes_total", "Bytes copied to the host pool and back."),
     "copied_blocks": ("copied_blocks_total", "Blocks copied on write."),
 }
 """Metric -> (field of EngineStats, help)."""
@@ -52,11 +56,14 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "Requests that are being computed."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for a place, preempted ones included."),
     "num_requests_preempted": ("num_preempted", "Requests that wait after a preemption."),
+    "num_requests_swapped": ("num_swapped", "Preempted requests whose KV blocks are in the host pool."),
     "kv_blocks_used": ("num_used_blocks", "KV blocks that a running sequence refers to."),
     "kv_blocks_cached": ("num_cached_blocks", "Free KV blocks whose content a prefix can still hit."),
     "offload_blocks": ("num_offloaded_blocks", "KV blocks on disk that this engine can use."),
     "offload_bytes": ("offload_bytes", "Bytes in kv_offload_dir, those of other models and engines included."),
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),
+    "host_blocks": ("num_host_blocks", "Blocks of the host pool."),
+    "host_blocks_used": ("num_used_host_blocks", "Blocks of the host pool that a swapped request holds."),
 }
 
 

@@ -61,7 +61,7 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
-    if not any(num_computed):
+    if kv.host.blocks.num_usable == 0 or not any(num_computed):
         return None
     footprint = kv.footprint(handles)
     num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size

@@ -7,9 +7,9 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
   sequence advances; if it is aborted or preempted instead, the wait is over, and the first request that waited computes
   the rest itself.
 - A step is never empty because of it: the sequence that is waited for is in this step's plan, or in one in flight.
-- Nobody passes a request that was preempted. Whoever passes another one takes nothing that it needs: rows and blocks for
-  the whole request are set aside, and only a prompt that fits into what is left of the step may pass, which takes one
-  token a step afterwards.
+- Nobody passes a request that was preempted. Whoever passes another one takes nothing that it needs: rows and blocks
+  for the whole request are set aside, and only a prompt that fits into what is left of the step may pass, which takes
+  one token a step afterwards.
 - After the wait it is first again. It may have to wait once more, if by then a sequence computes further blocks that it
   shares; but each leaves it fewer to wait for (docs/decisions/0005-sharing-in-flight.md).
 """

@@ -95,6 +95,19 @@ def test_cache_options_are_obeyed(
     assert plan_json(capsys, model, "--memory", "4GiB", *flags)["num_blocks"] == num_blocks
 
 
+def test_swap_space_is_part_of_the_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--memory", "4GiB", "--max-num-seqs", "100000", "--gpu-memory-utilization", "1")
+    without = plan_json(capsys, model, *flags)
+    found = plan_json(capsys, model, *flags, "--preemption-mode", "swap", "--swap-space", "1GiB")
+    assert without["swap_space_bytes"] == 0
+    assert 0 <= GIB - found["swap_space_bytes"] < found["kv_bytes_per_block"]
+    assert abs(without["kv_cache_bytes"] - found["kv_cache_bytes"] - GIB) <= 2 * found["kv_bytes_per_block"]
+    assert main(["plan", model, *flags, "--preemption-mode", "swap"]) == 0
+    assert "swap space" in capsys.readouterr().out
+    assert main(["plan", model, "--gpu", "l4", "--preemption-mode", "swap"]) == 2
+    assert "host memory" in capsys.readouterr().err
+
+
 def test_a_gpu_brings_its_memory_share_and_the_checkpoints_dtype(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,8 @@ def test_options_reach_their_slices(model: str) -> None:
         ("dtype", "float64"),
         ("device", "cuda"),
         ("attention_backend", "flash"),
-        ("preemption_mode", "swap"),
+        ("preemption_mode", "swop"),
+        ("swap_space", "4GiB"),
         ("quantization", "awq"),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 0),
@@ -123,6 +124,15 @@ def test_a_bad_value_is_refused_by_name(model: str, name: str, value: object) ->
     error = refused(model, **{name: value})
     assert error.param == name
     assert name in error.message
+
+
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+def test_swap_space(model: str, mode: str) -> None:
+    config = resolve(EngineOptions(model=model, preemption_mode=mode, swap_space="3MiB"))
+    assert (config.scheduler.preemption_mode, config.cache.swap_space) == (mode, 3 * 2**20)
+    assert resolve(EngineOptions(model=model, preemption_mode=mode)).cache.swap_space is None
+    assert resolve(EngineOptions(model=model)).cache.swap_space == 0
+    assert refused(model, preemption_mode=mode, swap_space=0).param == "swap_space"
 
 
 def test_a_misspelt_choice_gets_a_suggestion(model: str) -> None:

@@ -82,6 +82,17 @@ def test_preemption(model: Variant, together: list[object], queue_depth: int) ->
     assert exact(outputs) == together
 
 
+@pytest.mark.parametrize("options", [{}, {"queue_depth": 2, "enable_prefix_caching": False}])
+def test_swapping(model: Variant, together: list[object], options: dict[str, int]) -> None:
+    outputs, stats = generate(
+        model, PROMPTS, num_blocks_override=45, preemption_mode="swap", swap_space="16MiB", **options
+    )
+    assert stats["preemptions_total"] == stats["swap_preemptions_total"] > 0
+    assert stats["swapped_in_blocks_total"] > 0
+    assert stats["recomputed_tokens_total"] == stats["num_used_host_blocks"] == 0
+    assert exact(outputs) == together
+
+
 def test_prefix_hits(model: Variant) -> None:
     shared = PROMPTS[8][:1] * 5 + [i % 97 for i in range(1, 75)]
     prompts = [[*shared, last] for last in range(1, 9)]
@@ -112,7 +123,16 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: Variant) -> None:
     assert len({str(each) for each in exact(together)}) == 32
 
 
-@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"queue_depth": 2}, {"max_prefill_chunk": 7}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False},
+        {"queue_depth": 2},
+        {"max_prefill_chunk": 7},
+        {"preemption_mode": "swap", "swap_space": "16MiB", "queue_depth": 2},
+        {"preemption_mode": "swap", "swap_space": "16MiB", "max_prefill_chunk": 7, "enable_prefix_caching": False},
+    ],
+)
 def test_parallel_samples(model: Variant, options: dict[str, int]) -> None:
     """The n completions are the same with sharing, chunked and planned ahead, with and without preemption."""
     params = SamplingParams(temperature=5.0, n=4, seed=5, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=0)
@@ -125,6 +145,7 @@ def test_parallel_samples(model: Variant, options: dict[str, int]) -> None:
     tight = 48 if "window" in model.family else 24
     outputs, stats = generate(model, prompts, params, num_blocks_override=tight, **options)
     assert stats["preemptions_total"] > 0
+    assert stats["swap_preemptions_total"] == (stats["preemptions_total"] if "swap_space" in options else 0)
     assert exact(outputs) == exact(reference)
     assert len({tuple(completion.token_ids) for completion in outputs[3].outputs}) == 4
 

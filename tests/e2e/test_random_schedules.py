@@ -45,6 +45,8 @@ MAX_MODEL_LEN = 90
 EXERCISED = (
     "preemptions_total",
     "recomputed_tokens_total",
+    "swap_preemptions_total",
+    "swapped_in_blocks_total",
     "prefix_cache_hits_total",
     "copied_blocks_total",
     "evictions_total",
@@ -93,6 +95,14 @@ engines = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([8, 33, 200]),
         "queue_depth": st.sampled_from([1, 2]),
         "enable_prefix_caching": st.booleans(),
+        "preemption": st.sampled_from(
+            [
+                {},
+                {"preemption_mode": "swap", "swap_space": "16KiB"},
+                {"preemption_mode": "swap", "swap_space": "1MiB"},
+                {"preemption_mode": "auto", "swap_space": "1MiB"},
+            ]
+        ),
     }
 )
 
@@ -180,7 +190,7 @@ def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: 
         options = dict(engine)
         model, spare = options["model"], options.pop("spare")
         num_blocks = sum(-(-(tokens + spare) // options["block_size"]) for tokens in POOL_TOKENS[model])
-        client = make_client(num_blocks_override=num_blocks, **options)
+        client = make_client(num_blocks_override=num_blocks, **options.pop("preemption"), **options)
         try:
             made, aborted = run_script(client, script)
             totals.update({name: getattr(client.core.stats(), name) for name in EXERCISED})

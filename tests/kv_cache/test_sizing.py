@@ -16,13 +16,16 @@ WINDOW = SlidingWindowSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4, window=6)
 TOKEN_BYTES = 2 * 2 * 8 * 4
 
 
-def cache(memory: int | None = None, override: int | None = None, utilization: float = 0.5) -> CacheConfig:
+def cache(
+    memory: int | None = None, override: int | None = None, utilization: float = 0.5, swap_space: int | None = 0
+) -> CacheConfig:
     return CacheConfig(
         block_size=16,
         memory=memory,
         memory_utilization=utilization,
         num_blocks_override=override,
         enable_prefix_caching=True,
+        swap_space=swap_space,
     )
 
 
@@ -55,6 +58,59 @@ def test_no_more_blocks_than_all_sequences_at_full_length_can_use() -> None:
 def test_too_little_memory_says_the_arithmetic() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"one block of 16 tokens takes 8.0 KiB"):
         size(cache(), available=10_000, activations=9_000)
+
+
+BLOCK_BYTES = 4 * 16 * TOKEN_BYTES
+
+
+def test_swap_space_is_taken_off_before_the_cache_gets_its_share() -> None:
+    layout = size(cache(swap_space=300 * BLOCK_BYTES + 5), available=1000 * BLOCK_BYTES, activations=200 * BLOCK_BYTES)
+    assert (layout.num_usable_blocks, layout.num_host_blocks) == (250, 300)
+    layout = size(cache(utilization=1.0, swap_space=300 * BLOCK_BYTES), available=1000 * BLOCK_BYTES)
+    assert layout.num_usable_blocks + layout.num_host_blocks == 1000
+
+
+def test_swap_space_beside_a_cache_of_given_size() -> None:
+    layout = size(cache(override=7, swap_space=3 * BLOCK_BYTES), available=0)
+    assert (layout.num_usable_blocks, layout.num_host_blocks) == (7, 3)
+    assert size(cache(memory=10 * BLOCK_BYTES, swap_space=3 * BLOCK_BYTES), available=0).num_host_blocks == 3
+
+
+def test_swap_space_by_default_is_four_gibibytes_but_half_of_what_is_free() -> None:
+    roomy = size(cache(swap_space=None), available=2**40, max_num_seqs=10**6)
+    assert roomy.num_host_blocks == 2**32 // BLOCK_BYTES
+    tight = size(cache(swap_space=None), available=1000 * BLOCK_BYTES, activations=200 * BLOCK_BYTES)
+    assert (tight.num_host_blocks, tight.num_usable_blocks) == (400, 200)
+    beside = size(cache(override=300, swap_space=None), available=1000 * BLOCK_BYTES, activations=200 * BLOCK_BYTES)
+    assert (beside.num_host_blocks, beside.num_usable_blocks) == (250, 300)
+    few = size(cache(override=7, swap_space=None), available=2**40, max_num_seqs=3)
+    assert few.num_host_blocks == 3 * 64, "no more than all sequences can use"
+
+
+@pytest.mark.parametrize(
+    ("config", "available"),
+    [
+        (cache(swap_space=BLOCK_BYTES - 1), 2**30),
+        (cache(swap_space=None), BLOCK_BYTES),
+        (cache(override=10, swap_space=None), 10 * BLOCK_BYTES),
+    ],
+)
+def test_swap_space_for_no_block_is_an_error(config: CacheConfig, available: int) -> None:
+    with pytest.raises(InsufficientMemoryError, match="no memory to swap to"):
+        size(config, available=available)
+
+
+def test_more_swap_space_than_memory_is_an_error() -> None:
+    with pytest.raises(InsufficientMemoryError, match="swap space"):
+        size(cache(swap_space=2000 * BLOCK_BYTES), available=1000 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_given"),
+    [(cache(), False), (cache(override=3), True), (cache(override=3, swap_space=None), False)],
+)
+def test_what_is_given_need_not_be_measured(config: CacheConfig, is_given: bool) -> None:
+    assert config.is_size_given is is_given
 
 
 def test_equal_layers_are_one_group() -> None:

@@ -223,16 +223,22 @@ def test_reset_forgets_host_and_disk_until_it_is_computed_again() -> None:
 
 
 def test_reset_while_blocks_are_on_their_way() -> None:
-    disk = FakeDisk(filled().files, delay=4)
-    for num_steps in range(1, 6):
-        driver = start(FakeDisk(dict(disk.files), delay=4, seed=num_steps))
+    """Whatever comes in after it is not found."""
+    files = filled().files
+    hits = []
+    for num_steps in range(1, 8):
+        driver = start(FakeDisk(dict(files), delay=4, seed=num_steps))
         driver.add("again", PROMPT)
         for _ in range(num_steps):
             driver.step()
+        hits.append(cached_tokens(driver))
         driver.scheduler.kv.reset_prefix_cache()
         driver.scheduler.check()
         driver.run()
+        assert cached_tokens(driver) == hits[-1]
         assert driver.tokens["again", 0] == generate_alone(PROMPT)[0]
+    assert hits[0] == 0
+    assert hits[-1] == 40
 
 
 def test_a_host_pool_smaller_than_the_prefix_brings_a_part() -> None:
