@@ -154,9 +154,9 @@ class EngineCore:
                 self._transfer()
         self._executor.shutdown()
 
-    def _transfer(self) -> DiskReport | None:
+    def _transfer(self, *, awaits_report: bool = False) -> DiskReport | None:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
-        plan = self.scheduler.schedule_transfers()
+        plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
         if plan is None:
             return None
         result = self._executor.execute(plan).result()
@@ -167,7 +167,7 @@ class EngineCore:
         """Ask the worker what the disk tier holds, so that the first request can hit it. A large directory is not
         waited for: the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
-            report = self._transfer()
+            report = self._transfer(awaits_report=True)
             if report is not None and not report.is_scanning:
                 break
 

@@ -105,7 +105,7 @@ class LowerTiers(Protocol):
 
     @property
     def must_wait(self) -> bool:
-        """Whether a request, or the next order, waits for a transfer to end (at the start: for the first report)."""
+        """Whether a request, or the next order, waits for a transfer to end."""
         ...
 
     @property
@@ -246,7 +246,6 @@ class OffloadTiers:
         self._load_seconds = self._token_seconds = 0.0
         self._num_declined = 0
         self._was_reset = False
-        self._is_scanning = True
         self.counters = TierCounters()
         self._max_storing = max(1, host.num_usable // STORING_SHARE)
         self._max_loading = max(1, host.num_usable // LOADING_SHARE)
@@ -266,7 +265,7 @@ class OffloadTiers:
 
     @property
     def must_wait(self) -> bool:
-        if self._is_scanning or any(fetch.is_pending for fetch in self._fetches):
+        if any(fetch.is_pending for fetch in self._fetches):
             return True
         is_full = len(self._storing) >= self._max_storing or not self._host.num_allocatable
         return bool(self._backlog and self._storing) and is_full
@@ -393,7 +392,6 @@ class OffloadTiers:
 
     def update(self, report: DiskReport) -> None:
         self._count(report)
-        self._is_scanning = report.is_scanning
         self._load_seconds, self._token_seconds = report.load_seconds, report.token_seconds
         self._disk.remove(report.gone)
         for block in report.failed:

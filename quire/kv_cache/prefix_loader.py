@@ -110,6 +110,8 @@ class PrefixLoader:
     def let_go(self) -> bool:
         """Give up what is owned for requests that have not begun, unless this very plan swaps it in. Whether there was
         anything."""
+        if not self._held:
+            return False
         coming = set(self._arriving.values())
         kept = [block for block in self._held if block in coming]
         freed = [block for block in self._held if block not in coming]

@@ -129,9 +129,13 @@ class Scheduler:
             self._admit_waiting(builder, now)
         return self._finish_plan(builder)
 
-    def schedule_transfers(self) -> StepPlan | None:
-        """A plan that computes nothing but moves what the tiers below the device have to move, if anything."""
+    def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
+        """A plan that computes nothing but moves what the tiers below the device have to move, if anything.
+
+        awaits_report: a plan in any case, whose result comes when the disk tier has something to tell.
+        """
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        builder.awaits_disk = awaits_report
         self.kv.loader.arrive()
         return self._finish_plan(builder)
 
@@ -146,7 +150,7 @@ class Scheduler:
         self.kv.loader.let_go()
         builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
         if builder.is_idle and not builder.transfers.swap_in and not self._in_flight:
-            builder.awaits_disk = tiers.must_wait
+            builder.awaits_disk |= tiers.must_wait
         if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
