@@ -249,6 +249,24 @@ def test_what_is_still_cached_is_not_copied_back_and_comes_to_be_cached_again() 
     assert driver.core.stats().prefix_cache_hits_total - hits == 28, "all full blocks whose keys were computed"
 
 
+def test_what_was_copied_back_can_be_hit_from_the_next_step_on() -> None:
+    driver = make_driver(enable_prefix_caching=True, num_blocks=13)
+    for i, name in enumerate("abc"):
+        driver.add(name, prompt(8, start=i), max_tokens=26)
+    num_checked = 0
+    while driver.core.has_work:
+        driver.step()
+        plan = driver.executor.plans[-1]
+        for new in plan.new_sequences if plan.swap_in else []:
+            request = driver.scheduler._requests["abc"[new.seq_id]]
+            (sequence,) = request.sequences
+            num_full = sequence.num_computed_tokens // 4 * 4
+            found = driver.scheduler.kv.match_prefix(sequence.chain, sequence.token_ids, num_full)
+            assert found == num_full
+            num_checked += 1
+    assert num_checked > 0
+
+
 def test_the_reset_of_the_cache_does_not_touch_what_is_swapped() -> None:
     driver = make_driver(enable_prefix_caching=True)
     prompts = {name: prompt(8, start=i) for i, name in enumerate("abcd")}
