@@ -95,8 +95,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     """(KV group, block hash, host block): bring a block from disk. Until a result names the host block as loaded (or
     failed) no plan refers to it."""
     awaits_disk: bool = False
-    """Nothing can be computed before a disk transfer ends: a plan without tokens, whose result comes when one has
-    ended, or after a short while."""
+    """Nothing can be computed before disk transfers end: a plan without tokens, whose result comes when they have, or
+    after a short while."""
 
     @property
     def total_tokens(self) -> int:

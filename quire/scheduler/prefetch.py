@@ -10,8 +10,8 @@ step.
   with a plain hit; if it cannot after all, its blocks are cached and nobody's. It may try MAX_SWAP_INS times, then it
   computes.
 - Nothing that runs waits for it: blocks that it holds meanwhile are given up before anybody is preempted.
-- When nothing else is to be computed, the plan goes out with its transfers alone, and the worker lets the next one wait
-  for the end of one of them, so that the engine does not turn round and round.
+- When nothing else is to be computed, the plan goes out with its transfers alone, and its result waits a while for
+  them to end, so that the engine does not turn round and round.
 """
 
 from __future__ import annotations

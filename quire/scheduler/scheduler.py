@@ -144,6 +144,11 @@ class Scheduler:
         """Whether there are blocks to be stored, although no request may be here."""
         return self.kv.tiers.has_backlog
 
+    @property
+    def can_transfer(self) -> bool:
+        """Whether some of them can be ordered now, without waiting for earlier ones."""
+        return self.kv.tiers.has_backlog and not self.kv.tiers.must_wait
+
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
         """Add what the tiers below the device have to move; None when the plan is then still empty."""
         tiers = self.kv.tiers

@@ -60,6 +60,7 @@ class DiskStore:
         self._changed = threading.Condition()
         self._report = DiskReport(is_scanning=True)
         self._has_news = False
+        self._num_loading = 0
         self._stores = _Lane("quire-disk-store", 1)
         self._loads = _Lane("quire-disk-load", NUM_LOADERS)
         self._stores.submit(self._scan)
@@ -68,6 +69,8 @@ class DiskStore:
         self._stores.submit(lambda: self._store(host_block, (group, block_hash)))
 
     def load(self, group: int, block_hash: bytes, host_block: int) -> None:
+        with self._changed:
+            self._num_loading += 1
         self._loads.submit(lambda: self._load((group, block_hash), host_block))
 
     def take_report(self) -> DiskReport | None:
@@ -89,9 +92,10 @@ class DiskStore:
         return report
 
     def wait(self, timeout: float) -> None:
-        """Return as soon as there is something to report, or after `timeout` seconds."""
+        """Return when there is something to report and all loads have ended (to look at each would only take time from
+        them), or after `timeout` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_news, timeout)
+            self._changed.wait_for(lambda: self._has_news and not self._num_loading, timeout)
 
     def close(self, timeout: float) -> None:
         """Finish what was ordered to be stored, but return after `timeout` seconds. Loads that have not begun are
@@ -186,6 +190,7 @@ class DiskStore:
         started = time.perf_counter()
 
         def tell(report: DiskReport) -> None:
+            self._num_loading -= 1
             (report.loaded if is_loaded else report.failed).append(host_block)
             if is_loaded:
                 seconds = (time.perf_counter() - started) / NUM_LOADERS
