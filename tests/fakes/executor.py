@@ -103,6 +103,7 @@ class FakeExecutor:
         self._verify = verify
         self._record = record
         self.disk: FakeDisk | None = None
+        """The disk tier; set it before the first plan."""
         self._costs = costs
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
