@@ -2,7 +2,7 @@
 
     DIR/lock                                      held by the engine that makes room
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
-    DIR/<namespace>/.new-<process>-<number>       one being written; renamed when it is whole
+    DIR/<namespace>/.new-<engine>-<number>        one being written; renamed when it is whole
 
 Several engines may use one directory, of the same model or of others: names say content, a file appears whole by its
 rename and is never changed, and a reader has it open or finds it gone. The limit is on all of them together. How long
@@ -15,7 +15,7 @@ import fcntl
 import heapq
 import os
 import re
-import threading
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,7 +38,7 @@ _NEW = ".new-"
 
 def require_writable(directory: Path) -> None:
     """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that fails."""
-    probe = directory / f"{_NEW}probe-{os.getpid()}-{threading.get_ident()}"
+    probe = directory / f"{_NEW}probe-{secrets.token_hex(8)}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe.touch(mode=0o600)
@@ -73,6 +73,8 @@ class CacheDirectory:
         """Files, found by the last look, that are none of ours."""
         self._written = 0
         self._number = 0
+        self._name = secrets.token_hex(8)
+        """Of this engine's unfinished files: process ids repeat, where containers share a directory."""
         require_writable(path)
         require_writable(self.own)
 
@@ -84,7 +86,7 @@ class CacheDirectory:
     def new_path(self) -> Path:
         """Where a file can be written before it gets its name: a path that nobody else uses."""
         self._number += 1
-        return self.own / f"{_NEW}{os.getpid()}-{id(self):x}-{self._number}"
+        return self.own / f"{_NEW}{self._name}-{self._number}"
 
     def scan(self) -> Iterator[BlockKey]:
         """Count everything in the directory; yield the keys of our own namespace."""
