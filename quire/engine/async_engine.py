@@ -235,8 +235,9 @@ class AsyncLLM:
         return value
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one. Of `kv_offload_dir` only what is known is forgotten:
-        files stay, and count again at the next start."""
+        """Forget every cached prefix; returns how many blocks held one.
+
+        Files in `kv_offload_dir` stay, and count again at the next start."""
         value = await self.call("reset_prefix_cache")
         assert isinstance(value, int)
         return value
