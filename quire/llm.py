@@ -157,7 +157,9 @@ class LLM:
         }
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one."""
+        """Forget every cached prefix; returns how many blocks held one.
+
+        Files in `kv_offload_dir` stay, and count again at the next start."""
         with self._busy:
             value = self._call("reset_prefix_cache")
         assert isinstance(value, int)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
     from quire.kv_cache.manager import SequenceBlocks
+    from quire.kv_cache.offload import Fetch
 
 
 MAX_PRIORITY = 100
@@ -122,6 +123,17 @@ class Wait(NamedTuple):
     """Set aside for the request meanwhile."""
 
 
+class TierWait(NamedTuple):
+    """What a waiting request waits for: blocks of its prefix from below the device (quire/scheduler/prefetch.py)."""
+
+    fetch: Fetch | None
+    """On their way from disk; None: the last plan swaps them in."""
+    deadline: float
+    """When to go on without them."""
+    claimed_blocks: int
+    """Set aside for the request meanwhile."""
+
+
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
@@ -142,6 +154,7 @@ class Request:
         "num_cached_tokens",
         "num_lost_tokens",
         "num_preemptions",
+        "num_prefix_swap_ins",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
@@ -153,8 +166,10 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
+        "tier_wait",
         "unforked",
         "wait",
+        "was_fetched",
     )
 
     def __init__(
@@ -199,6 +214,11 @@ class Request:
         self.beam_search: BeamSearch | None = None
         self.wait: Wait | None = None
         """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/sharing.py)."""
+        self.tier_wait: TierWait | None = None
+        self.was_fetched = False
+        """It has waited for the disk since it last ran."""
+        self.num_prefix_swap_ins = 0
+        """Times that blocks were swapped in for it since it last ran."""
 
     @property
     def live_sequences(self) -> list[Sequence]:

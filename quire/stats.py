@@ -44,6 +44,23 @@ class EngineStats(msgspec.Struct, kw_only=True):
     swapped_bytes_total: int = 0
     """Bytes of both."""
     recomputed_tokens_total: int = 0
+    num_offloaded_blocks: int = 0
+    """Blocks on disk that this engine can use."""
+    offload_bytes: int = 0
+    """In `kv_offload_dir`, files of other models and engines included, as far as known."""
+    host_cache_hit_blocks_total: int = 0
+    """Blocks of prefix hits that came from host memory."""
+    disk_cache_hit_blocks_total: int = 0
+    """Blocks of prefix hits that came from disk."""
+    offload_stored_blocks_total: int = 0
+    """Blocks written to disk; not those that were there already."""
+    offload_stored_bytes_total: int = 0
+    offload_store_failures_total: int = 0
+    offload_loaded_blocks_total: int = 0
+    """Blocks read from disk and found whole."""
+    offload_loaded_bytes_total: int = 0
+    offload_load_failures_total: int = 0
+    """Blocks that were gone from disk, damaged or unreadable, and were computed instead."""
     prefix_cache_queries_total: int = 0
     """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0

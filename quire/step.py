@@ -13,7 +13,9 @@ the scheduled tokens; create `forks`; sample.
 Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
 this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
 `swap_in` fills is neither read nor written by this plan's copies and model: its sequences get their rows, and run from
-the next plan on. All swapping of a plan is done before the next plan begins.
+the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy what is cached:
+of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there touches host
+memory only: loads begin with the plan, stores behind its swapping.
 """
 
 from __future__ import annotations
@@ -95,6 +97,15 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Beams that begin as copies of others. A child may have the id of a sequence that this plan releases."""
     chosen_tokens: list[tuple[int, int]] = []
     """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
+    disk_stores: list[tuple[int, int, bytes]] = []
+    """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
+    content until the result of this or a later plan names it as released."""
+    disk_loads: list[tuple[int, bytes, int]] = []
+    """(KV group, block hash, host block): bring a block from disk. Until a result names the host block as loaded (or
+    failed) no plan refers to it."""
+    awaits_disk: bool = False
+    """Nothing can be computed before disk transfers end: a plan without tokens, whose result comes when they have, or
+    after a short while."""
 
     @property
     def total_tokens(self) -> int:
@@ -129,6 +140,32 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     entries: list[TokenLogprobs]
 
 
+class DiskReport(msgspec.Struct, array_like=True):
+    """What the disk tier did since the result before; ends of transfers are reported once, in any order."""
+
+    found: list[tuple[int, bytes]] = []
+    """(KV group, block hash) that are on disk: stored now, or found there at the start."""
+    gone: list[tuple[int, bytes]] = []
+    """Removed from disk to make room."""
+    loaded: list[int] = []
+    """Host blocks that now hold the content asked for, checked."""
+    failed: list[int] = []
+    """Host blocks whose load failed (the file is gone, or is not what it should be); their content is void."""
+    released: list[int] = []
+    """Host blocks whose store has ended, one way or the other."""
+    num_stored: int = 0
+    """Files written."""
+    num_store_failures: int = 0
+    num_bytes: int = 0
+    """In the directory, other models' and engines' files included, as far as known."""
+    load_seconds: float = 0.0
+    """What a block took to load lately, all loading threads at work; 0: not known."""
+    token_seconds: float = 0.0
+    """What a token of a long prompt took to compute lately; 0: not known."""
+    is_scanning: bool = False
+    """More of what the directory held at the start is to come."""
+
+
 class StepResult(msgspec.Struct, array_like=True):
     """What came out of one plan."""
 
@@ -141,3 +178,5 @@ class StepResult(msgspec.Struct, array_like=True):
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
+    disk: DiskReport | None = None
+    """Set when the disk tier has something to report."""

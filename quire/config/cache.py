@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     """block_size: tokens per block. memory: bytes for the pool, or None to size it from what is free after the
     profiling pass (times `memory_utilization`). num_blocks_override: exactly this many blocks, whatever they cost.
-    swap_space: bytes of the host pool for preempted requests; 0: none; None: chosen from what is free.
+    swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from what is
+    free.
+    offload_dir: where cached blocks are kept on disk, None: nowhere; offload_size: bytes that the directory may hold.
     """
 
     block_size: int
@@ -18,6 +21,8 @@ class CacheConfig:
     num_blocks_override: int | None
     enable_prefix_caching: bool
     swap_space: int | None = 0
+    offload_dir: Path | None = None
+    offload_size: int = 0
 
     @property
     def is_size_given(self) -> bool:

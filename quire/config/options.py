@@ -36,6 +36,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_prefix_caching: bool = True
     preemption_mode: str = "recompute"
     swap_space: int | str | None = None
+    kv_offload_dir: str | None = None
+    kv_offload_size: int | str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     attention_backend: str = "auto"
@@ -57,7 +59,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"engine option: {error}") from None
 
 
-_PATHS = ("model", "tokenizer")
+_PATHS = ("model", "tokenizer", "kv_offload_dir")
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
@@ -82,7 +84,9 @@ HELP: dict[str, str] = {
     "num_blocks_override": "exactly this many KV blocks",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",
-    "swap_space": "host memory for swapped requests, such as 4GiB (default with swap and auto: 4GiB, if it is free)",
+    "swap_space": "host memory for swapped requests and offloaded blocks (default where it is used: 4GiB, if free)",
+    "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",
+    "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "ranks that share each layer (1 is available)",
     "pipeline_parallel_size": "ranks that share the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model) or torch (plain operators)",

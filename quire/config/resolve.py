@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from quire import envs
 from quire.config.cache import CacheConfig
@@ -36,6 +37,7 @@ STORED_NAMES = {
 }
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
+DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 CPU_MEMORY_UTILIZATION = 0.5
@@ -186,18 +188,39 @@ def _cache(options: EngineOptions) -> CacheConfig:
         num_blocks_override=_positive("num_blocks_override", options.num_blocks_override),
         enable_prefix_caching=options.enable_prefix_caching,
         swap_space=_swap_space(options),
+        offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
+        offload_size=_offload_size(options),
     )
 
 
 def _swap_space(options: EngineOptions) -> int | None:
     space = None if options.swap_space is None else parse_bytes(options.swap_space, param="swap_space")
-    if _choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES) != "recompute":
+    mode = _choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES)
+    if mode != "recompute" or options.kv_offload_dir is not None:
         return space
     if space is not None:
         raise ConfigError(
-            "swap_space is for preemption_mode='swap' or 'auto', and preemption_mode is 'recompute'", param="swap_space"
+            "swap_space is for preemption_mode='swap' or 'auto' and for kv_offload_dir; preemption_mode is "
+            "'recompute', and there is no kv_offload_dir",
+            param="swap_space",
         )
     return 0
+
+
+def _offload_size(options: EngineOptions) -> int:
+    size = options.kv_offload_size
+    if options.kv_offload_dir is None:
+        if size is not None:
+            raise ConfigError("kv_offload_size is for kv_offload_dir, which is not given", param="kv_offload_size")
+        return 0
+    if not options.kv_offload_dir:
+        raise ConfigError("kv_offload_dir must name a directory", param="kv_offload_dir")
+    if not options.enable_prefix_caching:
+        raise ConfigError(
+            "kv_offload_dir keeps the blocks of the prefix cache, which enable_prefix_caching=False turns off",
+            param="kv_offload_dir",
+        )
+    return DEFAULT_OFFLOAD_SIZE if size is None else parse_bytes(size, param="kv_offload_size")
 
 
 def _scheduler(options: EngineOptions) -> SchedulerConfig:

@@ -290,7 +290,9 @@ class AsyncLLM:
         return snapshot
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many blocks held one."""
+        """Forget every cached prefix; returns how many blocks held one.
+
+        Files in `kv_offload_dir` stay, and count again at the next start."""
         value = await self.call("reset_prefix_cache")
         assert isinstance(value, int)
         return value

@@ -26,12 +26,16 @@ from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
 from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats
-from quire.step import StepResult
+from quire.step import DiskReport, StepResult
 
 logger = get_logger(__name__)
 
 IDLE_CHECK_SECONDS = 10.0
 """Invariants are checked when the engine falls idle, at most this often: the check is linear in blocks."""
+FIRST_REPORTS = 50
+"""Reports of the disk tier that the start waits for, each for at most DISK_PATIENCE (quire/worker/disk_tier.py)."""
+LAST_TRANSFERS = 100
+"""Plans that store, at the end, what is not on disk yet."""
 
 
 class EngineCore:
@@ -45,6 +49,7 @@ class EngineCore:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._refusals: list[Refusal] = []
         self._next_check = 0.0
+        self._is_stepping = False
 
         started = clock.now()
         groups, layers_per_group = group_layers(executor.load())
@@ -62,9 +67,15 @@ class EngineCore:
         )
         executor.allocate(layout)
         allocated = clock.now()
-        kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
+        kv = KVCacheManager(
+            layout,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_offload=config.cache.offload_dir is not None,
+        )
         costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
         self.scheduler = Scheduler(config.scheduler, kv, costs)
+        if config.cache.offload_dir is not None:
+            self._learn_what_is_stored()
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -90,7 +101,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._in_flight or self._refusals or self.scheduler.has_requests)
+        return bool(self._in_flight or self._refusals or self.scheduler.has_requests or self.scheduler.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a refused request by the next `step`."""
@@ -113,6 +124,7 @@ class EngineCore:
 
         Nobody needs to wake the loop for a time limit: while a request lives, waiting or running, there is work.
         """
+        self._is_stepping = True
         outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), refusals=self._refusals)
         while len(self._in_flight) < self._queue_depth:
             plan = self.scheduler.schedule(self._clock.now())
@@ -123,8 +135,11 @@ class EngineCore:
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
+        if self.scheduler.can_transfer and not (self._in_flight or self.scheduler.has_requests):
+            self._transfer()  # who waits for the last request may not call again
         if not self.has_work:
             self._check_when_idle()
+        self._is_stepping = False
         outputs.stats = self.scheduler.stats()
         return outputs
 
@@ -134,7 +149,30 @@ class EngineCore:
     def shutdown(self) -> None:
         """Drop everything and release the executor. Idempotent."""
         self._in_flight.clear()
+        if not self._is_stepping:  # after a step that failed the workers take no more plans
+            self._is_stepping = True
+            for _ in range(LAST_TRANSFERS):
+                if not self.scheduler.has_transfers:
+                    break
+                self._transfer()
         self._executor.shutdown()
+
+    def _transfer(self, *, awaits_report: bool = False) -> DiskReport | None:
+        """Run a plan that only moves cached blocks; nothing else is in flight."""
+        plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
+        if plan is None:
+            return None
+        result = self._executor.execute(plan).result()
+        self.scheduler.update(result, self._clock.now())
+        return result.disk
+
+    def _learn_what_is_stored(self) -> None:
+        """Ask the worker what the disk tier holds, so that the first request can hit it. A large directory is not
+        waited for: the rest is reported with the results of later steps."""
+        for _ in range(FIRST_REPORTS):
+            report = self._transfer(awaits_report=True)
+            if report is not None and not report.is_scanning:
+                break
 
     def _call(self, call_id: int, method: str, argument: str) -> CallResult:
         match method:

@@ -51,6 +51,8 @@ class InProcessExecutor:
     def shutdown(self) -> None:
         """Wait for plans that were started, then let go of the model and the pool."""
         self._lane.close()
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None
 
     def _live_worker(self) -> Worker:

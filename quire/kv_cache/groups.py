@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.spec import LayerSpec, SlidingWindowSpec
+
+
+class Findable(Protocol):
+    """Where contents are looked up."""
+
+    def find(self, block_hash: bytes) -> int | None:
+        """A block with this content, None when there is none."""
+        ...
 
 
 class FullAttentionRules:
@@ -21,7 +30,7 @@ class FullAttentionRules:
         """The first block that a query at `position` (or later) reads."""
         return 0
 
-    def longest_hit(self, index: PrefixIndex, hashes: Sequence[bytes], num_blocks: int) -> int:
+    def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
         """The largest hit of at most `num_blocks` blocks (hashes[i] is block i's). Any shorter one is a hit too."""
         for block in range(num_blocks):
             if index.find(hashes[block]) is None:
@@ -45,7 +54,7 @@ class SlidingWindowRules(FullAttentionRules):
     def first_needed_block(self, position: int) -> int:
         return max(0, position - self._window + 1) // self._block_size
 
-    def longest_hit(self, index: PrefixIndex, hashes: Sequence[bytes], num_blocks: int) -> int:
+    def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
         """A hit of h blocks needs only those that the next query reads; look from the longest down."""
         hit = num_blocks
         while hit > 0:
@@ -67,6 +76,19 @@ def rules_for(spec: LayerSpec, block_size: int) -> FullAttentionRules:
     if isinstance(spec, SlidingWindowSpec):
         return SlidingWindowRules(block_size, spec.window)
     return FullAttentionRules(block_size)
+
+
+def agreed_hit(
+    rules: Sequence[FullAttentionRules], indexes: Sequence[Findable], hashes: Sequence[bytes], num_blocks: int
+) -> int:
+    """The longest hit, of at most `num_blocks` blocks, that all KV groups have."""
+    # Sliding-window hits are not closed under shortening, so repeat until all groups agree.
+    agreed = None
+    while agreed != num_blocks:
+        agreed = num_blocks
+        for each, index in zip(rules, indexes, strict=True):
+            num_blocks = each.longest_hit(index, hashes, num_blocks)
+    return num_blocks
 
 
 def hit_blocks(

@@ -36,8 +36,16 @@ class HostPool:
     chain, whether its tail is shared) stays as it was.
     """
 
-    def __init__(self, num_blocks: int, device: BlockPool, indexes: Sequence[PrefixIndex]) -> None:
-        self.blocks = BlockPool(num_blocks + 1, ())
+    def __init__(
+        self,
+        num_blocks: int,
+        device: BlockPool,
+        indexes: Sequence[PrefixIndex],
+        host_indexes: Sequence[PrefixIndex] = (),
+    ) -> None:
+        """indexes: what is cached on the device; host_indexes: what is here, in blocks that no swapped sequence needs
+        (quire/kv_cache/offload.py)."""
+        self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)
         self._swapped: dict[int, SequenceBlocks] = {}
@@ -134,9 +142,11 @@ class HostPool:
         }
         return Footprint(len(distinct), len(distinct) - len(retained), _num_leading(sequences[0], retained))
 
-    def check(self) -> None:
-        """Assert that counts, free list and tables of the host's blocks agree. O(blocks)."""
-        owners: dict[int, int] = {}
+    def check(self, owners: dict[int, int]) -> None:
+        """Assert that counts, free list and tables of the host's blocks agree. O(blocks).
+
+        owners: block -> owners other than swapped sequences; those are added.
+        """
         for block in _blocks(self._swapped.values()):
             owners[block] = owners.get(block, 0) + 1
         self.blocks.check(owners)

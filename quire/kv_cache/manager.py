@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.groups import hit_blocks, rules_for
+from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
+from quire.kv_cache.offload import LowerTiers, NoTiers, OffloadTiers
 from quire.kv_cache.pins import PinnedPrefix, Pins
 from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.promises import Promises
 from quire.kv_cache.spec import SlidingWindowSpec
 
@@ -54,7 +56,8 @@ class Growth:
 class KVCacheManager:
     """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
 
-    def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool) -> None:
+    def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
+        """enable_offload: keep what the prefix index takes in on the host and on disk, too."""
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
@@ -64,7 +67,12 @@ class KVCacheManager:
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
-        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes)
+        host_indexes = [PrefixIndex() for _ in layout.groups]
+        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
+        self.tiers: LowerTiers = NoTiers()
+        if enable_offload:
+            self.tiers = OffloadTiers(self._indexes, self.host.blocks, host_indexes)
+        self.loader = PrefixLoader(self.pool, self._indexes, self._rules, self.tiers, layout.block_size)
         self._live: dict[int, SequenceBlocks] = {}
         self._promises = Promises()
         self._pins = Pins(layout.block_size)
@@ -82,14 +90,7 @@ class KVCacheManager:
         if chain is None:
             return 0
         chain.extend(token_ids, num_blocks)
-        hashes = chain.hashes[1:]
-        # Sliding-window hits are not closed under shortening, so repeat until all groups agree.
-        agreed = None
-        while agreed != num_blocks:
-            agreed = num_blocks
-            for rules, index in zip(self._rules, self._indexes, strict=True):
-                num_blocks = rules.longest_hit(index, hashes, num_blocks)
-        num_tokens = num_blocks * self.block_size
+        num_tokens = agreed_hit(self._rules, self._indexes, chain.hashes[1:], num_blocks) * self.block_size
         pin = self._pins.longest(chain, token_ids, max_tokens, num_tokens + 1)
         return num_tokens if pin is None else pin.num_tokens
 
@@ -154,6 +155,9 @@ class KVCacheManager:
         """
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens, token_ids)
+            for group, table in enumerate(tables):
+                first = table.count(NULL_BLOCK)
+                self.tiers.reuse(group, chain.hashes[first + 1 : len(table) + 1])
         else:
             tables = [[] for _ in self._rules]
         for table in tables:
@@ -184,7 +188,8 @@ class KVCacheManager:
                 for group, table in enumerate(blocks.tables)
                 if tail < len(table) and pool.ref_counts[table[tail]] > 1
             ]
-        if num_new * len(blocks.tables) + len(copied_groups) > pool.num_allocatable:
+        needed = num_new * len(blocks.tables) + len(copied_groups)
+        if needed > pool.num_allocatable and not (self.loader.let_go() and needed <= pool.num_allocatable):
             return None
         growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
         blocks.tail_shared = False
@@ -241,9 +246,10 @@ class KVCacheManager:
         chain.extend(token_ids, num_full)
         for block in range(blocks.num_committed, num_full):
             block_hash = chain.block_hash(block)
-            for index, table in zip(self._indexes, blocks.tables, strict=True):
+            for group, (index, table) in enumerate(zip(self._indexes, blocks.tables, strict=True)):
                 if table[block] != NULL_BLOCK:
                     index.add(block_hash, table[block])
+                    self.tiers.offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.promised is not None:
             self._promises.renew(blocks)
@@ -259,6 +265,8 @@ class KVCacheManager:
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_outside_windows(blocks, position)
         copies = self.host.swap_out(sequences)
+        if copies is None and self.tiers.give_way():
+            copies = self.host.swap_out(sequences)
         if copies is not None:
             for blocks in sequences:
                 del self._live[id(blocks)]
@@ -301,6 +309,7 @@ class KVCacheManager:
         # What is computed now will still be committed, but never be hit without the blocks before it.
         for blocks in self._live.values():
             self._promises.drop(blocks)
+        self.loader.reset()
         num_dropped = self.pool.drop_cached()
         for pin in self._pins:
             self._enter(pin.blocks)
@@ -383,8 +392,11 @@ class KVCacheManager:
                 assert len(set(held)) == len(held), "a table names a block twice"
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
+        self.loader.check(owners)
         self.pool.check(owners)
-        self.host.check()
+        host_owners: dict[int, int] = {}
+        self.tiers.check(host_owners)
+        self.host.check(host_owners)
         for pin in self._pins:
             assert pin.blocks.chain is not None
             for index, table in zip(self._indexes, pin.blocks.tables, strict=True):

@@ -33,6 +33,11 @@ class WeightFiles:
         """The file that the last streamed tensor came from; None once all are through."""
         self._expected = expected
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in the order of reading."""
+        return list(self._expected)
+
     def stream(self, report: Progress) -> Tensors:
         """All tensors of all files. Raises ModelLoadError naming the file (and tensor) that cannot be read."""
         for path in self._expected:

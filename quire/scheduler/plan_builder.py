@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.kv_cache.manager import Growth
+from quire.kv_cache.offload import TierOrders
 from quire.request import Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -42,6 +43,9 @@ class PlanBuilder:
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, int]] = []
         """Sequences that are swapped in, and how many of their tokens are computed."""
+        self.transfers = TierOrders([], [], [], [])
+        """Copies of cached blocks."""
+        self.awaits_disk = False
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -65,9 +69,14 @@ class PlanBuilder:
         )
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to run and nothing to copy."""
+    def is_idle(self) -> bool:
+        """Whether there is nothing to run and no sequence to swap."""
         return not (self.sequences or self.swap_out or self.swap_in)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the workers have nothing to do at all."""
+        return self.is_idle and not (self.transfers or self.awaits_disk)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
@@ -125,8 +134,11 @@ class PlanBuilder:
             block_copies=self.block_copies,
             forks=self.forks,
             released=released,
-            swap_out=self.swap_out,
-            swap_in=self.swap_in,
+            swap_out=self.swap_out + self.transfers.swap_out,
+            swap_in=self.swap_in + self.transfers.swap_in,
             branches=branches,
             chosen_tokens=chosen_tokens,
+            disk_stores=self.transfers.disk_stores,
+            disk_loads=self.transfers.disk_loads,
+            awaits_disk=self.awaits_disk,
         )

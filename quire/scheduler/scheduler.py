@@ -28,6 +28,7 @@ from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
 from quire.scheduler.plan_builder import Mark, PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
+from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
@@ -175,9 +176,39 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        self.kv.loader.arrive()
         preempted = self._schedule_running(builder, self._make_way(builder))
         if not preempted:
             self._admit_waiting(builder, now)
+        return self._finish_plan(builder)
+
+    def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
+        """A plan that computes nothing but moves what the tiers below the device have to move, if anything.
+
+        awaits_report: a plan in any case, whose result comes when the disk tier has something to tell.
+        """
+        builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        builder.awaits_disk = awaits_report
+        self.kv.loader.arrive()
+        return self._finish_plan(builder)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether there are blocks to be stored, although no request may be here."""
+        return self.kv.tiers.has_backlog
+
+    @property
+    def can_transfer(self) -> bool:
+        """Whether some of them can be ordered now, without waiting for earlier ones."""
+        return self.kv.tiers.has_backlog and not self.kv.tiers.must_wait
+
+    def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
+        """Add what the tiers below the device have to move; None when the plan is then still empty."""
+        tiers = self.kv.tiers
+        self.kv.loader.let_go()
+        builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
+        if builder.is_idle and not builder.transfers.swap_in and not self._in_flight:
+            builder.awaits_disk |= tiers.must_wait
         if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
@@ -191,12 +222,12 @@ class Scheduler:
             builder.samples,
             builder.resumed,
         )
-        self._stats.steps_total += 1
+        self._stats.steps_total += not builder.is_idle
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
         self._stats.copied_blocks_total += len(plan.block_copies)
-        self._stats.swapped_out_blocks_total += len(plan.swap_out)
-        self._stats.swapped_in_blocks_total += len(plan.swap_in)
-        self._stats.swapped_bytes_total += (len(plan.swap_out) + len(plan.swap_in)) * self.kv.block_bytes
+        self._stats.swapped_out_blocks_total += len(builder.swap_out)
+        self._stats.swapped_in_blocks_total += len(builder.swap_in)
+        self._stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -204,6 +235,8 @@ class Scheduler:
         in_flight = self._in_flight.pop(result.step_id)
         sequences, samples = in_flight.sequences, in_flight.samples
         self._commit(in_flight)
+        if result.disk is not None:
+            self.kv.tiers.update(result.disk)
         updates = []
         any_finished = False
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
@@ -314,10 +347,12 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
 
-        One whose prefix is being computed waits too, but others may pass it (quire/scheduler/sharing.py), unless it was
-        preempted: while such a one waits nobody new starts.
+        One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
+        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py), unless it was preempted: while such a one waits
+        nobody new starts.
         """
         passed = PassedOver(self.kv)
+        prefetcher = Prefetcher(self.kv, passed, now)
         started = []
         for request in self._waiting:
             if passed.has_preempted:
@@ -328,7 +363,7 @@ class Scheduler:
                 break
             if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: its value comes with the next update
-            if passed.still(request):
+            if passed.still(request) or prefetcher.still(request):
                 continue
             room = self.kv.pool.num_allocatable - passed.num_blocks
             if request is self._refused and room <= self._refused_room and self._running:
@@ -349,6 +384,8 @@ class Scheduler:
             if passed.begin(request, num_cached, end - 1, num_blocks):
                 self._stats.prefix_cache_waits_total += 1
                 continue
+            if prefetcher.fetch(request, num_cached, end - 1, num_blocks):
+                continue
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
             if passed and num_cached + num_tokens < end:
                 break
@@ -356,6 +393,8 @@ class Scheduler:
                 self._refused, self._refused_room = request, room
                 break
             self._refused = None
+            if prefetcher.swap_in(request, num_cached, end - 1, num_blocks):
+                continue
             started.append(request)
             self._start(request, leader, num_cached, now)
             self._grow_new(builder, leader, num_tokens)
@@ -367,6 +406,7 @@ class Scheduler:
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
         self._enter_running(request, [leader])
+        request.was_fetched, request.num_prefix_swap_ins = False, 0
         leader.blocks = self.kv.begin(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
@@ -494,6 +534,7 @@ class Scheduler:
             self._deadlines.discard(request)
             if request.pin:
                 self._pinning.end(request)
+            stop_waiting(request, self.kv)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
@@ -572,7 +613,8 @@ class Scheduler:
         stats.num_pinned_blocks = self.kv.num_pinned_blocks
         stats.evictions_total = pool.num_evictions
         stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
-        stats.num_used_host_blocks = self.kv.host.blocks.num_used
+        stats.num_used_host_blocks = self.kv.host.blocks.num_used - self.kv.tiers.num_busy
+        self._describe_tiers(stats)
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
@@ -584,6 +626,19 @@ class Scheduler:
         """Every block and every live request, to look at. O(blocks + table entries)."""
         running = dict.fromkeys(sequence.request for sequence in self._running)
         return take_snapshot(self.kv, running, self._waiting)
+    def _describe_tiers(self, stats: EngineStats) -> None:
+        tiers = self.kv.tiers
+        counters = tiers.counters
+        stats.num_offloaded_blocks = tiers.num_disk_blocks
+        stats.offload_bytes = counters.num_bytes
+        stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
+        stats.disk_cache_hit_blocks_total = counters.num_disk_hits
+        stats.offload_stored_blocks_total = counters.num_stored
+        stats.offload_stored_bytes_total = counters.num_stored * self.kv.block_bytes
+        stats.offload_store_failures_total = counters.num_store_failures
+        stats.offload_loaded_blocks_total = counters.num_loaded
+        stats.offload_loaded_bytes_total = counters.num_loaded * self.kv.block_bytes
+        stats.offload_load_failures_total = counters.num_load_failures
 
     def _num_empty_slots(self) -> int:
         """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they

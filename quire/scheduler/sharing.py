@@ -42,7 +42,7 @@ class PassedOver:
         if wait is None:
             return False
         if self._kv.is_computing(wait.leader, wait.num_blocks):
-            self._claim(request, wait)
+            self.claim(request, wait.claimed_blocks)
             return True
         request.wait = None
         return False
@@ -56,13 +56,14 @@ class PassedOver:
         if found is None:
             return False
         request.wait = Wait(*found, num_blocks)
-        self._claim(request, request.wait)
+        self.claim(request, num_blocks)
         return True
 
-    def _claim(self, request: Request, wait: Wait) -> None:
+    def claim(self, request: Request, num_blocks: int) -> None:
+        """A request waits: its rows and so many blocks are set aside."""
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
         self.num_rows += len(request.live_sequences)
-        self.num_blocks += wait.claimed_blocks
+        self.num_blocks += num_blocks
 
 
 def would_wait(

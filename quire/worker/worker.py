@@ -7,6 +7,7 @@ from one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +25,12 @@ from quire.models.loader import load_model
 from quire.sampling.chooser import make_chooser
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
+from quire.worker.block_file import BlockLayout
 from quire.worker.block_tables import BlockTables
+from quire.worker.cache_directory import require_writable
+from quire.worker.cache_identity import cache_namespace, native_code, torch_code
+from quire.worker.disk_store import DiskStore
+from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
 from quire.worker.kv_copy import block_copier
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, block_mover
@@ -77,6 +83,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
+        self._disk: DiskTier = NoDiskTier()
         self._failed = False
 
     @_computes
@@ -85,6 +92,8 @@ class Worker:
 
         A bar on standard error shows the progress when it takes longer than a second.
         """
+        if self._cache_config.offload_dir is not None:
+            require_writable(self._cache_config.offload_dir)  # better said before than after minutes of loading
         with LoadProgress() as progress:
             self._model = load_model(
                 self._model_config, self._load_config, self._device_config.device, progress, self._runtime
@@ -114,7 +123,11 @@ class Worker:
         pages = allocate_pages(layout)
         self._layout = layout
         if layout.num_host_blocks:
-            self._transfers = ThreadTransfers(pages, allocate_host_pages(layout), block_mover(self._runtime))
+            host_pages = allocate_host_pages(layout)
+            self._transfers = ThreadTransfers(pages, host_pages, block_mover(self._runtime))
+            if self._cache_config.offload_dir is not None:
+                store = self._open_store(self._cache_config.offload_dir, layout, HostBlocks(host_pages))
+                self._disk = FileTier(store, self._transfers)
         max_model_len = self._model_config.max_model_len
         requests = RequestRows(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
@@ -158,10 +171,28 @@ class Worker:
         if self._failed:
             raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
         try:
-            return self._runner.execute(plan)
+            self._transfers.wait()
+            self._disk.begin(plan)
+            result = self._runner.execute(plan)
+            result.disk = self._disk.end(plan)
+            return result
         except BaseException:
             self._failed = True
             raise
+
+    def close(self) -> None:
+        """Finish what is being stored on disk. Nothing may be executed afterwards. Idempotent."""
+        self._disk.close()
+
+    def _open_store(self, directory: Path, layout: KVCacheLayout, host_blocks: HostBlocks) -> DiskStore:
+        if self._runtime is None:
+            code = torch_code(self._device_config.num_threads)
+        else:
+            code = native_code(self._runtime.isa, self._runtime.binary)
+        namespace = cache_namespace(self._model_config, self._load_config, self._device_config, layout, code)
+        page_bytes = layout.block_bytes // layout.layers_per_group
+        files = BlockLayout(namespace, layout.layers_per_group, page_bytes)
+        return DiskStore(directory, self._cache_config.offload_size, files, host_blocks)
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._model_config.kv_cache_dtype

@@ -22,6 +22,7 @@ from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import TokenLogprobs
+from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
@@ -35,6 +36,7 @@ def make_config(
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
     num_host_blocks: int = 0,
+    offload: bool = False,
     **scheduler: float | str | None,
 ) -> EngineConfig:
     """num_host_blocks: at most, for `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig
@@ -65,6 +67,7 @@ def make_config(
             num_blocks_override=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             swap_space=num_host_blocks * block_bytes(groups, layers_per_group, block_size),
+            offload_dir=Path("fake") if offload else None,
         ),
         scheduler=replace(SCHEDULER, **scheduler),
         load=LoadConfig(load_format="dummy", seed=0),
@@ -173,8 +176,15 @@ class CoreClient:
 class CoreDriver(CoreClient):
     """A CoreClient over the fake executor, which verifies every plan."""
 
-    def __init__(self, config: EngineConfig, costs: PreemptionCosts | None = None, **executor_options: object) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        costs: PreemptionCosts | None = None,
+        disk: FakeDisk | None = None,
+        **executor_options: object,
+    ) -> None:
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        self.executor.disk = disk
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.executor.costs = costs or self.executor.costs

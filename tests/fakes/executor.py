@@ -30,6 +30,7 @@ from quire.step import (
     StepResult,
     TokenLogprobs,
 )
+from tests.fakes.disk import FakeDisk
 
 _MASK = 2**63 - 1
 _GREEDY_SEED = 0x5EED
@@ -101,6 +102,8 @@ class FakeExecutor:
         self._record = record
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
         """What swapping and recomputing are said to take."""
+        self.disk: FakeDisk | None = None
+        """The disk tier; set it before the first plan."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
         self._owners: Counter[int] = Counter()
@@ -194,6 +197,10 @@ class FakeExecutor:
         for fork in plan.forks:
             self._fork(fork)
         self._sample(plan, result)
+        if self.disk is not None:
+            result.disk = self.disk.run(plan, self._host_slots)
+        else:
+            _require(not plan.awaits_disk, "the plan waits for a disk that is not there")
         return result
 
     def _check_shape(self, plan: StepPlan) -> None:

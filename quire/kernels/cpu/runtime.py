@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 
@@ -35,6 +37,11 @@ class NativeRuntime:
     def native_precision(self) -> _native.MatmulPrecision:
         """`matmul_precision` as programs take it."""
         return _PRECISIONS[self.matmul_precision]
+
+    @property
+    def binary(self) -> Path:
+        """The extension module."""
+        return Path(_native.__file__)
 
     def __repr__(self) -> str:
         return f"native kernels for {self.isa}, {self.pool.threads} threads"

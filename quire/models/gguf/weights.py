@@ -30,6 +30,11 @@ class GGUFWeights:
         self.directory = path
         self.current: Path | None = path
 
+    @property
+    def paths(self) -> list[Path]:
+        """The one file."""
+        return [self.directory]
+
     def stream(self, report: Callable[[int, int], None]) -> Iterator[tuple[str, WeightTensor]]:
         """All tensors, quantised matrices as integers. report: called with (bytes done, bytes in all). Raises
         ModelLoadError."""

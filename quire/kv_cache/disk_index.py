@@ -1,0 +1,43 @@
+"""Which block contents are on disk, as the control plane knows it: from the scan at the start and from what the worker
+reports since. Another engine that shares the directory may have removed one meanwhile: then its load fails, and it is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+BlockKey: TypeAlias = tuple[int, bytes]
+"""(KV group, block hash)."""
+
+
+class DiskIndex:
+    """The hashes on disk, per KV group."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._hashes: tuple[set[bytes], ...] = tuple(set() for _ in range(num_groups))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._hashes))
+
+    def __bool__(self) -> bool:
+        return any(self._hashes)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key[1] in self._hashes[key[0]]
+
+    def add(self, keys: Iterable[BlockKey]) -> None:
+        """Keys of groups that the engine does not have (a file somebody put there) are left out."""
+        for group, block_hash in keys:
+            if group < len(self._hashes):
+                self._hashes[group].add(block_hash)
+
+    def remove(self, keys: Iterable[BlockKey]) -> None:
+        for group, block_hash in keys:
+            if group < len(self._hashes):
+                self._hashes[group].discard(block_hash)
+
+    def clear(self) -> None:
+        for hashes in self._hashes:
+            hashes.clear()

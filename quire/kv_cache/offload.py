@@ -1,0 +1,468 @@
+"""Tiers of the prefix cache below the device: blocks of host memory, and behind them files.
+
+What the prefix index takes in is copied to the host, and from there to disk, a little later and beside computation;
+the host keeps its copy until the room is wanted. A prompt whose next blocks are on the host gets them swapped in
+(quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and the request waits for
+them (quire/scheduler/prefetch.py).
+
+Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the
+worker's, and travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
+load until its end is reported, by a request that waits for it, and in a pass that orders to swap it in; otherwise it is
+evictable, so that swapped requests get it whenever they need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.disk_index import BlockKey, DiskIndex
+from quire.kv_cache.prefix_index import PrefixIndex
+from quire.step import DiskReport
+
+STORING_SHARE = 4
+"""At most one host block in so many is on its way to disk, and ..."""
+LOADING_SHARE = 2
+"""... one in so many on its way from disk or held for a request that waits."""
+
+RETRY = 16
+MAX_BACKLOG = 2**16
+"""Blocks that wait for their turn to be copied; the oldest give up, evicted long ago as likely as not."""
+
+
+class TierOrders(NamedTuple):
+    """For one plan; see StepPlan's columns of the same names."""
+
+    swap_out: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+    disk_stores: list[tuple[int, int, bytes]]
+    disk_loads: list[tuple[int, bytes, int]]
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
+class Fetch:
+    """Blocks on their way from disk for one request, with those beside them that are on the host already."""
+
+    __slots__ = ("held", "num_loading", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted: list[BlockKey] = []
+        """Not ordered yet."""
+        self.held: list[int] = []
+        """Host blocks that it owns a share of, also of those whose content is still to come."""
+        self.num_loading = 0
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self.wanted or self.num_loading)
+
+
+class TierCounters:
+    """What a tier did. Blocks, unless a name says tokens."""
+
+    __slots__ = (
+        "num_bytes",
+        "num_disk_hits",
+        "num_host_hits",
+        "num_load_failures",
+        "num_loaded",
+        "num_store_failures",
+        "num_stored",
+    )
+
+    def __init__(self) -> None:
+        self.num_stored = self.num_store_failures = self.num_loaded = self.num_load_failures = 0
+        self.num_host_hits = 0
+        """Blocks that were swapped in for a prompt ..."""
+        self.num_disk_hits = 0
+        """... and of those, the ones that were fetched from disk before."""
+        self.num_bytes = 0
+        """In the directory now."""
+
+
+class LowerTiers(Protocol):
+    """What the KV manager and the scheduler ask of the tiers below the device."""
+
+    counters: TierCounters
+
+    @property
+    def has_content(self) -> bool:
+        """Whether anything could be found."""
+        ...
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks known to be on disk."""
+        ...
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether there are copies to order although nothing may be computed."""
+        ...
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a request, or the next order, waits for a transfer to end."""
+        ...
+
+    @property
+    def num_busy(self) -> int:
+        """Host blocks that a transfer, or a request that waits, has a share of."""
+        ...
+
+    @property
+    def num_loadable(self) -> int:
+        """Most blocks that a fetch can bring from disk now."""
+        ...
+
+    def find(self, key: BlockKey) -> int | None:
+        """The host block with this content."""
+        ...
+
+    def is_on_disk(self, key: BlockKey) -> bool: ...
+
+    def offer(self, key: BlockKey) -> None:
+        """The device's prefix index took a block in: it may be copied."""
+        ...
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        """These were hit on the device: what of them the disk dropped, not seeing it used, is worth keeping."""
+        ...
+
+    def bring(self, key: BlockKey, block: int) -> None:
+        """Order the copy of a block that `find` knows to a device block."""
+        ...
+
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        """Whether so many blocks are loaded in less time than the tokens that they stand for are computed. One in
+        RETRY times the answer is yes even so, or the disk's speed would never be learnt anew."""
+        ...
+
+    def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
+        """Bring blocks from disk to the host, and hold those that are there, until `drop`."""
+        ...
+
+    def drop(self, fetch: Fetch) -> None:
+        """Whoever waited goes on, or is gone. What still comes in is kept as any other content."""
+        ...
+
+    def orders(self, *, may_allocate: bool) -> TierOrders:
+        """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan that swaps
+        sequences in, whose blocks were freed but are still to be read."""
+        ...
+
+    def update(self, report: DiskReport) -> None: ...
+
+    def reset(self) -> None:
+        """Forget all content."""
+        ...
+
+    def give_way(self) -> bool:
+        """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
+        ...
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Add the tier's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
+        ...
+
+
+class NoTiers:
+    """The device's memory is all there is."""
+
+    def __init__(self) -> None:
+        self.counters = TierCounters()
+
+    num_disk_blocks = 0
+    has_content = False
+    has_backlog = False
+    must_wait = False
+    num_busy = 0
+    num_loadable = 0
+
+    def find(self, key: BlockKey) -> int | None:
+        return None
+
+    def is_on_disk(self, key: BlockKey) -> bool:
+        return False
+
+    def offer(self, key: BlockKey) -> None:
+        """Nobody takes it."""
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        """Nobody takes them."""
+
+    def bring(self, key: BlockKey, block: int) -> None:
+        raise AssertionError("nothing was found")
+
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        return False
+
+    def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
+        raise AssertionError("nothing was found")
+
+    def drop(self, fetch: Fetch) -> None:
+        """There is none."""
+
+    def orders(self, *, may_allocate: bool) -> TierOrders:
+        return TierOrders([], [], [], [])
+
+    def update(self, report: DiskReport) -> None:
+        raise AssertionError("a worker without a disk tier has nothing to report")
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def give_way(self) -> bool:
+        return False
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Nothing is owned."""
+
+
+class OffloadTiers:
+    """Host and disk. Owns no memory: host blocks are those of the pool that swapped requests use."""
+
+    def __init__(self, device: Sequence[PrefixIndex], host: BlockPool, host_indexes: Sequence[PrefixIndex]) -> None:
+        """device, host_indexes: what is on the device and on the host, per KV group. host: the host's blocks."""
+        self._device = device
+        self._host = host
+        self._indexes = host_indexes
+        self._disk = DiskIndex(len(device))
+        self._backlog: dict[BlockKey, None] = {}
+        """To be copied, oldest first."""
+        self._storing: dict[int, BlockKey] = {}
+        self._storing_keys: set[BlockKey] = set()
+        self._loading: dict[int, BlockKey] = {}
+        self._loading_to: dict[BlockKey, int] = {}
+        self._fetches: dict[Fetch, None] = {}
+        self._waiters: dict[int, list[Fetch]] = {}
+        """Host block that is being loaded -> who waits for it."""
+        self._from_disk: dict[int, BlockKey] = {}
+        """Host blocks that were loaded, and with what."""
+        self._bringing: list[tuple[int, int]] = []
+        self._load_seconds = self._token_seconds = 0.0
+        self._num_declined = 0
+        self._was_reset = False
+        self.counters = TierCounters()
+        self._max_storing = max(1, host.num_usable // STORING_SHARE)
+        self._max_loading = max(1, host.num_usable // LOADING_SHARE)
+
+    @property
+    def has_content(self) -> bool:
+        return bool(self._disk) or any(self._indexes)
+
+    @property
+    def num_disk_blocks(self) -> int:
+        return len(self._disk)
+
+    @property
+    def has_backlog(self) -> bool:
+        # Where swapped requests hold all of the host there is nothing to order, nor to wait for.
+        return bool(self._backlog) and (bool(self._storing) or self._host.num_allocatable > 0)
+
+    @property
+    def must_wait(self) -> bool:
+        if any(fetch.is_pending for fetch in self._fetches):
+            return True
+        is_full = len(self._storing) >= self._max_storing or not self._host.num_allocatable
+        return bool(self._backlog and self._storing) and is_full
+
+    @property
+    def num_busy(self) -> int:
+        return len(self._wanted_blocks().union(self._storing))
+
+    @property
+    def num_loadable(self) -> int:
+        held = len(self._wanted_blocks())
+        wanted = sum(len(fetch.wanted) for fetch in self._fetches)
+        return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def find(self, key: BlockKey) -> int | None:
+        return self._indexes[key[0]].find(key[1])
+
+    def is_on_disk(self, key: BlockKey) -> bool:
+        return key in self._disk
+
+    # -- coming and going -------------------------------------------------------------------------------------------
+
+    def offer(self, key: BlockKey) -> None:
+        if key not in self._disk:
+            self._backlog[key] = None
+            if len(self._backlog) > MAX_BACKLOG:
+                del self._backlog[next(iter(self._backlog))]
+
+    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            self.offer((group, block_hash))
+
+    def bring(self, key: BlockKey, block: int) -> None:
+        source = self.find(key)
+        assert source is not None, "a hit was found and is gone"
+        self._host.share(source)
+        self._bringing.append((source, block))
+        self.counters.num_host_hits += 1
+        self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
+
+    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
+        if not computing or loading < computing:
+            return True
+        self._num_declined += 1
+        return self._num_declined % RETRY == 0
+
+    def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
+        fetch = Fetch()
+        for key in keys:
+            block = self.find(key)
+            if block is None:
+                fetch.wanted.append(key)
+            else:
+                self._host.share(block)
+                fetch.held.append(block)
+        self._fetches[fetch] = None
+        return fetch
+
+    def drop(self, fetch: Fetch) -> None:
+        if fetch not in self._fetches:
+            return
+        del self._fetches[fetch]
+        fetch.wanted.clear()
+        for block in fetch.held:
+            if block in self._waiters:
+                self._waiters[block].remove(fetch)
+            self._host.release(block)
+        fetch.held.clear()
+        fetch.num_loading = 0
+
+    def orders(self, *, may_allocate: bool) -> TierOrders:
+        orders = TierOrders([], self._bringing, [], [])
+        self._bringing = []
+        if may_allocate:
+            for fetch in self._fetches:
+                self._order_loads(fetch, orders)
+            self._order_stores(orders)
+        for source, _ in orders.swap_in:
+            self._host.release(source)
+        return orders
+
+    def _order_loads(self, fetch: Fetch, orders: TierOrders) -> None:
+        for key in fetch.wanted:
+            block = self.find(key)
+            if block is None:
+                block = self._loading_to.get(key)
+                if block is None:
+                    if key not in self._disk or not self._host.num_allocatable:
+                        break  # the blocks behind it are of no use
+                    block = self._host.allocate()
+                    self._loading[block] = key
+                    self._loading_to[key] = block
+                    self._waiters[block] = []
+                    orders.disk_loads.append((*key, block))
+                self._waiters[block].append(fetch)
+                fetch.num_loading += 1
+            self._host.share(block)
+            fetch.held.append(block)
+        fetch.wanted.clear()
+
+    def _order_stores(self, orders: TierOrders) -> None:
+        while self._backlog and len(self._storing) < self._max_storing:
+            key = next(iter(self._backlog))
+            block = self._device[key[0]].find(key[1])
+            copy = self.find(key)
+            if copy is None and block is not None and not self._host.num_allocatable:
+                return
+            del self._backlog[key]
+            if key in self._disk or (copy is None and block is None) or key in self._storing_keys:
+                continue  # evicted before its turn came, or there already
+            if copy is not None:
+                self._host.share(copy)
+            else:
+                assert block is not None
+                copy = self._host.allocate()
+                self._indexes[key[0]].add(key[1], copy)
+                orders.swap_out.append((block, copy))
+            self._storing[copy] = key
+            self._storing_keys.add(key)
+            orders.disk_stores.append((copy, *key))
+
+    def update(self, report: DiskReport) -> None:
+        self._count(report)
+        self._load_seconds, self._token_seconds = report.load_seconds, report.token_seconds
+        self._disk.remove(report.gone)
+        for block in report.failed:
+            self._disk.remove([self._loading[block]])
+            self._end_load(block)
+        for block in report.loaded:
+            group, block_hash = self._loading[block]
+            if not self._was_reset or (group, block_hash) in self._disk:
+                self._indexes[group].add(block_hash, block)
+                self._from_disk[block] = (group, block_hash)
+            self._end_load(block)
+        self._disk.add(key for key in report.found if not self._was_reset or key in self._storing_keys)
+        for block in report.released:
+            self._storing_keys.discard(self._storing.pop(block))
+            self._host.release(block)
+
+    def _end_load(self, block: int) -> None:
+        del self._loading_to[self._loading.pop(block)]
+        is_void = not any(block in index for index in self._indexes)
+        for fetch in self._waiters.pop(block):
+            fetch.num_loading -= 1
+            if is_void:
+                fetch.held.remove(block)
+                self._host.release(block)
+        self._host.release(block)
+
+    def _wanted_blocks(self) -> set[int]:
+        return {block for fetch in self._fetches for block in fetch.held}.union(self._loading)
+
+    def _count(self, report: DiskReport) -> None:
+        counters = self.counters
+        counters.num_stored += report.num_stored
+        counters.num_store_failures += report.num_store_failures
+        counters.num_loaded += len(report.loaded)
+        counters.num_load_failures += len(report.failed)
+        counters.num_bytes = report.num_bytes
+
+    def reset(self) -> None:
+        """Files stay, and are found at the next start. Until then one is not read before its content was computed again
+        (and then not written a second time)."""
+        self._was_reset = True
+        self._backlog.clear()
+        self._storing_keys.clear()
+        self._disk.clear()
+        self._host.drop_cached()
+        for fetch in list(self._fetches):
+            self.drop(fetch)
+        self._from_disk.clear()
+
+    def give_way(self) -> bool:
+        held = [fetch for fetch in self._fetches if fetch.held]
+        for fetch in held:
+            self.drop(fetch)
+        return bool(held)
+
+    # -- looking in -------------------------------------------------------------------------------------------------
+
+    def check(self, owners: dict[int, int]) -> None:
+        assert not self._bringing, "an order to swap in was left behind"
+        assert self._loading_to == {key: block for block, key in self._loading.items()}
+        assert self._waiters.keys() == self._loading.keys()
+        for blocks in (self._storing, self._loading, *(fetch.held for fetch in self._fetches)):
+            _count_in(blocks, owners)
+        for fetch in self._fetches:
+            assert fetch.num_loading == sum(block in self._loading for block in fetch.held)
+            assert all(fetch in self._waiters[block] for block in fetch.held if block in self._loading)
+        for block in self._loading:
+            assert not any(block in index for index in self._indexes), "a block is found before its content is there"
+        assert self._storing_keys <= set(self._storing.values())
+
+
+def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
+    for block in blocks:
+        owners[block] = owners.get(block, 0) + 1

@@ -1,0 +1,164 @@
+"""Brings cached prefixes back to the device from the tiers below it, for requests that are about to start.
+
+First what is on disk only is fetched to the host; that takes as long as it takes. Then blocks of the device are
+allocated and ordered to be swapped in, which takes one plan: from the next on they are in the prefix index like any
+other block, and the request begins with a plain hit. During that plan the request owns the blocks of its hit, the new
+ones and those before them; it gives them up again if it does not begin in the next pass after all, or if whoever runs
+needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.disk_index import BlockKey
+from quire.kv_cache.groups import FullAttentionRules, agreed_hit
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.offload import LowerTiers
+from quire.kv_cache.prefix_index import PrefixIndex
+
+MIN_BLOCKS = 2
+"""Fewer are computed: to bring them takes a step, which reads all weights and so costs about as much as a block."""
+
+
+class Reach(NamedTuple):
+    """A hit that goes on below the device."""
+
+    num_blocks: int
+    """Leading blocks of the prompt, those on the device included."""
+    on_device: list[BlockKey]
+    on_host: list[BlockKey]
+    on_disk: list[BlockKey]
+
+
+class PrefixLoader:
+    """Shares the device's pool, prefix indexes and rules (one per KV group) with the KV manager."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        indexes: Sequence[PrefixIndex],
+        rules: Sequence[FullAttentionRules],
+        tiers: LowerTiers,
+        block_size: int,
+    ) -> None:
+        self.tiers = tiers
+        self._pool = pool
+        self._indexes = indexes
+        self._rules = rules
+        self._block_size = block_size
+        self._held: list[int] = []
+        """Device blocks that requests own until they begin, one entry for each share."""
+        self._arriving: dict[BlockKey, int] = {}
+        """Device blocks that the plan at hand swaps in."""
+
+    def reach(self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, fetch: bool) -> Reach | None:
+        """How far a hit goes with what is below the device; None when that is not MIN_BLOCKS further.
+
+        num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far
+        as it can be fetched now.
+        """
+        if chain is None or not self.tiers.has_content:
+            return None
+        least, limit = num_cached_tokens // self._block_size + MIN_BLOCKS, max_tokens // self._block_size
+        views = [_View(self, group, fetch=fetch) for group in range(len(self._indexes))]
+        while limit >= least:
+            limit = agreed_hit(self._rules, views, chain.hashes[1:], limit)
+            if limit < least:
+                break
+            reach = self._sort(chain, limit)
+            excess = len(reach.on_disk) - self.tiers.num_loadable if reach.on_disk else 0
+            if excess <= 0:
+                return reach
+            limit -= -(-excess // len(views))
+        return None
+
+    def bring(self, reach: Reach) -> int:
+        """Order what is on the host to be swapped in, and own the whole hit until the next pass. The caller has made
+        sure that there is room for it. Returns how many blocks were allocated."""
+        assert not reach.on_disk
+        pool, num_before = self._pool, self._pool.num_allocatable
+        hits = [self._indexes[group].find(block_hash) for group, block_hash in reach.on_device]
+        for block in hits:  # all of them before one is allocated, which could evict them
+            assert block is not None
+            pool.share(block)
+            self._held.append(block)
+        for key in reach.on_host:
+            block = self._arriving.get(key)
+            if block is None:
+                block = self._arriving[key] = pool.allocate()
+                self.tiers.bring(key, block)
+            else:
+                pool.share(block)
+            self._held.append(block)
+        return num_before - pool.num_allocatable
+
+    def arrive(self) -> None:
+        """A new pass begins: what the plan before swapped in can be hit."""
+        for (group, block_hash), block in self._arriving.items():
+            self._indexes[group].add(block_hash, block)
+        self._arriving.clear()
+
+    def reset(self) -> None:
+        """Forget all content below the device, and what is on its way: who waits for it finds no hit."""
+        self.tiers.reset()
+        self._arriving.clear()
+
+    def let_go(self) -> bool:
+        """Give up what is owned for requests that have not begun, unless this very plan swaps it in. Whether there was
+        anything."""
+        if not self._held:
+            return False
+        coming = set(self._arriving.values())
+        kept = [block for block in self._held if block in coming]
+        freed = [block for block in self._held if block not in coming]
+        self._held = kept
+        for block in reversed(freed):
+            self._pool.release(block)
+        return bool(freed)
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Add the shares of device blocks to `owners` (block -> owners)."""
+        for block in self._held:
+            owners[block] = owners.get(block, 0) + 1
+        coming = list(self._arriving.values())
+        assert set(coming) <= set(self._held), "a block arrives for nobody"
+
+    def _find(self, key: BlockKey, *, fetch: bool) -> int | None:
+        block = self._indexes[key[0]].find(key[1])
+        if block is None:
+            block = self._arriving.get(key)
+        if block is None:
+            block = self.tiers.find(key)
+        if block is None and fetch and self.tiers.is_on_disk(key):
+            return NULL_BLOCK
+        return block
+
+    def _sort(self, chain: HashChain, num_blocks: int) -> Reach:
+        """Where the blocks are that a hit of `num_blocks` needs."""
+        reach = Reach(num_blocks, [], [], [])
+        for group, (rules, index) in enumerate(zip(self._rules, self._indexes, strict=True)):
+            for number in range(rules.first_needed_block(num_blocks * self._block_size), num_blocks):
+                key = (group, chain.block_hash(number))
+                if index.find(key[1]) is not None:
+                    reach.on_device.append(key)
+                elif key in self._arriving or self.tiers.find(key) is not None:
+                    reach.on_host.append(key)
+                else:
+                    reach.on_disk.append(key)
+        return reach
+
+
+class _View:
+    """A KV group's contents on all tiers, for `agreed_hit`. The number that it returns only says that there is one."""
+
+    def __init__(self, loader: PrefixLoader, group: int, *, fetch: bool) -> None:
+        self._loader = loader
+        self._group = group
+        self._fetch = fetch
+
+    def find(self, block_hash: bytes) -> int | None:
+        return self._loader._find((self._group, block_hash), fetch=self._fetch)

@@ -1,0 +1,108 @@
+"""One block of KV cache as a file: a header that says what it is, then its pages.
+
+    offset  bytes
+    0       8      magic, which is also the version of the format
+    8       32     namespace: what computed the content, and in which layout (quire/worker/cache_identity.py)
+    40      32     the block's hash (quire/kv_cache/block_hash.py): its tokens, all before them, and the salt
+    72      4      KV group
+    76      4      pages
+    80      8      bytes of a page
+    88      4      CRC-32 of the pages
+    92      4      CRC-32 of the 92 bytes before
+    96      -      the pages, one after the other
+
+Little-endian. The file ends with the last page. Nothing in it is ever executed or unpickled: it is compared with what
+was asked for, and the pages are plain bytes. CRC-32 finds accidents (every error in up to 32 neighbouring bits, all
+others but one in four thousand million) at 4 GB/s; a keyed hash, which would find forgeries as well, takes more than
+twice as long, and who can write to the directory is trusted (docs/decisions/0011-disk-tier.md).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytearray | memoryview
+"""Writable, contiguous bytes."""
+
+MAGIC = b"QUIREKV1"
+_KEYS = struct.Struct("<8s32s32sIIQI")
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _KEYS.size + _CHECK.size
+
+
+class BlockFileError(Exception):
+    """The file is not what was asked for; the message says in which way."""
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What the files of one engine have in common. namespace: 32 bytes. page_bytes: of each of `num_pages` pages."""
+
+    namespace: bytes
+    num_pages: int
+    page_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.num_pages * self.page_bytes
+
+    def header(self, group: int, block_hash: bytes, checksum: int) -> bytes:
+        keys = _KEYS.pack(MAGIC, self.namespace, block_hash, group, self.num_pages, self.page_bytes, checksum)
+        return keys + _CHECK.pack(zlib.crc32(keys))
+
+
+def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
+    """Write to `path`, which must not exist. Raises OSError; what was written of the file until then is removed.
+
+    The file is not forced to the disk: after a power failure it may be damaged, which its checksums tell.
+    """
+    header = layout.header(group, block_hash, _checksum(pages))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            written = os.writev(descriptor, [header, *pages])
+        finally:
+            os.close(descriptor)
+        if written != layout.file_bytes:
+            raise OSError(f"{written} of {layout.file_bytes} bytes were written")
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def read_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
+    """Fill `pages` from `path`. Raises OSError, or BlockFileError when it is not this block, whole and unharmed;
+    the pages then hold anything."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != layout.file_bytes:
+            raise BlockFileError(f"it has {size} bytes, not {layout.file_bytes}")
+        header = bytearray(HEADER_BYTES)
+        count = os.preadv(descriptor, [header, *pages], 0)
+    finally:
+        os.close(descriptor)
+    if count != layout.file_bytes:
+        raise BlockFileError(f"it ends after {count} bytes")
+    keys = header[: _KEYS.size]
+    if keys[: len(MAGIC)] != MAGIC:
+        raise BlockFileError("it is no block of this format")
+    if _CHECK.unpack_from(header, _KEYS.size)[0] != zlib.crc32(keys):
+        raise BlockFileError("its header is damaged")
+    if bytes(header) != layout.header(group, block_hash, _KEYS.unpack(keys)[-1]):
+        raise BlockFileError("it is another block's, or of another model or layout")
+    if _checksum(pages) != _KEYS.unpack(keys)[-1]:
+        raise BlockFileError("its content is damaged")
+
+
+def _checksum(pages: Sequence[Buffer]) -> int:
+    checksum = 0
+    for page in pages:
+        checksum = zlib.crc32(page, checksum)
+    return checksum

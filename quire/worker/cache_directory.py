@@ -1,0 +1,201 @@
+"""The directory of the disk tier: where a block's file lies, how much there is, and what goes first when it is full.
+
+    DIR/lock                                      held by the engine that makes room
+    DIR/<namespace>/<two digits>/<hash>-<group>   one block
+    DIR/<namespace>/.new-<engine>-<number>        one being written; renamed when it is whole
+
+Several engines may use one directory, of the same model or of others: names say content, a file appears whole by its
+rename and is never changed, and a reader has it open or finds it gone. The limit is on all of them together. How long
+ago a block was used is its file's modification time, so that all see the same order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.errors import ConfigError
+from quire.kv_cache.disk_index import BlockKey
+
+LEVEL_AFTER_EVICTION = 0.9
+"""Share of the limit that is kept when room is made: looking through the directory then pays for many blocks."""
+STALE_SECONDS = 3600.0
+"""A file that has been "being written" for so long belongs to an engine that is gone."""
+
+LOCK = "lock"
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_BLOCK = re.compile(r"([0-9a-f]{64})-([0-9]{1,4})")
+_NEW = ".new-"
+
+
+def require_writable(directory: Path) -> None:
+    """Create a directory, if need be, and a file in it. Raises ConfigError (`kv_offload_dir`) when that fails."""
+    probe = directory / f"{_NEW}probe-{secrets.token_hex(8)}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.touch(mode=0o600)
+        probe.unlink()
+        if (directory / LOCK).exists():
+            _Lock(directory / LOCK).close()
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload_dir: nothing can be stored in {directory}: {error.strerror or error}", param="kv_offload_dir"
+        ) from None
+
+
+class StoredBlock(NamedTuple):
+    """A block's file. used: when it was last stored or loaded, seconds since the epoch."""
+
+    used: float
+    size: int
+    path: str
+
+
+class CacheDirectory:
+    """One engine's view of a directory. Used by several threads: `path_of` by all, the rest by one."""
+
+    def __init__(self, path: Path, limit: int, namespace: bytes) -> None:
+        """limit: bytes. Creates what is missing. Raises ConfigError (`kv_offload_dir`) when nothing can be stored."""
+        self.path = path
+        self.limit = limit
+        self.own = path / namespace.hex()
+        self.num_bytes = 0
+        """Of all blocks, those of other engines included, as far as known."""
+        self.num_foreign = 0
+        """Files, found by the last look, that are none of ours."""
+        self._written = 0
+        self._number = 0
+        self._name = secrets.token_hex(8)
+        """Of this engine's unfinished files: process ids repeat, where containers share a directory."""
+        require_writable(path)
+        require_writable(self.own)
+
+    def path_of(self, key: BlockKey) -> Path:
+        group, block_hash = key
+        name = block_hash.hex()
+        return self.own / name[:2] / f"{name}-{group}"
+
+    def new_path(self) -> Path:
+        """Where a file can be written before it gets its name: a path that nobody else uses."""
+        self._number += 1
+        return self.own / f"{_NEW}{self._name}-{self._number}"
+
+    def scan(self) -> Iterator[BlockKey]:
+        """Count everything in the directory; yield the keys of our own namespace."""
+        self.num_bytes = self.num_foreign = self._written = 0
+        for block in self._blocks():
+            self.num_bytes += block.size
+            key = self._own_key(block.path)
+            if key is not None:
+                yield key
+
+    def has_room(self) -> bool:
+        """Whether one can go on storing without `make_room`. What other engines write is noticed by looking again."""
+        return self.num_bytes <= self.limit and self._written <= self.limit // 8
+
+    def count_stored(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._written += num_bytes
+
+    def make_room(self) -> list[BlockKey]:
+        """Look through the directory and, if it is over its limit, remove what was not used for longest. Returns the
+        keys of our own namespace that went. Only one engine removes at a time; the others leave it to that one."""
+        blocks = list(self._blocks())
+        self.num_bytes = sum(block.size for block in blocks)
+        self._written = 0
+        gone: list[BlockKey] = []
+        if self.num_bytes <= self.limit:
+            return gone
+        with _Lock(self.path / LOCK) as is_ours:
+            if not is_ours:
+                return gone
+            heapq.heapify(blocks)
+            while blocks and self.num_bytes > self.limit * LEVEL_AFTER_EVICTION:
+                block = heapq.heappop(blocks)
+                with suppress(FileNotFoundError):  # another engine was faster
+                    os.unlink(block.path)
+                self.num_bytes -= block.size
+                key = self._own_key(block.path)
+                if key is not None:
+                    gone.append(key)
+        return gone
+
+    def _blocks(self) -> Iterator[StoredBlock]:
+        """Every block of every namespace. Files left by engines that are gone are removed on the way."""
+        self.num_foreign = 0
+        for namespace in _entries(self.path):
+            if not _NAMESPACE.fullmatch(namespace.name) or not namespace.is_dir(follow_symlinks=False):
+                self.num_foreign += namespace.name != LOCK
+                continue
+            for folder in _entries(namespace.path):
+                if folder.is_dir(follow_symlinks=False):
+                    yield from self._blocks_in(folder)
+                elif folder.name.startswith(_NEW):
+                    _remove_if_stale(folder)
+                else:
+                    self.num_foreign += 1
+
+    def _blocks_in(self, folder: os.DirEntry[str]) -> Iterator[StoredBlock]:
+        for entry in _entries(folder.path):
+            match = _BLOCK.fullmatch(entry.name)
+            if match is None or match[1][:2] != folder.name or not entry.is_file(follow_symlinks=False):
+                self.num_foreign += 1
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # another engine made room
+            yield StoredBlock(status.st_mtime, status.st_size, entry.path)
+
+    def _own_key(self, path: str) -> BlockKey | None:
+        folder, name = os.path.split(path)
+        if os.path.dirname(folder) != str(self.own):
+            return None
+        block_hash, _, group = name.partition("-")
+        return int(group), bytes.fromhex(block_hash)
+
+
+def _entries(path: Path | str) -> Iterator[os.DirEntry[str]]:
+    """The entries of a directory; none when it is gone or not ours to read."""
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except (FileNotFoundError, PermissionError):
+        return
+
+
+def _remove_if_stale(entry: os.DirEntry[str]) -> None:
+    try:
+        # The file system's clock wrote the time; a clock that jumped costs a file that is written again.
+        if time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS:
+            os.unlink(entry.path)
+    except FileNotFoundError:
+        pass
+
+
+class _Lock:
+    """An advisory lock that is not waited for; the system drops it when its process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def __enter__(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,116 @@
+"""What a stored KV block depends on besides its tokens, as one hash: engines that agree on it may share blocks.
+
+Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights,
+how they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are
+not, so a model that is moved or copied finds its blocks again. The tokens before a block and the tenant's salt are in
+the block's own hash (quire/kv_cache/block_hash.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config.device import DeviceConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.kv_cache.layout import KVCacheLayout
+from quire.models.weight_files import find_weights
+from quire.version import __version__
+
+WHOLE_FILE_BYTES = 64 * 2**20
+"""Files up to this size are read whole ..."""
+SAMPLE_STRIDE = 2**16
+SAMPLE_BYTES = 512
+"""... of larger ones so many bytes at every stride: a change of any tensor of that size is seen, at the cost of a
+hundredth of the reading, of pages that loading the model has just brought into memory."""
+
+_NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids"}
+_NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
+_NOT_RESULT = {"num_threads", "cpu_isa"}
+"""Of the device: what `code` says more exactly."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+"""Rotations that depend on `max_model_len` (quire/layers/rotary.py)."""
+
+
+def cache_namespace(
+    model: ModelConfig, load: LoadConfig, device: DeviceConfig, layout: KVCacheLayout, code: dict[str, str]
+) -> bytes:
+    """32 bytes. code: what computes, as `native_code` or `torch_code` describe it. Raises ModelLoadError or OSError
+    when the weight files cannot be read."""
+    identity = {
+        "model": _without(vars(model), _NOT_CONTENT),
+        "hf": _without(model.hf, _NOT_CONTENT_HF),
+        "rope_length": _rope_length(model),
+        "weights": _weights(model, load),
+        "computation": {"version": __version__, **_without(vars(device), _NOT_RESULT), **code},
+        "layout": {
+            "block_size": layout.block_size,
+            "groups": [[type(group.spec).__name__, group.spec, group.layers] for group in layout.groups],
+            "layers_per_group": layout.layers_per_group,
+        },
+    }
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.sha256(b"quire.kv.disk.v1\0" + text.encode()).digest()
+
+
+def native_code(isa: str, binary: Path) -> dict[str, str]:
+    """The native kernels: the instruction set in use and the build. Neither threads nor batches change a result."""
+    return {"isa": isa, "build": hashlib.sha256(binary.read_bytes()).hexdigest()}
+
+
+def torch_code(num_threads: int) -> dict[str, str]:
+    """Plain operators: their sums may depend on torch's version, the processor and the number of threads."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "isa": capability, "threads": str(num_threads)}
+
+
+def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _rope_length(model: ModelConfig) -> int | None:
+    rope = model.hf.get("rope_parameters") or model.hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    return model.max_model_len if kind in _LENGTH_DEPENDENT_ROPE else None
+
+
+def _weights(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
+    if load.load_format == "dummy":
+        return {"dummy_seed": load.seed}
+    files = find_weights(model.path, load.load_format)
+    return {"files": [_fingerprint(path) for path in files.paths]}
+
+
+def _fingerprint(path: Path) -> str:
+    """Hash of a file's size and content, the content of a large file in samples."""
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    for piece in _pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if len(data) <= WHOLE_FILE_BYTES:
+            yield data[:]
+            return
+        for start in range(0, len(data), SAMPLE_STRIDE):
+            yield data[start : start + SAMPLE_BYTES]
+        yield data[-SAMPLE_BYTES:]
+
+
+def _plain(value: object) -> object:
+    """Dataclasses and read-only mappings as JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "items"):
+        return dict(value.items())
+    return repr(value)

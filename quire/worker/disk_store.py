@@ -1,0 +1,273 @@
+"""The worker's side of the disk tier: moves blocks between host memory and files, on threads of its own.
+
+What ended is collected and handed over as a DiskReport, which travels with a step's result. One thread stores (and
+looks through the directory, first of all at the start), others load, so that a request that waits never stands behind
+what nobody waits for. Reading, writing and checksums release the interpreter.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quire.errors import ConfigError
+from quire.kv_cache.disk_index import BlockKey
+from quire.logging import get_logger
+from quire.step import DiskReport
+from quire.utils.sizes import format_bytes
+from quire.worker.block_file import BlockFileError, BlockLayout, Buffer, read_block, write_block
+from quire.worker.cache_directory import CacheDirectory
+
+logger = get_logger(__name__)
+
+NUM_LOADERS = 2
+MAX_KEYS_IN_REPORT = 16384
+"""What one result carries of a long list; the rest comes with the next ones."""
+SMOOTHING = 0.1
+MAX_FULL_STORES = 64
+"""So many blocks are not stored after the disk was found full, before it is tried again."""
+
+HostPages = Callable[[int], Sequence[Buffer]]
+"""Host block -> its pages, writable."""
+
+
+class DiskStore:
+    """Takes orders from one thread (`store`, `load`, `take_report`, `wait`, `close`); reports in any order.
+
+    The caller leaves a host block alone from the order until the report names it.
+    """
+
+    def __init__(self, directory: Path, limit: int, layout: BlockLayout, host_pages: HostPages) -> None:
+        """Raises ConfigError when nothing can be stored in `directory`, or `limit` is less than a block."""
+        if limit < layout.file_bytes:
+            raise ConfigError(
+                f"kv_offload_size ({format_bytes(limit)}) is less than one block ({format_bytes(layout.file_bytes)})",
+                param="kv_offload_size",
+            )
+        self._directory = CacheDirectory(directory, limit, layout.namespace)
+        self._layout = layout
+        self._host_pages = host_pages
+        self._warnings = _Warnings(directory)
+        self._damaged: set[BlockKey] = set()
+        """Files not to be kept when their block is stored again."""
+        self._stores_to_skip = 0
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._report = DiskReport(is_scanning=True)
+        self._has_news = False
+        self._num_loading = 0
+        self._stores = _Lane("quire-disk-store", 1)
+        self._loads = _Lane("quire-disk-load", NUM_LOADERS)
+        self._stores.submit(self._scan)
+
+    def store(self, host_block: int, group: int, block_hash: bytes) -> None:
+        self._stores.submit(lambda: self._store(host_block, (group, block_hash)))
+
+    def load(self, group: int, block_hash: bytes, host_block: int) -> None:
+        with self._changed:
+            self._num_loading += 1
+        self._loads.submit(lambda: self._load((group, block_hash), host_block))
+
+    def take_report(self) -> DiskReport | None:
+        """What ended since the last call; None when nothing did."""
+        with self._changed:
+            if not self._has_news:
+                return None
+            report = self._report
+            rest = DiskReport(
+                found=report.found[MAX_KEYS_IN_REPORT:],
+                gone=report.gone[MAX_KEYS_IN_REPORT:],
+                num_bytes=report.num_bytes,
+                load_seconds=report.load_seconds,
+                is_scanning=report.is_scanning,
+            )
+            del report.found[MAX_KEYS_IN_REPORT:], report.gone[MAX_KEYS_IN_REPORT:]
+            self._report, self._has_news = rest, bool(rest.found or rest.gone)
+            report.is_scanning |= self._has_news
+        return report
+
+    def wait(self, timeout: float) -> None:
+        """Return when there is something to report and all loads have ended (to look at each would only take time from
+        them), or after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_news and not self._num_loading, timeout)
+
+    def close(self, timeout: float) -> None:
+        """Finish what was ordered to be stored, but return after `timeout` seconds. Loads that have not begun are
+        dropped. Idempotent."""
+        self._is_closing = True
+        self._loads.close(0.0)
+        if not self._stores.close(timeout):
+            logger.warning("some KV blocks were not stored in %s: closing took too long", self._directory.path)
+
+    # -- on the threads ---------------------------------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        found: list[BlockKey] = []
+
+        def tell(report: DiskReport) -> None:
+            report.found.extend(found)
+            found.clear()
+
+        def finish(report: DiskReport) -> None:
+            report.num_bytes = self._directory.num_bytes
+            report.is_scanning = False
+
+        try:
+            for key in self._directory.scan():
+                found.append(key)
+                if len(found) == MAX_KEYS_IN_REPORT:
+                    self._tell(tell)
+            if self._directory.num_foreign:
+                num = self._directory.num_foreign
+                self._warnings.once(
+                    "foreign", f"holds {num} files or folders that are none of ours; they are left alone"
+                )
+        except OSError as error:
+            self._warnings.once("scan", f"cannot be looked through: {error}")
+        finally:
+            self._tell(tell)
+            self._tell(finish)
+
+    def _store(self, host_block: int, key: BlockKey) -> None:
+        gone: list[BlockKey] = []
+        is_stored = is_new = False
+
+        def tell(report: DiskReport) -> None:
+            report.released.append(host_block)
+            report.gone.extend(gone)
+            report.num_bytes = self._directory.num_bytes
+            report.num_stored += is_new
+            report.num_store_failures += not is_stored
+            if is_stored:
+                report.found.append(key)
+
+        try:
+            if self._stores_to_skip:
+                self._stores_to_skip -= 1
+                return
+            if not self._directory.has_room():
+                gone += self._directory.make_room()
+            if self._directory.has_room():
+                is_new = self._write(host_block, key)
+                is_stored = True
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._stores_to_skip = MAX_FULL_STORES
+            self._warnings.once("store", f"takes no block now ({error.strerror or error}); going on without")
+        finally:
+            self._tell(tell)
+
+    def _write(self, host_block: int, key: BlockKey) -> bool:
+        """Whether a file was written: another engine may have stored the same content."""
+        path = self._directory.path_of(key)
+        if key not in self._damaged:
+            try:
+                os.utime(path)
+                return False
+            except FileNotFoundError:
+                pass
+        new = self._directory.new_path()
+        write_block(new, self._layout, *key, self._host_pages(host_block))
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        self._damaged.discard(key)
+        self._directory.count_stored(self._layout.file_bytes)
+        return True
+
+    def _load(self, key: BlockKey, host_block: int) -> None:
+        path = self._directory.path_of(key)
+        is_loaded = False
+        started = time.perf_counter()
+
+        def tell(report: DiskReport) -> None:
+            self._num_loading -= 1
+            (report.loaded if is_loaded else report.failed).append(host_block)
+            if is_loaded:
+                seconds = (time.perf_counter() - started) / NUM_LOADERS
+                report.load_seconds = smoothed(report.load_seconds, seconds)
+
+        try:
+            if not self._is_closing:
+                read_block(path, self._layout, *key, self._host_pages(host_block))
+                is_loaded = True
+                os.utime(path)  # used now: it is the last to go
+        except FileNotFoundError:
+            pass  # removed, by another engine perhaps, to make room
+        except BlockFileError as error:
+            self._damaged.add(key)
+            self._warnings.once("damaged", f"holds a file that is not used: {path.name}: {error}")
+        except OSError as error:
+            self._damaged.add(key)
+            self._warnings.once("load", f"holds a file that cannot be read: {path.name}: {error.strerror or error}")
+        finally:
+            self._tell(tell)
+
+    def _tell(self, add: Callable[[DiskReport], None]) -> None:
+        with self._changed:
+            add(self._report)
+            self._has_news = True
+            self._changed.notify_all()
+
+
+def smoothed(mean: float, value: float) -> float:
+    """The mean of the last values, recent ones counting most. mean 0: `value` is the first."""
+    return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
+
+
+class _Lane:
+    """Runs calls in order on daemon threads: a disk that hangs must not keep the process from ending."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def close(self, timeout: float) -> bool:
+        """Let the threads end when they have run everything; whether they did so in time."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except Exception:
+            # It was reported as failed already. The next ones may do better, and blocks must not wait for ever.
+            logger.exception("a transfer of the disk tier failed")
+        del call
+
+
+class _Warnings:
+    """Each kind of trouble is told once: a damaged directory would otherwise fill the log."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def once(self, kind: str, message: str) -> None:
+        with self._lock:
+            if kind in self._told:
+                return
+            self._told.add(kind)
+        logger.warning("kv_offload_dir: %s %s", self._directory, message)

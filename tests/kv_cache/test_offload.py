@@ -1,0 +1,180 @@
+"""Host blocks and disk index against a model: who owns what, and that a block is never reused while it is in use."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.disk_index import BlockKey, DiskIndex
+from quire.kv_cache.offload import Fetch, OffloadTiers
+from quire.kv_cache.prefix_index import PrefixIndex
+from quire.step import DiskReport
+
+NUM_GROUPS = 2
+KEYS = [(group, bytes([number]) * 32) for group in range(NUM_GROUPS) for number in range(8)]
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """A worker that finishes transfers in any order, swapped requests that come and go, and content by key."""
+
+    num_hits = 0
+    num_failures = 0
+
+    @initialize(num_host_blocks=st.integers(1, 16), stored=st.sets(st.sampled_from(KEYS)))
+    def start(self, num_host_blocks: int, stored: set[BlockKey]) -> None:
+        self.device = [PrefixIndex() for _ in range(NUM_GROUPS)]
+        indexes = [PrefixIndex() for _ in range(NUM_GROUPS)]
+        self.host = BlockPool(num_host_blocks + 1, indexes)
+        self.tiers = OffloadTiers(self.device, self.host, indexes)
+        self.files = set(stored)
+        self.tiers.update(DiskReport(found=sorted(stored)))
+        self.content: dict[int, BlockKey | None] = {}
+        """What the worker's host memory holds; None: something else, or half of it."""
+        self.storing: dict[int, BlockKey] = {}
+        self.loading: dict[int, BlockKey] = {}
+        self.fetches: list[Fetch] = []
+        self.swapped: list[int] = []
+        self.num_blocks = 100
+        """Device blocks so far; none is used twice."""
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=4))
+    def commit(self, keys: list[BlockKey]) -> None:
+        for key in keys:
+            self.num_blocks += 1
+            self.device[key[0]].add(key[1], self.num_blocks)
+            self.tiers.offer(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def evict(self, key: BlockKey) -> None:
+        block = self.device[key[0]].find(key[1])
+        if block is not None:
+            self.device[key[0]].remove(block)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
+    def fetch(self, keys: list[BlockKey]) -> None:
+        wanted = [key for key in keys if self.tiers.find(key) is not None or self.tiers.is_on_disk(key)]
+        missing = sum(self.tiers.find(key) is None for key in wanted)
+        if wanted and missing <= self.tiers.num_loadable:
+            self.fetches.append(self.tiers.fetch(wanted))
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        if self.fetches:
+            self.tiers.drop(self.fetches.pop(data.draw(st.integers(0, len(self.fetches) - 1))))
+
+    @rule(count=st.integers(0, 3), may_allocate=st.sampled_from([True, True, False]), data=st.data())
+    def plan(self, count: int, may_allocate: bool, data: st.DataObject) -> None:
+        found = [key for key in KEYS if self.tiers.find(key) is not None]
+        wanted = data.draw(st.permutations(found))[:count]
+        for number, key in enumerate(wanted):
+            self.tiers.bring(key, 300 + number)
+        orders = self.tiers.orders(may_allocate=may_allocate)
+        for device, host in orders.swap_out:
+            assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
+            self.content[host] = next(
+                (group, block_hash)
+                for group, index in enumerate(self.device)
+                for block_hash, block in index.items()
+                if block == device
+            )
+        assert [self.content.get(host) for host, _ in orders.swap_in] == wanted
+        for host, group, block_hash in orders.disk_stores:
+            assert self.content.get(host) == (group, block_hash)
+            assert host not in self.storing
+            self.storing[host] = (group, block_hash)
+        for group, block_hash, host in orders.disk_loads:
+            assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
+            assert host not in {source for source, _ in orders.swap_in}
+            self.loading[host] = (group, block_hash)
+            self.content[host] = None
+        assert not (orders.disk_stores or orders.disk_loads) or may_allocate
+        type(self).num_hits += len(wanted)
+
+    @rule(data=st.data(), fails=st.booleans(), gone=st.sets(st.sampled_from(KEYS), max_size=2))
+    def report(self, data: st.DataObject, fails: bool, gone: set[BlockKey]) -> None:
+        report = DiskReport(gone=sorted(gone & self.files))
+        self.files -= gone
+        for host in data.draw(st.lists(st.sampled_from(sorted(self.storing)), unique=True)) if self.storing else ():
+            key = self.storing.pop(host)
+            assert self.content[host] == key, "it changed while it was stored"
+            self.files.add(key)
+            report.found.append(key)
+            report.released.append(host)
+        for host in data.draw(st.lists(st.sampled_from(sorted(self.loading)), unique=True)) if self.loading else ():
+            key = self.loading.pop(host)
+            if fails or key not in self.files:
+                report.failed.append(host)
+                type(self).num_failures += 1
+            else:
+                self.content[host] = key
+                report.loaded.append(host)
+        self.tiers.update(report)
+
+    @rule(count=st.integers(1, 4))
+    def swap_a_request_out(self, count: int) -> None:
+        if self.host.num_allocatable < count:
+            self.tiers.give_way()
+        for _ in range(min(count, self.host.num_allocatable)):
+            block = self.host.allocate()
+            assert block not in self.storing.keys() | self.loading.keys()
+            self.content[block] = None
+            self.swapped.append(block)
+
+    @rule()
+    def swap_all_in(self) -> None:
+        while self.swapped:
+            self.host.release(self.swapped.pop())
+
+    @rule(chance=st.integers(0, 9))
+    def reset(self, chance: int) -> None:
+        if chance:
+            return
+        self.tiers.reset()
+        for key in KEYS:
+            assert self.tiers.find(key) is None
+            assert not self.tiers.is_on_disk(key)
+
+    @invariant()
+    def check(self) -> None:
+        if hasattr(self, "tiers"):
+            owners = dict.fromkeys(self.swapped, 1)
+            self.tiers.check(owners)
+            self.host.check(owners)
+            for key in KEYS:
+                block = self.tiers.find(key)
+                assert block is None or self.content[block] == key, "another content would be hit"
+            assert all(not fetch.is_pending for fetch in self.fetches if not (fetch.wanted or self.loading))
+
+    def teardown(self) -> None:
+        """When all transfers have ended and nobody waits, nothing is owned."""
+        if not hasattr(self, "tiers"):
+            return
+        self.tiers.update(DiskReport(released=sorted(self.storing), failed=sorted(self.loading)))
+        for fetch in self.fetches:
+            assert not fetch.num_loading
+            self.tiers.drop(fetch)
+        self.swap_all_in()
+        assert self.host.num_used == self.tiers.num_busy == 0
+
+
+def test_random_transfers() -> None:
+    run_state_machine_as_test(
+        TiersMachine,
+        settings=settings(max_examples=300, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
+    )
+    assert TiersMachine.num_hits > 100
+    assert TiersMachine.num_failures > 10
+
+
+def test_a_disk_index_knows_only_its_own_groups() -> None:
+    index = DiskIndex(2)
+    index.add([(0, b"a"), (1, b"a"), (7, b"a")])
+    assert len(index) == 2
+    assert (1, b"a") in index
+    index.remove([(1, b"a"), (7, b"b")])
+    assert (1, b"a") not in index
+    assert index
+    index.clear()
+    assert not index
