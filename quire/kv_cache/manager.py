@@ -51,6 +51,7 @@ class KVCacheManager:
 
     def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool) -> None:
         self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from typing import NamedTuple
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.parallel import create_sequences, fork_at_prompt_end
@@ -19,6 +18,7 @@ from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.scheduler.accounts import InFlight, num_reserved_slots, num_wasted_slots
 from quire.scheduler.admission import blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue
@@ -26,14 +26,6 @@ from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
 from quire.step import NewSequence, StepPlan, StepResult
-
-
-class _InFlight(NamedTuple):
-    """What `update` must know of a plan beyond the plan itself."""
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    samples: list[Sequence]
 
 
 class Scheduler:
@@ -58,10 +50,10 @@ class Scheduler:
         """The waiting request that did not fit ..."""
         self._refused_room = 0
         """... into so many blocks."""
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
         self._step_ids = itertools.count()
-        self._stats = EngineStats(block_size=kv.block_size, num_blocks=kv.pool.num_usable)
+        self._stats = EngineStats(block_size=kv.block_size, block_bytes=kv.block_bytes, num_blocks=kv.pool.num_usable)
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -123,7 +115,7 @@ class Scheduler:
         self._insert_forked(builder)
         plan = builder.build(self._released)
         self._released = []
-        self._in_flight[plan.step_id] = _InFlight(plan, builder.sequences, builder.samples)
+        self._in_flight[plan.step_id] = InFlight(plan, builder.sequences, builder.samples, builder.forked)
         self._stats.steps_total += 1
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
         self._stats.copied_blocks_total += len(plan.block_copies)
@@ -131,7 +123,7 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
-        plan, sequences, samples = self._in_flight.pop(result.step_id)
+        plan, sequences, samples, _ = self._in_flight.pop(result.step_id)
         self._commit(plan, sequences)
         updates = []
         any_finished = False
@@ -374,21 +366,14 @@ class Scheduler:
         stats.num_cached_blocks = pool.num_evictable
         stats.num_shared_blocks = pool.num_shared
         stats.evictions_total = pool.num_evictions
-        stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
+        stats.num_logical_blocks = pool.num_references
+        stats.num_wasted_slots = num_wasted_slots(self._running, self.kv.num_groups)
+        stats.num_reserved_slots = num_reserved_slots(self._in_flight.values(), self.kv.block_size)
+        stats.num_stored_tokens = pool.num_used * self.kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
         return copy.copy(stats)
-
-    def _num_empty_slots(self) -> int:
-        """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they
-        write."""
-        last_blocks = {
-            sequence.blocks.tables[0][-1]: sequence.blocks.capacity - sequence.num_computed_tokens
-            for sequence in self._running
-            if sequence.blocks is not None
-        }
-        return self.kv.num_groups * sum(last_blocks.values())
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
