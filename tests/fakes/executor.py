@@ -104,6 +104,8 @@ class FakeExecutor:
         """What swapping and recomputing are said to take."""
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
+        self.observe: Callable[[StepPlan], None] | None = None
+        """Called with every plan, in order."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
         self._owners: Counter[int] = Counter()
@@ -147,6 +149,8 @@ class FakeExecutor:
         _require(not self.is_shut_down, "a plan after shutdown")
         if self._record:
             self.plans.append(plan)
+        if self.observe is not None:
+            self.observe(plan)
         if self._thread is not None:
             return self._thread.submit(self._run, plan)
         future: Future[StepResult] = Future()
