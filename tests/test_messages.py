@@ -28,6 +28,7 @@ from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.step import (
+    DiskReport,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
@@ -68,7 +69,21 @@ REQUEST = EngineRequest(
 )
 RESULT = CallResult(3, value=STATS, error="why")
 REFUSAL = Refusal("r-2", "too long", param="prompt")
+DISK_REPORT = DiskReport(
+    found=[(0, b"\x02" * 32)],
+    gone=[(1, b"\xfe" * 32)],
+    loaded=[3],
+    failed=[4],
+    released=[5],
+    num_stored=6,
+    num_store_failures=7,
+    num_bytes=8,
+    load_seconds=0.5,
+    token_seconds=0.25,
+    is_scanning=True,
+)
 EXAMPLES: list[msgspec.Struct] = [
+    DISK_REPORT,
     NEW_SEQUENCE,
     SAMPLING,
     FORK,
@@ -85,10 +100,15 @@ EXAMPLES: list[msgspec.Struct] = [
         block_copies=[(2, 6)],
         forks=[FORK],
         released=[3],
+        swap_out=[(4, 2)],
+        swap_in=[(3, 5)],
+        disk_stores=[(2, 1, b"\x01" * 32)],
+        disk_loads=[(0, b"\xff" * 32, 7)],
+        awaits_disk=True,
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
-    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}),
+    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}, disk=DISK_REPORT),
     UPDATE,
     TIMING,
     STATS,

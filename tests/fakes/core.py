@@ -20,6 +20,7 @@ from quire.kv_cache.layout import block_bytes, group_layers
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
+from quire.scheduler.preemption import PreemptionCosts
 from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
@@ -163,11 +164,18 @@ class CoreClient:
 class CoreDriver(CoreClient):
     """A CoreClient over the fake executor, which verifies every plan."""
 
-    def __init__(self, config: EngineConfig, disk: FakeDisk | None = None, **executor_options: object) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        costs: PreemptionCosts | None = None,
+        disk: FakeDisk | None = None,
+        **executor_options: object,
+    ) -> None:
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        self.executor.costs = costs or self.executor.costs
         super().__init__(config, self.executor)
 
 

@@ -33,8 +33,6 @@ from tests.fakes.disk import FakeDisk
 _MASK = 2**63 - 1
 _GREEDY_SEED = 0x5EED
 
-COSTS = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
-
 ChooseToken = Callable[[SequenceSampling, int, list[int]], int]
 """(sampling, number of tokens generated before, all tokens so far) -> the next token."""
 
@@ -77,8 +75,7 @@ class FakeExecutor:
     windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
     thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
     load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`. costs: what swapping and
-    recomputing are said to take.
+    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class FakeExecutor:
         choose: ChooseToken | None = None,
         verify: bool = True,
         record: bool = False,
-        costs: PreemptionCosts = COSTS,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
         self._vocab_size = vocab_size
@@ -104,7 +100,8 @@ class FakeExecutor:
         self._record = record
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
-        self._costs = costs
+        self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
+        """What swapping and recomputing are said to take."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
         self._owners: Counter[int] = Counter()
@@ -139,7 +136,7 @@ class FakeExecutor:
 
     def measure_preemption_costs(self) -> PreemptionCosts:
         assert self._layout is not None, "allocate() comes first"
-        return self._costs
+        return self.costs
 
     def describe(self) -> str:
         return "fake executor"

@@ -32,7 +32,7 @@ def make_driver(
         preemption_mode=mode,
         **{"max_num_seqs": 6, "enable_prefix_caching": False, "windows": (None,), **options},
     )
-    return CoreDriver(config, record=True, **({} if costs is None else {"costs": costs}))
+    return CoreDriver(config, costs=costs, record=True)
 
 
 def step_until_swapped(driver: CoreDriver) -> StepPlan:
