@@ -251,7 +251,9 @@ def test_a_host_pool_smaller_than_the_prefix_brings_a_part() -> None:
 def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_again(max_tokens: int) -> None:
     """In one step the elder's last block waits to be stored, and the youngest returns where the middle one ended."""
     driver = CoreDriver(
-        make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"), disk=FakeDisk(), record=True
+        make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"),
+        disk=FakeDisk(),
+        record=True,
     )
     requests = {"elder": (9, 30), "middle": (40, max_tokens), "youngest": (65, max_tokens)}
     prompts = {name: [first + i for i in range(16)] for name, (first, _) in requests.items()}
