@@ -107,6 +107,11 @@ class PrefixLoader:
         self.tiers.reset()
         self._arriving.clear()
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether blocks are owned for requests that have not begun (or are gone since)."""
+        return bool(self._held)
+
     def let_go(self) -> bool:
         """Give up what is owned for requests that have not begun, unless this very plan swaps it in. Whether there was
         anything."""

@@ -162,6 +162,21 @@ def test_a_wait_ends_when_the_request_is_aborted() -> None:
     assert driver.scheduler.kv.tiers.num_busy == 0
 
 
+@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_nothing_is_owned_after_an_abort_at_any_moment(num_steps: int, queue_depth: int) -> None:
+    driver = start(FakeDisk(filled().files, delay=2), queue_depth=queue_depth)
+    driver.add("again", PROMPT)
+    for _ in range(num_steps):
+        driver.step()
+    driver.abort("again")
+    driver.scheduler.check()
+    driver.run()  # asserts at its end that no block is used
+    assert driver.scheduler.kv.tiers.num_busy in (0, 10), "loads that nobody waits for end with a later report"
+    assert generate(driver, "next") == generate_alone(PROMPT)[0]
+    assert driver.scheduler.kv.tiers.num_busy == 0
+
+
 def test_requests_with_one_prefix_load_it_once() -> None:
     disk = FakeDisk(filled().files, delay=3)
     driver = start(disk)
