@@ -8,6 +8,7 @@ namespace {
 
 struct Panels {
   static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kPrefetchAhead = 2048;
   static TileLayout layout(const PackedWeight& weight) { return tile_layout(weight); }
   static void pack(const PackedWeight& weight, const float* x, int64_t stride, int64_t rows, std::byte* memory) {
     (weight.integer_activations ? round_tile : pack_float_tile)(weight, x, stride, rows, memory);

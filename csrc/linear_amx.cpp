@@ -28,6 +28,7 @@ constexpr int64_t kFewestRows = 8;
 // Packed rows: [group][k / 64][block of 16 rows][16][64] int8, groups padded with zeros to a multiple of 64.
 struct AmxMethod {
   static constexpr int64_t kRows = 2 * kAmxRows;
+  static constexpr int64_t kPrefetchAhead = 2048;
 
   static int64_t steps(const PackedWeight& weight, int64_t group) {
     return (group_length(weight, group) + kStep - 1) / kStep;

@@ -55,6 +55,7 @@ const TileKernel kBf16PairTiles[] = {
 // Packed rows: [k / 2][rows] pairs of bfloat16, `rows` rounded up by row_pitch; a zero completes the last pair.
 struct Bf16Pairs {
   static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kPrefetchAhead = 4096;  // twice the arithmetic: the reading is as much faster
 
   static TileLayout layout(const PackedWeight& weight) {
     TileLayout layout;

@@ -6,6 +6,7 @@
 //
 // A Method says what a tile is:
 //   kRows                                    most rows of a tile
+//   kPrefetchAhead                           how many bytes ahead of the reading a stream of weights is asked for
 //   layout(weight)                           its memory (TileLayout)
 //   pack(weight, x, stride, rows, memory)    phase 1 for one tile
 //   multiply(tile, rows)                     phase 2: the sums of one tile and one panel into tile.out
@@ -20,8 +21,6 @@ namespace {
 constexpr int64_t kPrivateBytes = 128 << 10;
 // Activations that are meant to stay in the L2 cache while panels stream through it.
 constexpr int64_t kBlockBytes = 256 << 10;
-// How far ahead of the reading a stream of weights is asked for.
-constexpr int64_t kPrefetchAhead = 2048;
 // A run of panels that one thread streams through.
 constexpr int64_t kRunBytes = 256 << 10;
 
@@ -161,7 +160,7 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
     call.x = x;
     call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
     if (end - first == 1) {  // one pass over the panel: just ahead of it
-      call.prefetch = call.panel + kPrefetchAhead;
+      call.prefetch = call.panel + Method::kPrefetchAhead;
       call.prefetch_step = 64;
     } else {  // each pass asks for a part of the next panel
       call.prefetch = call.panel + plan.panel_bytes + plan.panel_bytes * (tile - first) / (end - first);

@@ -31,6 +31,7 @@ from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.step import (
     Candidates,
+    DiskReport,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
@@ -80,7 +81,21 @@ REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, waits_for_prefix=True, s
 SNAPSHOT = KVSnapshot(block_size=16, windows=[None, 128], states=bytes([0, 1, 254, 255]), requests=[REQUEST_VIEW])
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT)
 REFUSAL = Refusal("r-2", "too long", param="prompt")
+DISK_REPORT = DiskReport(
+    found=[(0, b"\x02" * 32)],
+    gone=[(1, b"\xfe" * 32)],
+    loaded=[3],
+    failed=[4],
+    released=[5],
+    num_stored=6,
+    num_store_failures=7,
+    num_bytes=8,
+    load_seconds=0.5,
+    token_seconds=0.25,
+    is_scanning=True,
+)
 EXAMPLES: list[msgspec.Struct] = [
+    DISK_REPORT,
     NEW_SEQUENCE,
     SAMPLING,
     FORK,
@@ -101,11 +116,21 @@ EXAMPLES: list[msgspec.Struct] = [
         swap_in=[(3, 5)],
         branches=[SequenceFork(8, 10, SAMPLING)],
         chosen_tokens=[(8, 77), (10, 78)],
+        disk_stores=[(2, 1, b"\x01" * 32)],
+        disk_loads=[(0, b"\xff" * 32, 7)],
+        awaits_disk=True,
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,
-    StepResult(1, [42], logprobs={0: LOGPROBS}, prompt_logprobs={8: PROMPT_LOGPROBS}, candidates={0: CANDIDATES}),
+    StepResult(
+        1,
+        [42],
+        logprobs={0: LOGPROBS},
+        prompt_logprobs={8: PROMPT_LOGPROBS},
+        candidates={0: CANDIDATES},
+        disk=DISK_REPORT,
+    ),
     UPDATE,
     TIMING,
     STATS,

@@ -51,7 +51,9 @@ class PrefixLoader:
         self._rules = rules
         self._block_size = block_size
         self._held: list[int] = []
-        """Device blocks that requests own until they begin, one entry for each share."""
+        """Device blocks that requests own through this pass and the next, one entry for each share."""
+        self._due: list[int] = []
+        """Those of the pass before, to be let go of at the end of this one."""
         self._arriving: dict[BlockKey, int] = {}
         """Device blocks that the plan at hand swaps in."""
 
@@ -101,31 +103,32 @@ class PrefixLoader:
         for (group, block_hash), block in self._arriving.items():
             self._indexes[group].add(block_hash, block)
         self._arriving.clear()
+        self._due += self._held
+        self._held = []
 
     def reset(self) -> None:
         """Forget all content below the device, and what is on its way: who waits for it finds no hit."""
         self.tiers.reset()
         self._arriving.clear()
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether blocks are owned for requests that have not begun (or are gone since)."""
+        return bool(self._held or self._due)
+
     def let_go(self) -> bool:
-        """Give up what is owned for requests that have not begun, unless this very plan swaps it in. Whether there was
+        """Give up what requests own since the pass before; those that began have shares of their own. Whether there was
         anything."""
-        if not self._held:
-            return False
-        coming = set(self._arriving.values())
-        kept = [block for block in self._held if block in coming]
-        freed = [block for block in self._held if block not in coming]
-        self._held = kept
-        for block in reversed(freed):
+        due, self._due = self._due, []
+        for block in reversed(due):
             self._pool.release(block)
-        return bool(freed)
+        return bool(due)
 
     def check(self, owners: dict[int, int]) -> None:
         """Add the shares of device blocks to `owners` (block -> owners)."""
-        for block in self._held:
+        for block in (*self._held, *self._due):
             owners[block] = owners.get(block, 0) + 1
-        coming = list(self._arriving.values())
-        assert set(coming) <= set(self._held), "a block arrives for nobody"
+        assert set(self._arriving.values()) <= set(self._held), "a block arrives for nobody"
 
     def _find(self, key: BlockKey, *, fetch: bool) -> int | None:
         block = self._indexes[key[0]].find(key[1])

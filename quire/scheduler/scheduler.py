@@ -186,13 +186,13 @@ class Scheduler:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether there are blocks to be stored, although no request may be here."""
-        return self.kv.tiers.has_backlog
+        """Whether there are blocks to be stored or let go of, although no request may be here."""
+        return self.kv.tiers.has_backlog or self.kv.loader.is_holding
 
     @property
     def can_transfer(self) -> bool:
-        """Whether some of them can be ordered now, without waiting for earlier ones."""
-        return self.kv.tiers.has_backlog and not self.kv.tiers.must_wait
+        """The same, without waiting for earlier ones."""
+        return self.has_transfers and not self.kv.tiers.must_wait
 
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
         """Add what the tiers below the device have to move; None when the plan is then still empty."""

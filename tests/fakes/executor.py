@@ -100,12 +100,12 @@ class FakeExecutor:
         self._choose = choose
         self._verify = verify
         self._record = record
-        self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
-        """What swapping and recomputing are said to take."""
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
+        self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
+        """What swapping and recomputing are said to take."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
         self._rows: dict[int, _Row] = {}
         self._owners: Counter[int] = Counter()

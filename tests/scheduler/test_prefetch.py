@@ -162,6 +162,21 @@ def test_a_wait_ends_when_the_request_is_aborted() -> None:
     assert driver.scheduler.kv.tiers.num_busy == 0
 
 
+@pytest.mark.parametrize("num_steps", range(1, 6))
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_nothing_is_owned_after_an_abort_at_any_moment(num_steps: int, queue_depth: int) -> None:
+    driver = start(FakeDisk(filled().files, delay=2), queue_depth=queue_depth)
+    driver.add("again", PROMPT)
+    for _ in range(num_steps):
+        driver.step()
+    driver.abort("again")
+    driver.scheduler.check()
+    driver.run()  # asserts at its end that no block is used
+    assert driver.scheduler.kv.tiers.num_busy in (0, 10), "loads that nobody waits for end with a later report"
+    assert generate(driver, "next") == generate_alone(PROMPT)[0]
+    assert driver.scheduler.kv.tiers.num_busy == 0
+
+
 def test_requests_with_one_prefix_load_it_once() -> None:
     disk = FakeDisk(filled().files, delay=3)
     driver = start(disk)
@@ -251,7 +266,9 @@ def test_a_host_pool_smaller_than_the_prefix_brings_a_part() -> None:
 def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_again(max_tokens: int) -> None:
     """In one step the elder's last block waits to be stored, and the youngest returns where the middle one ended."""
     driver = CoreDriver(
-        make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"), FakeDisk(), record=True
+        make_config(num_blocks=16, num_host_blocks=40, offload=True, preemption_mode="swap"),
+        disk=FakeDisk(),
+        record=True,
     )
     requests = {"elder": (9, 30), "middle": (40, max_tokens), "youngest": (65, max_tokens)}
     prompts = {name: [first + i for i in range(16)] for name, (first, _) in requests.items()}

@@ -105,7 +105,8 @@ class NativePool:
         layer, options = self.layer, self.options
         self.qkv_stride = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 16
         self.out_stride = layer.num_heads * layer.head_dim + 3
-        self.program = _native.Program(self.setting.isa, POOLS[self.setting.threads], self.max_rows, self.setting.precision)
+        pool, precision = POOLS[self.setting.threads], self.setting.precision
+        self.program = _native.Program(self.setting.isa, pool, self.max_rows, precision)
         self.program.attention(
             group=0,
             cache=CACHE_TYPES[self.setting.stored],
