@@ -17,7 +17,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test lint types tests format bench-control clean
+.PHONY: help serve install install-test native sanitize test lint types tests soak format bench-control clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -25,7 +25,7 @@ help:
 	@printf '%s\n' \
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint, types and tests' \
-	  'make lint | types | tests | format | bench-control | clean'
+	  'make lint | types | tests | soak | format | bench-control | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -47,6 +47,11 @@ types: install-test
 tests: install-test
 	@printf '==> tests: pytest\n'
 	@$(BIN)/python -m pytest $(TESTS)
+
+# Random traffic through the scheduler for minutes, every step checked. SOAK passes options: SOAK="--steps 100000".
+SOAK ?=
+soak: install-test
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 format: install-test
 	@$(BIN)/ruff check --fix .

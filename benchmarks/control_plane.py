@@ -1,4 +1,4 @@
-"""What the control plane costs: schedule + update per step, with an executor that computes nothing.
+"""What the control plane costs: schedule + update + stats per step, with an executor that computes nothing.
 
     python benchmarks/control_plane.py [--json FILE] [--requests 100000]
 
@@ -52,8 +52,8 @@ def fake_result(plan: StepPlan, token: int) -> StepResult:
     return StepResult(plan.step_id, [token % 50_000] * len(plan.sample_seq_ids))
 
 
-def one_step(scheduler: Scheduler, token: int) -> tuple[float, float, int]:
-    """(seconds in schedule, seconds in update, sequences that finished)."""
+def one_step(scheduler: Scheduler, token: int) -> tuple[float, float, float, int]:
+    """(seconds in schedule, seconds in update, seconds for the snapshot of the statistics, sequences that finished)."""
     started = time.perf_counter()
     plan = scheduler.schedule(0.0)
     planned = time.perf_counter()
@@ -61,8 +61,11 @@ def one_step(scheduler: Scheduler, token: int) -> tuple[float, float, int]:
     result = fake_result(plan, token)
     resumed = time.perf_counter()
     updates = scheduler.update(result, 0.0)
+    updated = time.perf_counter()
+    scheduler.stats()
     done = time.perf_counter()
-    return planned - started, done - resumed, sum(update.finish_reason is not None for update in updates)
+    num_finished = sum(update.finish_reason is not None for update in updates)
+    return planned - started, updated - resumed, done - updated, num_finished
 
 
 def measure_steps(num_seqs: int, steps: int = 300) -> dict[str, float]:
@@ -75,10 +78,15 @@ def measure_steps(num_seqs: int, steps: int = 300) -> dict[str, float]:
             one_step(scheduler, 1)
     while scheduler.stats().num_waiting:
         one_step(scheduler, 1)
-    samples = [one_step(scheduler, step)[:2] for step in range(steps)]
-    schedule = statistics.median(sample[0] for sample in samples) * 1e3
-    update = statistics.median(sample[1] for sample in samples) * 1e3
-    return {"sequences": num_seqs, "schedule_ms": schedule, "update_ms": update, "step_ms": schedule + update}
+    samples = [one_step(scheduler, step)[:3] for step in range(steps)]
+    schedule, update, stats = (statistics.median(column) * 1e3 for column in zip(*samples, strict=True))
+    return {
+        "sequences": num_seqs,
+        "schedule_ms": schedule,
+        "update_ms": update,
+        "stats_ms": stats,
+        "step_ms": schedule + update + stats,
+    }
 
 
 def measure_soak(num_requests: int, num_seqs: int = 256) -> list[dict[str, float]]:
@@ -89,8 +97,8 @@ def measure_soak(num_requests: int, num_seqs: int = 256) -> list[dict[str, float
     for _ in range(2 * num_seqs):
         scheduler.add(next(source), 0.0)
     while finished < num_requests:
-        schedule, update, ended = one_step(scheduler, finished)
-        times.append(schedule + update)
+        schedule, update, stats, ended = one_step(scheduler, finished)
+        times.append(schedule + update + stats)
         for _ in range(ended):
             scheduler.add(next(source), 0.0)
         finished += ended
@@ -109,12 +117,12 @@ def main() -> None:
     arguments = parser.parse_args()
     gc.freeze()
     steps = [measure_steps(num_seqs) for num_seqs in (1, 64, 256, 1024)]
-    print(f"{'sequences':>10} {'schedule ms':>12} {'update ms':>10} {'step ms':>8} {'us/sequence':>12}")
+    print(f"{'sequences':>10} {'schedule ms':>12} {'update ms':>10} {'stats ms':>9} {'step ms':>8} {'us/sequence':>12}")
     for row in steps:
         each = row["step_ms"] / row["sequences"] * 1e3
         print(
             f"{row['sequences']:>10} {row['schedule_ms']:>12.3f} {row['update_ms']:>10.3f} "
-            f"{row['step_ms']:>8.3f} {each:>12.2f}"
+            f"{row['stats_ms']:>9.3f} {row['step_ms']:>8.3f} {each:>12.2f}"
         )
     soak = measure_soak(arguments.requests)
     print(f"\n{'finished':>10} {'step ms':>8} {'peak RSS MiB':>13}")

@@ -25,7 +25,7 @@ from quire.errors import EngineDeadError, UserError
 from quire.outputs import RequestOutput
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.stats import EngineStats
+from quire.stats import EngineStats, shares
 from quire.tokenization.tokenizer import Tokenizer
 from quire.utils.progress import ProgressBar
 
@@ -140,21 +140,11 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stats(self) -> dict[str, int | float]:
-        """The engine's counters and gauges (see EngineStats), and shares from 0 to 1 derived from them:
-
-        kv_cache_usage: blocks in use of all blocks. kv_cache_waste: slots of used blocks that hold no token.
-        prefix_cache_hit_rate: prompt tokens found of those looked up, since the start.
-        """
+        """The engine's counters and gauges (the fields of `EngineStats`) and the shares of `quire.stats.shares`."""
         with self._busy:
             stats = self._call("stats")
         assert isinstance(stats, EngineStats)
-        used_slots = stats.num_used_blocks * stats.block_size
-        return {
-            **msgspec.structs.asdict(stats),
-            "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),
-            "kv_cache_waste": _share(max(0, used_slots - stats.num_stored_tokens), used_slots),
-            "prefix_cache_hit_rate": _share(stats.prefix_cache_hits_total, stats.prefix_cache_queries_total),
-        }
+        return {**msgspec.structs.asdict(stats), **shares(stats)}
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix; returns how many blocks held one.
@@ -336,7 +326,3 @@ def _priorities_for(prompts: list[Prompt], priority: int | Sequence[int]) -> lis
             f"priority must be an integer or a list of {len(prompts)}, one for each prompt", param="priority"
         )
     return list(priority)
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -1,4 +1,8 @@
-"""Counters and gauges of the engine core, sent to the front end as one snapshot."""
+"""Counters and gauges of the engine core, sent to the front end as one snapshot, and the shares that follow from them.
+
+The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_slots`, `num_wasted_slots`,
+`num_logical_blocks` and `shares`. What counts as what is said in quire/scheduler/accounts.py.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,28 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """A snapshot. Fields that end in `_total` only grow; the others are the state now."""
 
     block_size: int = 0
+    """Tokens for which a block has slots."""
+    block_bytes: int = 0
+    """Bytes of a block, over all layers that it serves, on one rank."""
     num_blocks: int = 0
     """Usable blocks of the pool."""
     num_used_blocks: int = 0
     """Blocks that a live sequence or a pinned prefix refers to."""
     num_cached_blocks: int = 0
-    """Free blocks whose content can still be hit by a prefix (evictable)."""
+    """Free blocks whose content can still be hit by a prefix (evictable). Not among the used ones."""
     num_shared_blocks: int = 0
     """Blocks with more than one owner."""
     num_pinned_blocks: int = 0
     """Blocks of registered prefixes; they count as used."""
+    num_logical_blocks: int = 0
+    """Blocks that the live sequences and the pinned prefixes would use if they shared none: the entries of all block
+    tables."""
     num_stored_tokens: int = 0
     """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
+    num_reserved_slots: int = 0
+    """Slots of used blocks whose tokens are computed by steps in flight."""
+    num_wasted_slots: int = 0
+    """Slots of used blocks that hold no token: the ends of last blocks (internal fragmentation)."""
     num_host_blocks: int = 0
     """Blocks of the host pool, for swapped requests."""
     num_used_host_blocks: int = 0
@@ -73,3 +87,27 @@ class EngineStats(msgspec.Struct, kw_only=True):
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
     """Of those, how many ended by their time limit."""
+
+
+def shares(stats: EngineStats) -> dict[str, float]:
+    """What follows from a snapshot, each from 0 to 1 (0 where there is nothing to divide by).
+
+    - kv_cache_usage: blocks in use, of all blocks.
+    - kv_cache_stored, kv_cache_reserved, kv_cache_waste: slots of used blocks that hold a token's keys and values, that
+      steps in flight fill, and that hold no token (paper Fig. 2). They add up to 1 when any block is in use.
+    - kv_cache_sharing: blocks saved by sharing, of those that would be used without (paper Fig. 15).
+    - prefix_cache_hit_rate: prompt tokens found in the prefix cache, of those looked up since the start.
+    """
+    used_slots = stats.num_used_blocks * stats.block_size
+    return {
+        "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),
+        "kv_cache_stored": _share(stats.num_stored_tokens, used_slots),
+        "kv_cache_reserved": _share(stats.num_reserved_slots, used_slots),
+        "kv_cache_waste": _share(stats.num_wasted_slots, used_slots),
+        "kv_cache_sharing": _share(stats.num_logical_blocks - stats.num_used_blocks, stats.num_logical_blocks),
+        "prefix_cache_hit_rate": _share(stats.prefix_cache_hits_total, stats.prefix_cache_queries_total),
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

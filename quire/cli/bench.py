@@ -1,4 +1,5 @@
-"""`quire bench`: latency and throughput of the engine in this process, of any OpenAI-compatible server, of kernels."""
+"""`quire bench`: latency and throughput of the engine in this process, of any OpenAI-compatible server, of
+kernels; the paper's figures."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_mess
 from quire.bench.metrics import METRICS, parse_goodput, summarize
 from quire.cli.bench_kernels import KERNELS_MODE
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
+from quire.cli.bench_paper import PAPER_MODE
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.session import import_executor
@@ -366,4 +368,5 @@ MODES: Mapping[str, Mode] = {
         run=_serve,
     ),
     "kernels": KERNELS_MODE,
+    "paper": PAPER_MODE,
 }

@@ -27,6 +27,8 @@ class BlockPool:
         self._evictable: OrderedDict[int, PrefixIndex] = OrderedDict()
         self._indexes = tuple(indexes)
         self.num_shared = 0
+        self.num_references = 0
+        """Sum of all reference counts: the blocks that the owners would need if they shared none."""
         self.num_evictions = 0
 
     @property
@@ -54,6 +56,7 @@ class BlockPool:
             index.remove(block)
             self.num_evictions += 1
         self.ref_counts[block] = 1
+        self.num_references += 1
         return block
 
     def share(self, block: int) -> None:
@@ -64,12 +67,14 @@ class BlockPool:
         elif count == 1:
             self.num_shared += 1
         self.ref_counts[block] = count + 1
+        self.num_references += 1
 
     def release(self, block: int) -> None:
         """One owner fewer. The last one leaves the block evictable if its content is indexed, else free."""
         count = self.ref_counts[block] - 1
         assert count >= 0, f"block {block} released more often than it was taken"
         self.ref_counts[block] = count
+        self.num_references -= 1
         if count == 1:
             self.num_shared -= 1
         elif count == 0:
@@ -109,6 +114,7 @@ class BlockPool:
             assert count == owners.get(block, 0), f"block {block}: count {count}, {owners.get(block, 0)} owners"
             assert (count == 0) == (block in free or block in evictable), f"block {block}: count {count} but free"
         assert self.num_shared == sum(count > 1 for count in self.ref_counts), "the count of shared blocks is off"
+        assert self.num_references == sum(self.ref_counts), "the count of references is off"
         for index in self._indexes:
             for _, block in index.items():
                 assert block not in free, f"free block {block} is still indexed"

@@ -16,7 +16,7 @@ from quire.clock import Clock, SystemClock
 from quire.metrics.histogram import Histogram, one_two_five
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.request import FinishReason
-from quire.stats import EngineStats
+from quire.stats import EngineStats, shares
 
 PREFIX = "quire:"
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
@@ -53,6 +53,17 @@ COUNTERS: dict[str, tuple[str, str]] = {
 }
 """Metric -> (field of EngineStats, help)."""
 
+SHARES: dict[str, tuple[str, str]] = {
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of the KV blocks in use, 0 to 1."),
+    "kv_cache_stored_perc": ("kv_cache_stored", "Share of the used blocks' slots that hold a token, 0 to 1."),
+    "kv_cache_waste_perc": ("kv_cache_waste", "Share of the used blocks' slots that hold no token, 0 to 1."),
+    "kv_cache_sharing_perc": (
+        "kv_cache_sharing",
+        "KV blocks saved by sharing, as a share of those used without, 0 to 1.",
+    ),
+}
+"""Metric -> (key of `quire.stats.shares`, help). `_perc` is vLLM's name for such a share."""
+
 GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "Requests that are being computed."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for a place, preempted ones included."),
@@ -66,6 +77,10 @@ GAUGES: dict[str, tuple[str, str]] = {
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),
     "host_blocks": ("num_host_blocks", "Blocks of the host pool."),
     "host_blocks_used": ("num_used_host_blocks", "Blocks of the host pool that a swapped request holds."),
+    "kv_blocks_logical": ("num_logical_blocks", "KV blocks that would be used if no sequence shared any."),
+    "kv_slots_stored": ("num_stored_tokens", "Slots of used KV blocks that hold a token."),
+    "kv_slots_reserved": ("num_reserved_slots", "Slots of used KV blocks that steps in flight fill."),
+    "kv_slots_wasted": ("num_wasted_slots", "Slots of used KV blocks that hold no token."),
 }
 
 
@@ -196,8 +211,9 @@ class EngineMetrics(Collector):
             yield counter
         for name, (field, help) in GAUGES.items():
             yield self._gauge(name, help, getattr(self.stats, field))
-        usage = self.stats.num_used_blocks / max(1, self.stats.num_blocks)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", usage)
+        derived = shares(self.stats)
+        for name, (key, help) in SHARES.items():
+            yield self._gauge(name, help, derived[key])
         success = CounterMetricFamily(
             PREFIX + "request_success", "Finished requests.", labels=[*names, "finished_reason"]
         )

@@ -70,8 +70,8 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to run and no sequence to swap."""
-        return not (self.sequences or self.swap_out or self.swap_in)
+        """Whether there is nothing to run, no sequence to swap, no row to make (who returns may need no copy)."""
+        return not (self.sequences or self.swap_out or self.swap_in or self.new_sequences)
 
     @property
     def is_empty(self) -> bool:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from typing import NamedTuple
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens, waiting_siblings
 from quire.errors import UserError
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.scheduler.accounts import InFlight, num_reserved_slots, num_wasted_slots
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.branching import Branching, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
@@ -34,17 +34,6 @@ from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
 from quire.step import Candidates, StepPlan, StepResult
-
-
-class _InFlight(NamedTuple):
-    """What `update` must know of a plan beyond the plan itself."""
-
-    plan: StepPlan
-    sequences: list[Sequence]
-    blocks: list[SequenceBlocks | None]
-    """Those of `sequences` when the plan was made: who was preempted since may have others by now."""
-    samples: list[Sequence]
-    resumed: list[tuple[Sequence, int]]
 
 
 class Scheduler:
@@ -78,12 +67,15 @@ class Scheduler:
         """The waiting request that did not fit ..."""
         self._refused_room = 0
         """... into so many blocks."""
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._stats = EngineStats(
-            block_size=kv.block_size, num_blocks=kv.pool.num_usable, num_host_blocks=kv.host.blocks.num_usable
+            block_size=kv.block_size,
+            block_bytes=kv.block_bytes,
+            num_blocks=kv.pool.num_usable,
+            num_host_blocks=kv.host.blocks.num_usable,
         )
 
     # -- requests come and go ---------------------------------------------------------------------------------------
@@ -215,12 +207,13 @@ class Scheduler:
         self._insert_forked(builder)
         plan = builder.build(self._released, *self._branching.take())
         self._released = []
-        self._in_flight[plan.step_id] = _InFlight(
-            plan,
-            builder.sequences,
-            [sequence.blocks for sequence in builder.sequences],
-            builder.samples,
-            builder.resumed,
+        self._in_flight[plan.step_id] = InFlight(
+            plan=plan,
+            sequences=builder.sequences,
+            blocks=[sequence.blocks for sequence in builder.sequences],
+            samples=builder.samples,
+            forked=builder.forked,
+            resumed=builder.resumed,
         )
         self._stats.steps_total += not builder.is_idle
         self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
@@ -501,7 +494,7 @@ class Scheduler:
         self._stats.preemptions_total += 1
         self._waiting.put_back(request)
 
-    def _commit(self, in_flight: _InFlight) -> None:
+    def _commit(self, in_flight: InFlight) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
         plan, size = in_flight.plan, self.kv.block_size
         columns = (in_flight.sequences, in_flight.blocks, plan.start_positions, plan.num_tokens)
@@ -612,7 +605,10 @@ class Scheduler:
         stats.num_shared_blocks = pool.num_shared
         stats.num_pinned_blocks = self.kv.num_pinned_blocks
         stats.evictions_total = pool.num_evictions
-        stats.num_stored_tokens = pool.num_used * self.kv.block_size - self._num_empty_slots()
+        stats.num_logical_blocks = pool.num_references
+        stats.num_wasted_slots = num_wasted_slots(self._running, self.kv)
+        stats.num_reserved_slots = num_reserved_slots(self._in_flight.values(), self.kv.block_size)
+        stats.num_stored_tokens = pool.num_used * self.kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
         stats.num_used_host_blocks = self.kv.host.blocks.num_used - self.kv.tiers.num_busy
         self._describe_tiers(stats)
         stats.num_waiting = len(self._waiting)
@@ -640,16 +636,6 @@ class Scheduler:
         stats.offload_loaded_blocks_total = counters.num_loaded
         stats.offload_loaded_bytes_total = counters.num_loaded * self.kv.block_bytes
         stats.offload_load_failures_total = counters.num_load_failures
-
-    def _num_empty_slots(self) -> int:
-        """Slots of used blocks that hold no token: the ends of the last blocks, which forks may share until they
-        write."""
-        last_blocks = {
-            sequence.blocks.tables[0][-1]: sequence.blocks.capacity - sequence.num_computed_tokens
-            for sequence in self._running
-            if sequence.blocks is not None
-        }
-        return self.kv.num_groups * sum(last_blocks.values()) + self.kv.num_pinned_empty_slots
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""

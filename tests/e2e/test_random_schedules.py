@@ -50,6 +50,7 @@ EXERCISED = (
     "prefix_cache_hits_total",
     "copied_blocks_total",
     "evictions_total",
+    "timed_out_requests_total",
 )
 
 Client = CoreClient
@@ -68,17 +69,31 @@ EXTRAS: list[dict[str, Any]] = [
     {"use_beam_search": True, "best_of": 3, "temperature": 0.0, "early_stopping": "never", "frequency_penalty": 0.5},
 ]
 
+KINDS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"n": 2},
+    {"n": 3},
+    {"n": 1, "best_of": 3},
+    {"n": 2, "use_beam_search": True},
+    {"n": 1, "best_of": 3, "use_beam_search": True, "early_stopping": "never", "length_penalty": 0.5},
+]
+NOT_FOR_BEAMS = {"temperature", "top_k", "top_p", "min_p"}
+"""What a beam search refuses: nothing is drawn."""
+
 requests = st.fixed_dictionaries(
     {
         "family": st.integers(0, 1),
         "shared": st.sampled_from([0, 3, 16, 31, 32, 40, 40]),
         "own": st.lists(st.integers(0, 96), min_size=1, max_size=18),
-        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "kind": st.sampled_from(KINDS),
         "max_tokens": st.sampled_from([1, 9, 30, 30, 30]),
         "seed": st.integers(0, 2),
         "temperature": st.sampled_from([0.0, 0.7, 4.0]),
         "logprobs": st.sampled_from([None, 0, 2]),
         "extra": st.sampled_from(EXTRAS),
+        "priority": st.sampled_from([0, 0, 0, -1, 2]),
+        "timeout_s": st.sampled_from([None, None, None, None, 0.05, 0.3]),  # of a clock that counts steps
     }
 )
 events = st.one_of(
@@ -135,6 +150,7 @@ def alone(make_client: MakeClient) -> Iterator[Callable[..., Client]]:
 
     def generate(model: str, dtype: str, request: dict[str, Any]) -> tuple[Client, str]:
         key = (model, dtype)
+        request = {name: value for name, value in request.items() if name not in ("priority", "timeout_s")}
         if key not in engines:
             engines[key] = make_client(model, dtype=dtype, enable_prefix_caching=False, num_blocks_override=400)
         client, description = engines[key], f"{key} {request}"
@@ -149,11 +165,15 @@ def alone(make_client: MakeClient) -> Iterator[Callable[..., Client]]:
         client.core.shutdown()
 
 
-def engine_request(family: int, shared: int, own: list[int], extra: dict[str, Any], **params: Any) -> dict[str, Any]:
-    extra = {**extra}
-    if "min_tokens" in extra:
-        extra["min_tokens"] = min(extra["min_tokens"], params["max_tokens"])
-    return {"prompt": PREFIXES[family][:shared] + own, **params, **extra}
+def engine_request(
+    family: int, shared: int, own: list[int], extra: dict[str, Any], kind: dict[str, Any], **params: Any
+) -> dict[str, Any]:
+    request = {"prompt": PREFIXES[family][:shared] + own, **params, **extra, **kind}
+    if "min_tokens" in request:
+        request["min_tokens"] = min(request["min_tokens"], request["max_tokens"])
+    if "use_beam_search" in request:
+        request = {name: value for name, value in request.items() if name not in NOT_FOR_BEAMS}
+    return request
 
 
 def run_script(client: Client, script: list[Any]) -> tuple[dict[str, dict[str, Any]], set[tuple[str, int | None]]]:
@@ -209,15 +229,19 @@ def test_every_completion_is_that_of_a_lone_run(make_client: MakeClient, alone: 
 def assert_as_alone(
     client: Client, name: str, aborted: set[tuple[str, int | None]], lone: Client, lone_name: str
 ) -> None:
-    """What was aborted is the beginning of the lone run's completion, all else the whole of it."""
+    """What was aborted or ran out of time is the beginning of the lone run's completion, all else the whole of it."""
+    timed_out = False
     for (found, index), expected in lone.tokens.items():
         if found != lone_name:
             continue
         tokens, logprobs = client.tokens.get((name, index), []), client.logprobs.get((name, index), [])
         assert tokens == expected[: len(tokens)]
         assert logprobs == lone.logprobs[found, index][: len(logprobs)]
-        if not {(name, None), (name, index)} & aborted:
+        if client.finished.get((name, index)) is FinishReason.TIMEOUT:
+            timed_out = True
+        elif not {(name, None), (name, index)} & aborted:
             assert len(tokens) == len(expected)
             assert client.finished[name, index] is lone.finished[found, index] is not FinishReason.ABORT
-    if all(aborted_name != name for aborted_name, _ in aborted):
+            assert client.rankings.get((name, index)) == lone.rankings.get((found, index))
+    if not timed_out and all(aborted_name != name for aborted_name, _ in aborted):
         assert client.prompt_logprobs.get(name) == lone.prompt_logprobs.get(lone_name)

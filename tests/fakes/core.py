@@ -24,6 +24,7 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.ledger import SlotLedger
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
 
@@ -174,7 +175,7 @@ class CoreClient:
 
 
 class CoreDriver(CoreClient):
-    """A CoreClient over the fake executor, which verifies every plan."""
+    """A CoreClient over the fake executor, which verifies every plan; a ledger verifies the accounts of KV memory."""
 
     def __init__(
         self,
@@ -183,18 +184,30 @@ class CoreDriver(CoreClient):
         disk: FakeDisk | None = None,
         **executor_options: object,
     ) -> None:
+        self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
+        self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.executor.costs = costs or self.executor.costs
         super().__init__(config, self.executor)
 
+    def step(self) -> None:
+        super().step()
+        self.ledger.check(self.scheduler)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        super().abort(request_id, index)
+        self.ledger.check(self.scheduler)
+
 
 def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """The tokens of each completion when the request has a large engine to itself, without caching or chunking."""
+    # No larger than it needs: `check` after every step is linear in blocks.
+    num_blocks = 64 * int(params.get("best_of") or params.get("n") or 1)
     driver = CoreDriver(
-        make_config(num_blocks=1024, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
+        make_config(num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
     )
     driver.add("alone", prompt, seed=seed, eos=eos, **params)
     driver.run()

@@ -102,6 +102,8 @@ class FakeExecutor:
         self._record = record
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
+        self.observe: Callable[[StepPlan], None] | None = None
+        """Called with every plan, in order."""
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
         """What swapping and recomputing are said to take."""
         self._thread = ThreadPoolExecutor(1, "fake-executor") if latency else None
@@ -147,6 +149,8 @@ class FakeExecutor:
         _require(not self.is_shut_down, "a plan after shutdown")
         if self._record:
             self.plans.append(plan)
+        if self.observe is not None:
+            self.observe(plan)
         if self._thread is not None:
             return self._thread.submit(self._run, plan)
         future: Future[StepResult] = Future()

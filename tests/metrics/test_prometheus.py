@@ -7,9 +7,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.clock import VirtualClock
-from quire.metrics.prometheus import COUNTERS, GAUGES, EngineMetrics
+from quire.metrics.prometheus import COUNTERS, GAUGES, SHARES, EngineMetrics
 from quire.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.stats import EngineStats
+from quire.stats import EngineStats, shares
 
 NAMES_OF_VLLM = {
     "num_requests_running",
@@ -91,6 +91,8 @@ def test_counters_and_gauges_come_from_the_last_snapshot(metrics: EngineMetrics)
     for name, (field, _) in GAUGES.items():
         assert found[name] == 9 + fields.index(field)
     assert found["kv_cache_usage_perc"] == found["kv_blocks_used"] / 100
+    derived = shares(metrics.stats)
+    assert {name: found[name] for name in SHARES} == {name: derived[key] for name, (key, _) in SHARES.items()}
     assert metrics.num_running == found["num_requests_running"]
 
 

@@ -448,20 +448,6 @@ def test_computing_a_shared_prompt_again_counts_once() -> None:
     assert stats.scheduled_tokens_total == useful + stats.recomputed_tokens_total
 
 
-@pytest.mark.parametrize(("windows", "num_groups"), [((None, None), 1), ((None, 6, 6), 3)])
-def test_stored_tokens_leave_out_only_the_ends_of_last_blocks(windows: tuple[int | None, ...], num_groups: int) -> None:
-    driver = CoreDriver(make_config(windows=windows))
-    driver.add("r", prompt(10), n=3, temperature=1.0, max_tokens=5)
-    driver.step()
-    stats = driver.core.stats()
-    assert (stats.num_used_blocks, stats.num_stored_tokens) == (3 * num_groups, 10 * num_groups)
-    driver.step()
-    stats = driver.core.stats()
-    assert stats.num_stored_tokens == stats.num_used_blocks * 4 - 3 * num_groups, "each has eleven tokens of twelve"
-    driver.run()
-    assert driver.core.stats().num_stored_tokens == 0
-
-
 def test_a_long_queue_is_not_walked_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = []
     original = RequestQueue.__iter__

@@ -1,0 +1,94 @@
+"""How the slots of used KV blocks are spent, by the paper's terms (§3.1, Fig. 2), for a paged pool.
+
+A used block has `block_size` slots. Each is in one of three states:
+
+- stored: it holds the keys and values of a token that has been computed. A slot of a block that several sequences share
+  counts once; a token counts in every KV group, since each has a block of its own for it.
+- reserved: a plan in flight computes its token. A paged pool reserves nothing earlier than that.
+- wasted (internal fragmentation): no token has been assigned to it. These are the ends of last blocks, less than one
+  block for each sequence and group.
+
+Blocks that are being fetched from the host or from disk for a request to come are used, and count as stored.
+
+There is no external fragmentation: every block is as good as any other, so free memory is never unusable. Blocks that
+are free but still hold a prefix (evictable) are not used, and are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.request import Sequence
+from quire.step import StepPlan
+
+
+class InFlight(NamedTuple):
+    """What the scheduler must know of a plan, beyond the plan itself, until its result comes."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    """Aligned with the plan's columns of the batch."""
+    blocks: list[SequenceBlocks | None]
+    """Those of `sequences` when the plan was made: who was preempted since may have others by now."""
+    samples: list[Sequence]
+    """Aligned with the plan's `sample_seq_ids`."""
+    forked: list[tuple[Sequence, list[Sequence]]]
+    """Sequences that fork after this plan's forward pass, and their children."""
+    resumed: list[tuple[Sequence, int]]
+    """Sequences that this plan swaps in, and how many computed tokens they bring."""
+
+
+def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
+    """Slots at the ends of last blocks, those of pinned prefixes included, that no plan has given a token. O(running
+    sequences and pinned prefixes).
+
+    Only a last block can be partly filled, all its owners see the same filling (who writes has copied it before), and
+    the tables of all groups are alike in this, so that one of them is looked at.
+    """
+    wasted = 0
+    shared: dict[int, int] = {}
+    for sequence in running:
+        blocks = sequence.blocks
+        assert blocks is not None, "a running sequence has blocks"
+        slots = blocks.capacity - sequence.num_computed_tokens
+        if blocks.tail_shared:
+            shared[blocks.tables[0][-1]] = slots
+        else:
+            wasted += slots
+    return kv.num_groups * (wasted + sum(shared.values())) + kv.num_pinned_empty_slots
+
+
+def num_reserved_slots(in_flight: Iterable[InFlight], block_size: int) -> int:
+    """Slots of used blocks whose tokens are computed by plans in flight. O(their sequences and tokens)."""
+    starts: dict[Sequence, int] = {}
+    for flight in in_flight:
+        for sequence, start in zip(flight.sequences, flight.plan.start_positions, strict=True):
+            starts.setdefault(sequence, start)
+        for parent, children in flight.forked:
+            for child in children:
+                starts[child] = starts[parent]
+    reserved = 0
+    shared: dict[int, int] = {}
+    for sequence, start in starts.items():
+        blocks, end = sequence.blocks, sequence.num_computed_tokens
+        if blocks is None:
+            continue  # ended or preempted meanwhile: what is written is nobody's
+        if blocks.capacity - block_size <= start and end < blocks.capacity and not blocks.tail_shared:
+            # In one block that is not full, and so, not being marked as shared, the sequence's own.
+            reserved += len(blocks.tables) * (end - start)
+        else:
+            _add_slots(shared, blocks, start, end, block_size)
+    return reserved + sum(shared.values())
+
+
+def _add_slots(slots: dict[int, int], blocks: SequenceBlocks, start: int, end: int, block_size: int) -> None:
+    """Note, for each block that positions `start` to `end` - 1 lie in, how many of its slots they are."""
+    for index in range(start // block_size, -(-end // block_size)):
+        first = index * block_size
+        count = min(end, first + block_size) - max(start, first)
+        for table in blocks.tables:
+            if table[index] != NULL_BLOCK:
+                slots[table[index]] = count

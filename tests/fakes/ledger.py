@@ -1,0 +1,96 @@
+"""SlotLedger: the accounts of KV memory by brute force, the plain twin of quire/scheduler/accounts.py.
+
+It follows the plans as a worker would, and notes for each slot of each physical block the step that fills it. What is
+stored, reserved, wasted and saved is then counted slot by slot over the blocks that the live tables name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.scheduler.scheduler import Scheduler
+from quire.stats import EngineStats
+from quire.step import StepPlan
+
+Tables = list[list[int]]
+
+
+class SlotLedger:
+    """`follow` every plan in order; `check` whenever you like."""
+
+    _HOST = 2**32
+    """Host blocks are numbered from here on."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._tables: dict[int, Tables] = {}
+        """seq_id -> per group the physical blocks, as a worker knows them."""
+        self._filled_by: dict[tuple[int, int], int] = {}
+        """(block, offset) -> step that fills the slot."""
+
+    def follow(self, plan: StepPlan) -> None:
+        for seq_id in plan.released:
+            del self._tables[seq_id]
+        for device, host in plan.swap_out:
+            self._copy(device, self._HOST + host)  # first of all: this plan may hand the block out again
+        for _, _, host in plan.disk_loads:
+            self._filled_by |= {(self._HOST + host, offset): plan.step_id for offset in range(self._size)}
+        starts = dict(zip(plan.seq_ids, plan.start_positions, strict=True))
+        for new in plan.new_sequences:
+            self._tables[new.seq_id] = [list(table) for table in new.block_ids]
+            if new.seq_id in starts:  # else it is swapped in, and runs later
+                for table in new.block_ids:
+                    for block in table[starts[new.seq_id] // self._size :]:
+                        self._clear(block)
+        for branch in plan.branches:
+            self._tables[branch.child] = [list(table) for table in self._tables[branch.parent]]
+        for host, device in plan.swap_in:
+            self._copy(self._HOST + host, device)
+        for source, destination in plan.block_copies:
+            self._copy(source, destination)
+        for seq_id, groups in plan.new_blocks.items():
+            for table, blocks in zip(self._tables[seq_id], groups, strict=True):
+                table.extend(blocks)
+                for block in blocks:
+                    self._clear(block)
+        for seq_id, group, index, block in plan.replaced_blocks:
+            self._tables[seq_id][group][index] = block
+        for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
+            for table in self._tables[seq_id]:
+                for position in range(start, start + count):
+                    self._filled_by[table[position // self._size], position % self._size] = plan.step_id
+        for fork in plan.forks:
+            self._tables[fork.child] = [list(table) for table in self._tables[fork.parent]]
+
+    def check(self, scheduler: Scheduler) -> EngineStats:
+        """Compare the scheduler's statistics with a count of every slot. Raises AssertionError."""
+        handles = [sequence.blocks for sequence in scheduler._running] + [pin.blocks for pin in scheduler.kv._pins]
+        owners = Counter(
+            block
+            for blocks in handles
+            for table in blocks.tables  # type: ignore[union-attr]
+            for block in table
+            if block != NULL_BLOCK
+        )
+        scheduler.kv.loader.check(owners)  # adds the blocks that are being fetched for requests to come
+        steps = [self._filled_by.get((block, offset)) for block in owners for offset in range(self._size)]
+        in_flight = set(scheduler._in_flight)
+        stats = scheduler.stats()
+        assert stats.num_used_blocks == len(owners)
+        assert stats.num_logical_blocks == owners.total()
+        assert stats.num_shared_blocks == sum(count > 1 for count in owners.values())
+        assert stats.num_wasted_slots == steps.count(None), (stats.num_wasted_slots, steps.count(None))
+        assert stats.num_reserved_slots == sum(step in in_flight for step in steps)
+        assert stats.num_stored_tokens == len(steps) - stats.num_wasted_slots - stats.num_reserved_slots
+        return stats
+
+    def _copy(self, source: int, destination: int) -> None:
+        self._clear(destination)
+        for offset in range(self._size):
+            if (source, offset) in self._filled_by:
+                self._filled_by[destination, offset] = self._filled_by[source, offset]
+
+    def _clear(self, block: int) -> None:
+        for offset in range(self._size):
+            self._filled_by.pop((block, offset), None)

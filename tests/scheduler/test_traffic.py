@@ -1,0 +1,18 @@
+"""Long random runs over the fake executor (tests/fakes/traffic.py). `make soak` runs far longer ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.traffic import EXERCISED, run_traffic
+
+NUM_STEPS = 6000
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_traffic(seed: int) -> None:
+    totals = run_traffic(seed, NUM_STEPS)
+    assert totals["engine_steps"] >= NUM_STEPS
+    # What is to be crossed does happen, not just now and then.
+    missing = {name: totals[name] for name, least in EXERCISED.items() if totals[name] < least * NUM_STEPS}
+    assert not missing, f"the random engines were too roomy: {missing}"
