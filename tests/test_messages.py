@@ -76,9 +76,17 @@ REQUEST = EngineRequest(
     priority=-2,
     pin=True,
 )
-SEQUENCE_VIEW = SequenceView(1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]])
+SEQUENCE_VIEW = SequenceView(
+    1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
+)
 REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
-SNAPSHOT = KVSnapshot(block_size=16, windows=[None, 128], states=bytes([0, 1, 254, 255]), requests=[REQUEST_VIEW])
+SNAPSHOT = KVSnapshot(
+    block_size=16,
+    windows=[None, 128],
+    states=bytes([0, 1, 254, 255]),
+    host_states=bytes([0, 1]),
+    requests=[REQUEST_VIEW],
+)
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT)
 REFUSAL = Refusal("r-2", "too long", param="prompt")
 DISK_REPORT = DiskReport(

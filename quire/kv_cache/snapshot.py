@@ -27,6 +27,8 @@ class SequenceView(msgspec.Struct):
     tables: list[list[int]]
     """Per KV group: logical index -> physical block, 0 where a sliding window has passed. Empty lists while the
     sequence has no blocks: it waits, or its prompt is still being computed by its first sibling."""
+    host_tables: list[list[int]]
+    """The same for the host pool, while the sequence is swapped out; empty otherwise."""
 
 
 class RequestView(msgspec.Struct):
@@ -34,7 +36,7 @@ class RequestView(msgspec.Struct):
 
     request_id: str
     status: str
-    """`running`, `waiting` or `preempted`."""
+    """`running`, `waiting`, `preempted` (computes again) or `swapped` (its blocks are in the host pool)."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache when it first started."""
@@ -54,6 +56,8 @@ class KVSnapshot(msgspec.Struct):
     states: bytes
     """Byte i is the state of physical block i: 0 free, 255 cached (no owner, its content can still be hit), any other
     value the number of its owners, at most 254. Block 0 is never handed out."""
+    host_states: bytes
+    """The same for the blocks of the host pool, which holds what is swapped out; one byte when there is none."""
     requests: list[RequestView]
     """Running ones by arrival, then the queue in its order."""
 
@@ -61,13 +65,20 @@ class KVSnapshot(msgspec.Struct):
 def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
     """Copy what is to be shown. O(blocks + table entries)."""
     views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
-    return KVSnapshot(block_size=kv.block_size, windows=list(kv.windows), states=kv.pool.states(), requests=views)
+    return KVSnapshot(
+        block_size=kv.block_size,
+        windows=list(kv.windows),
+        states=kv.pool.states(),
+        host_states=kv.host.blocks.states(),
+        requests=views,
+    )
 
 
 def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
+    is_swapped = any(sequence.swapped is not None for sequence in request.live_sequences)
     return RequestView(
         request_id=request.request_id,
-        status=request.status.name.lower(),
+        status="swapped" if is_swapped else request.status.name.lower(),
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens or 0,
         num_preemptions=request.num_preemptions,
@@ -89,4 +100,5 @@ def _view_sequence(sequence: Sequence, kv: KVCacheManager) -> SequenceView:
         num_stored_tokens=num_stored,
         num_filled_slots=num_filled_slots,
         tables=tables,
+        host_tables=[] if sequence.swapped is None else [list(table) for table in sequence.swapped.tables],
     )

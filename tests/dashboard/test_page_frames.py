@@ -140,17 +140,16 @@ def test_names_are_text(tab: Chromium) -> None:
 
 
 def test_a_host_pool_is_a_second_strip(tab: Chromium) -> None:
-    driver = CoreDriver(make_config())
-    driver.add("a#1", [1, 2, 3])
-    driver.step()
-    frame = msgspec.json.decode(msgspec.json.encode(frame_of(driver)))
-    with shown(tab, frame):
+    with shown(tab, frame_of(CoreDriver(make_config()))):
         assert tab.evaluate("document.querySelector('#host').hidden")
-    frame["kv"]["host_states"] = msgspec.json.decode(msgspec.json.encode(bytes([0, 1, 2, 0, 0])))
-    frame["kv"]["requests"][0]["status"] = "swapped"
-    frame["kv"]["requests"][0]["sequences"][0]["host_tables"] = [[1, 2]]
+    options = {"num_blocks": 10, "num_host_blocks": 20, "block_size": 4, "max_model_len": 32}
+    driver = pressed_driver(3, preemption_mode="swap", **options)
+    while driver.core.stats().num_swapped == 0:
+        driver.step()
+    frame = frame_of(driver)
     with shown(tab, frame):
-        assert text(tab, "#host-summary") == "2 of 4 blocks in use"
+        used, size = frame.stats.num_used_host_blocks, frame.stats.num_host_blocks
+        assert text(tab, "#host-summary") == f"{used} of {size} blocks in use"
         assert tab.evaluate("document.querySelector('#host-map').clientHeight") > 10
         assert "Swapped out" in text(tab, "#queues")
 

@@ -36,21 +36,25 @@ def check_against_the_books(driver: CoreDriver) -> KVSnapshot:
             assert state == CACHED_STATE
         else:
             assert state == pool.ref_counts[block]
-    owners = [0] * len(kv.states)
+    owners, host_owners = [0] * len(kv.states), [0] * len(kv.host_states)
     for request in kv.requests:
         check_request(request, kv)
         for sequence in request.sequences:
             for table in sequence.tables:
                 for block in table:
                     owners[block] += block != NULL_BLOCK
+            for table in sequence.host_tables:
+                for block in table:
+                    host_owners[block] += block != NULL_BLOCK
     assert owners == pool.ref_counts, "every reference is a table entry of somebody who is shown"
+    assert host_owners == manager.host.blocks.ref_counts == list(kv.host_states)
     live = driver.scheduler._requests
     assert {request.request_id for request in kv.requests} == set(live), "each live request once"
     assert len(kv.requests) == len(live)
     statuses = [request.status for request in kv.requests]
     stats = driver.core.stats()
     assert statuses.count("running") == stats.num_running
-    assert statuses.count("waiting") + statuses.count("preempted") == stats.num_waiting
+    assert len(statuses) - statuses.count("running") == stats.num_waiting
     assert statuses == sorted(statuses, key=lambda status: status != "running")
     return kv
 
@@ -61,6 +65,13 @@ def check_request(view: RequestView, kv: KVSnapshot) -> None:
         lengths = {len(table) for table in sequence.tables}
         assert len(lengths) == 1, "the groups' tables are equally long"
         (num_blocks,) = lengths
+        if view.status == "swapped":
+            assert num_blocks == 0
+            assert sequence.host_tables
+            num_blocks = len(sequence.host_tables[0])
+            assert 0 < sequence.num_stored_tokens <= num_blocks * kv.block_size
+            continue
+        assert sequence.host_tables == []
         if view.status != "running" or num_blocks == 0:
             assert sequence.num_stored_tokens == sequence.num_filled_slots == num_blocks == 0
             continue
@@ -89,9 +100,11 @@ REQUEST = st.fixed_dictionaries(
     windows=st.sampled_from([(None,), (5, 5), (None, 7)]),
     queue_depth=st.sampled_from([1, 2]),
     enable_prefix_caching=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 6, 100]),
 )
 def test_every_look_agrees_with_the_books(requests: list[dict], **options) -> None:  # type: ignore[no-untyped-def, type-arg]
-    driver = CoreDriver(make_config(max_model_len=64, **options))
+    mode = "swap" if options["num_host_blocks"] else "recompute"
+    driver = CoreDriver(make_config(max_model_len=64, preemption_mode=mode, **options))
     for number, request in enumerate(requests):
         prompt = [*range(1, request["shared"] + 1), *([50 + number] * request["own"])]
         driver.add(f"r{number}", prompt, n=request["n"], max_tokens=request["max_tokens"], temperature=1.0)
@@ -138,6 +151,22 @@ def test_what_waits_and_what_was_preempted() -> None:
         seen |= {(request.request_id, request.status) for request in kv.requests}
         assert all(request.num_preemptions > 0 for request in kv.requests if request.status == "preempted")
     assert {("first", "running"), ("third", "waiting"), ("second", "preempted")} <= seen
+
+
+def test_what_is_swapped_out() -> None:
+    driver = CoreDriver(
+        make_config(num_blocks=8, num_host_blocks=20, block_size=4, max_model_len=32, preemption_mode="swap")
+    )
+    for name in ("first", "second"):
+        driver.add(name, [ord(name[0])] * 14, max_tokens=10)
+    while driver.core.stats().num_swapped == 0:
+        driver.step()
+    kv = check_against_the_books(driver)
+    [request] = [request for request in kv.requests if request.status == "swapped"]
+    assert request.request_id == "second"
+    assert request.sequences[0].tables == [[]]
+    assert sum(state > 0 for state in kv.host_states) == len(request.sequences[0].host_tables[0]) > 0
+    driver.run()
 
 
 def test_who_waits_for_a_prefix_in_the_making() -> None:

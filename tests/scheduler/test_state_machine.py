@@ -174,9 +174,12 @@ class EngineMachine(RuleBasedStateMachine):
             self.driver.scheduler.check()
 
     def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
-        self.driver.run()
+        if hasattr(self, "driver"):
+            self.driver.run()
+            self.take_stock()
+
+    def take_stock(self) -> None:
+        """With no request left: nothing is held, and every completion is that of a lone run."""
         for name in self.prefixes:
             is_pinned = self.driver.scheduler.kv.is_pinned(name)
             assert not is_pinned or self.driver.finished[name, 0] is FinishReason.LENGTH

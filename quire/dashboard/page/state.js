@@ -19,7 +19,7 @@ function element(tag, className, text) {
 }
 
 function bytesOf(base64) {
-  const text = atob(base64 ?? "");
+  const text = atob(base64);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
   return bytes;
@@ -41,7 +41,7 @@ function takeFrame(frame) {
     requests.set(request.request_id, request);
     for (const sequence of request.sequences) {
       addOwners(owners, request, sequence, sequence.tables, request.blocks, kv.block_size);
-      addOwners(hostOwners, request, sequence, sequence.host_tables ?? [], new Set(), kv.block_size);
+      addOwners(hostOwners, request, sequence, sequence.host_tables, new Set(), kv.block_size);
     }
   }
   state.frame = frame;
