@@ -18,18 +18,20 @@ from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
-from quire.outputs import RequestTiming, SequenceUpdate
+from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.accounts import InFlight, num_reserved_slots, num_wasted_slots
+from quire.scheduler.accounts import InFlight, describe_kv
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.branching import Branching, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
 from quire.scheduler.plan_builder import Mark, PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
+from quire.scheduler.reporting import attach_prompt_logprobs, describe
 from quire.scheduler.sharing import PassedOver
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
@@ -124,7 +126,7 @@ class Scheduler:
                     SequenceUpdate(request.request_id, s.index, [], finish_reason=FinishReason.TIMEOUT) for s in ended
                 ]
             for update in last:
-                self._describe(update, ended[0], now)
+                describe(update, request, now)
             updates += last
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
@@ -254,11 +256,11 @@ class Scheduler:
                 self._finish(sequence, finish[0])
             # A stop string may end it at any token, which only the front end sees.
             if finish is not None or sequence.num_output_tokens == 1 or sequence.request.params.stop:
-                self._describe(update, sequence, now)
+                describe(update, sequence.request, now)
             updates.append(update)
         self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
         if result.prompt_logprobs:
-            self._attach_prompt_logprobs(result, sequences, updates)
+            attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
             self._running = [s for s in self._running if s.finish_reason is None]
         return updates
@@ -551,7 +553,7 @@ class Scheduler:
             request.unforked = []
             updates = hypothesis_updates(request)
             for update in updates:
-                self._describe(update, beam, now)
+                describe(update, request, now)
             for sequence in request.sequences:
                 self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
             return updates
@@ -564,53 +566,12 @@ class Scheduler:
             self._running[position : position + len(running)] = search.running_sequences
         return []
 
-    def _describe(self, update: SequenceUpdate, sequence: Sequence, now: float) -> None:
-        request = sequence.request
-        started = request.first_scheduled_time
-        update.num_cached_tokens = request.num_cached_tokens or 0
-        update.timing = RequestTiming(
-            request.arrival_time, now if started is None else started, now, request.num_preemptions
-        )
-
-    def _attach_prompt_logprobs(
-        self, result: StepResult, sequences: list[Sequence], updates: list[SequenceUpdate]
-    ) -> None:
-        """Report prompt logprobs once: recomputation yields them again, after a preemption or by the next leader."""
-        by_id = {sequence.seq_id: sequence for sequence in sequences}
-        for seq_id, logprobs in result.prompt_logprobs.items():
-            sequence = by_id[seq_id]
-            request = sequence.request
-            if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
-                continue
-            known = max(request.num_prompt_logprobs, logprobs.start)
-            fresh = logprobs.entries[known - logprobs.start :]
-            if not fresh:
-                continue
-            logprobs.start, logprobs.entries = known, fresh
-            request.num_prompt_logprobs = known + len(fresh)
-            for update in updates:
-                if update.request_id == request.request_id and update.index == sequence.index:
-                    update.prompt_logprobs = logprobs
-                    break
-            else:
-                updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
-
     # -- looking in -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
-        stats, pool = self._stats, self.kv.pool
-        stats.num_used_blocks = pool.num_used
-        stats.num_cached_blocks = pool.num_evictable
-        stats.num_shared_blocks = pool.num_shared
-        stats.num_pinned_blocks = self.kv.num_pinned_blocks
-        stats.evictions_total = pool.num_evictions
-        stats.num_logical_blocks = pool.num_references
-        stats.num_wasted_slots = num_wasted_slots(self._running, self.kv)
-        stats.num_reserved_slots = num_reserved_slots(self._in_flight.values(), self.kv.block_size)
-        stats.num_stored_tokens = pool.num_used * self.kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
-        stats.num_used_host_blocks = self.kv.host.blocks.num_used - self.kv.tiers.num_busy
-        self._describe_tiers(stats)
+        stats = self._stats
+        describe_kv(stats, self.kv, self._running, self._in_flight.values())
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
@@ -623,20 +584,6 @@ class Scheduler:
         running = dict.fromkeys(sequence.request for sequence in self._running)
         return take_snapshot(self.kv, running, self._waiting)
 
-    def _describe_tiers(self, stats: EngineStats) -> None:
-        tiers = self.kv.tiers
-        counters = tiers.counters
-        stats.num_offloaded_blocks = tiers.num_disk_blocks
-        stats.offload_bytes = counters.num_bytes
-        stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
-        stats.disk_cache_hit_blocks_total = counters.num_disk_hits
-        stats.offload_stored_blocks_total = counters.num_stored
-        stats.offload_stored_bytes_total = counters.num_stored * self.kv.block_bytes
-        stats.offload_store_failures_total = counters.num_store_failures
-        stats.offload_loaded_blocks_total = counters.num_loaded
-        stats.offload_loaded_bytes_total = counters.num_loaded * self.kv.block_bytes
-        stats.offload_load_failures_total = counters.num_load_failures
-
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
@@ -648,24 +595,5 @@ class Scheduler:
         assert self._num_unforked == sum(len(r.unforked) for r in self._requests.values())
         num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
         assert len(self._deadlines) == num_timed, "a time limit is watched in vain, or not at all"
-        for sequences in (self._running, [r.sequences[0] for r in self._waiting]):
-            keys = [sequence.request.order_key for sequence in sequences]
-            assert keys == sorted(keys), "out of order"
-        num_swapped = 0
-        for request in self._waiting:
-            for sequence in request.live_sequences:
-                assert sequence.blocks is None
-                assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed, and kept nowhere"
-                if sequence.swapped is not None:
-                    num_swapped += 1
-                    assert sequence.swapped.capacity - self.kv.block_size < sequence.num_computed_tokens
-                    assert sequence.num_computed_tokens <= sequence.swapped.capacity
-        assert self.kv.host.num_sequences == num_swapped, "the host pool holds a sequence that does not wait"
-        for sequence in self._running:
-            known = len(sequence.token_ids) + sequence.num_pending_tokens
-            assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
-            assert sequence.blocks is not None
-            assert sequence.swapped is None
-            assert sequence.num_computed_tokens <= sequence.blocks.capacity
-            waste = sequence.blocks.capacity - sequence.num_computed_tokens
-            assert waste < self.kv.block_size, f"{waste} slots reserved and unused"
+        assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), "the host pool holds one that runs"
+        check_running(self._running, self.kv)

@@ -1,0 +1,40 @@
+"""What must hold for every waiting and every running sequence between two steps. Raises AssertionError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request, Sequence
+
+
+def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
+    """Returns the number of waiting sequences that are in the host pool."""
+    _check_order(request.sequences[0] for request in requests)
+    num_swapped = 0
+    for request in requests:
+        for sequence in request.live_sequences:
+            assert sequence.blocks is None
+            assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed, and kept nowhere"
+            if sequence.swapped is not None:
+                num_swapped += 1
+                assert sequence.swapped.capacity - kv.block_size < sequence.num_computed_tokens
+                assert sequence.num_computed_tokens <= sequence.swapped.capacity
+    return num_swapped
+
+
+def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
+    _check_order(sequences)
+    for sequence in sequences:
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
+        assert sequence.blocks is not None
+        assert sequence.swapped is None
+        assert sequence.num_computed_tokens <= sequence.blocks.capacity
+        waste = sequence.blocks.capacity - sequence.num_computed_tokens
+        assert waste < kv.block_size, f"{waste} slots reserved and unused"
+
+
+def _check_order(sequences: Iterable[Sequence]) -> None:
+    keys = [sequence.request.order_key for sequence in sequences]
+    assert keys == sorted(keys), "out of order"
