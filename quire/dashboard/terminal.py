@@ -22,7 +22,7 @@ FREE, CACHED, UNKNOWN = Color.from_rgb(38, 41, 48), Color.from_rgb(84, 90, 102),
 SHARED_LIFT = 0.55
 """How far the colour of a shared block is moved towards white."""
 SPARKS = "▁▂▃▄▅▆▇█"
-STATUSES = ("running", "preempted", "swapped", "waiting")
+STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 MAP_ROWS = 24
 """Lines of the map; a larger pool shows so many blocks in a cell that it fits."""

@@ -340,6 +340,9 @@ class KVCacheManager:
         self._release_all(self._pins.remove(name).blocks)
         return before - self.num_pinned_blocks
 
+    def pinned_prefixes(self) -> list[tuple[str, PinnedPrefix]]:
+        return self._pins.items()
+
     def is_pinned(self, name: str) -> bool:
         return name in self._pins
 

@@ -46,6 +46,9 @@ class Pins:
     def __iter__(self) -> Iterator[PinnedPrefix]:
         return iter(self._pins.values())
 
+    def items(self) -> list[tuple[str, PinnedPrefix]]:
+        return list(self._pins.items())
+
     @property
     def num_blocks(self) -> int:
         """Distinct blocks: prefixes may share some."""

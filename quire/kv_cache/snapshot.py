@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.pins import PinnedPrefix
 from quire.request import Request, Sequence
 
 
@@ -36,7 +37,8 @@ class RequestView(msgspec.Struct):
 
     request_id: str
     status: str
-    """`running`, `waiting`, `preempted` (computes again) or `swapped` (its blocks are in the host pool)."""
+    """`running`, `waiting`, `preempted` (computes again) or `swapped` (its blocks are in the host pool);
+    `pinned`: no request, but a registered prefix of that id, which holds its blocks."""
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache when it first started."""
@@ -59,12 +61,13 @@ class KVSnapshot(msgspec.Struct):
     host_states: bytes
     """The same for the blocks of the host pool, which holds what is swapped out; one byte when there is none."""
     requests: list[RequestView]
-    """Running ones by arrival, then the queue in its order."""
+    """Running ones in their order, then the queue in its order, then pinned prefixes."""
 
 
 def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
     """Copy what is to be shown. O(blocks + table entries)."""
     views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
+    views += [_view_pin(name, pin, kv) for name, pin in kv.pinned_prefixes()]
     return KVSnapshot(
         block_size=kv.block_size,
         windows=list(kv.windows),
@@ -72,6 +75,13 @@ def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Itera
         host_states=kv.host.blocks.states(),
         requests=views,
     )
+
+
+def _view_pin(name: str, pin: PinnedPrefix, kv: KVCacheManager) -> RequestView:
+    tables = [list(table) for table in pin.blocks.tables]
+    num_filled_slots = pin.num_tokens - (pin.blocks.capacity - kv.block_size)
+    sequence = SequenceView(0, 0, pin.num_tokens, num_filled_slots, tables, [])
+    return RequestView(name, "pinned", pin.num_tokens, 0, 0, waits_for_prefix=False, sequences=[sequence])
 
 
 def _view_request(request: Request, kv: KVCacheManager) -> RequestView:

@@ -50,7 +50,7 @@ def test_once(server: Process, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", server.url + "/", "--once", "--api-key", KEY]) == 0
     printed = capsys.readouterr().out
     assert "Quire tiny" in printed
-    assert "1 running  0 preempted  0 swapped  0 waiting" in printed
+    assert "1 running  0 preempted  0 swapped  0 waiting  0 pinned" in printed
     assert "shared" in printed
     assert "\x1b" not in printed, "a pipe gets no colours"
 

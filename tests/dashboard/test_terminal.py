@@ -89,7 +89,7 @@ def test_counts(driver: CoreDriver) -> None:
 def test_the_text(driver: CoreDriver) -> None:
     text = printed(busy(driver))
     assert "Quire tiny" in text
-    assert "2 running  0 preempted  0 swapped  0 waiting" in text
+    assert "2 running  0 preempted  0 swapped  0 waiting  0 pinned" in text
     lines = [line.split() for line in text.splitlines()]
     # chip, number, id, state, prompt, cached, generated, sequences, blocks
     [row] = [line for line in lines if "#2" in line]

@@ -49,9 +49,10 @@ def check_against_the_books(driver: CoreDriver) -> KVSnapshot:
     assert owners == pool.ref_counts, "every reference is a table entry of somebody who is shown"
     assert host_owners == manager.host.blocks.ref_counts == list(kv.host_states)
     live = driver.scheduler._requests
-    assert {request.request_id for request in kv.requests} == set(live), "each live request once"
-    assert len(kv.requests) == len(live)
-    statuses = [request.status for request in kv.requests]
+    shown = [request for request in kv.requests if request.status != "pinned"]
+    assert {request.request_id for request in shown} == set(live), "each live request once"
+    assert len(shown) == len(live)
+    statuses = [request.status for request in shown]
     stats = driver.core.stats()
     assert statuses.count("running") == stats.num_running
     assert len(statuses) - statuses.count("running") == stats.num_waiting
@@ -72,7 +73,7 @@ def check_request(view: RequestView, kv: KVSnapshot) -> None:
             assert 0 < sequence.num_stored_tokens <= num_blocks * kv.block_size
             continue
         assert sequence.host_tables == []
-        if view.status != "running" or num_blocks == 0:
+        if view.status not in ("running", "pinned") or num_blocks == 0:
             assert sequence.num_stored_tokens == sequence.num_filled_slots == num_blocks == 0
             continue
         assert sequence.num_stored_tokens == (num_blocks - 1) * kv.block_size + sequence.num_filled_slots
@@ -209,3 +210,19 @@ def test_a_large_pool() -> None:
     assert states.count(1) == 62_500
     kv.free(blocks)
     assert kv.pool.states().count(1) == 0
+
+
+def test_pinned_prefixes_show_who_holds_their_blocks() -> None:
+    driver = CoreDriver(make_config(num_blocks=40, block_size=4))
+    driver.pin("p", list(range(1, 11)))
+    driver.run()
+    kv = check_against_the_books(driver)
+    (pin,) = kv.requests
+    assert (pin.request_id, pin.status, pin.num_prompt_tokens) == ("p", "pinned", 10)
+    (sequence,) = pin.sequences
+    assert (sequence.num_stored_tokens, sequence.num_filled_slots, len(sequence.tables[0])) == (10, 2, 3)
+    driver.add("r", list(range(1, 15)), max_tokens=3)
+    driver.step()
+    kv = check_against_the_books(driver)
+    assert [request.status for request in kv.requests] == ["running", "pinned"]
+    assert kv.requests[0].sequences[0].tables[0][:2] == sequence.tables[0][:2], "the full blocks are shared"

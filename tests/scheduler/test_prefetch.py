@@ -302,7 +302,7 @@ class TierMachine(EngineMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(6, 40),
+        num_blocks=st.integers(6, 24),
         num_host_blocks=st.integers(1, 60),
         block_size=st.sampled_from([1, 2, 4, 8]),
         windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
@@ -310,10 +310,10 @@ class TierMachine(EngineMachine):
         max_num_batched_tokens=st.integers(6, 40),
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         queue_depth=st.sampled_from([1, 2]),
-        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
+        preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         delay=st.integers(0, 6),
         seed=st.integers(0, 1000),
-        failing=st.sampled_from([0, 0, 3]),
+        failing=st.sampled_from([0, 2, 3]),
         limit=st.sampled_from([15, 10**9]),
     )
     def start(self, delay: int, seed: int, failing: int, limit: int, **options) -> None:  # type: ignore[no-untyped-def]
@@ -366,18 +366,18 @@ def test_random_schedules_over_three_tiers() -> None:
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=250,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,
         ),
     )
     totals = TierMachine.totals
-    assert totals["steps_total"] > 3000
-    assert totals["restarts"] > 20
-    assert totals["host_cache_hit_blocks_total"] > 50
-    assert totals["disk_cache_hit_blocks_total"] > 20
-    assert totals["offload_stored_blocks_total"] > 1000
+    assert totals["steps_total"] > 1500
+    assert totals["restarts"] > 5
+    assert totals["host_cache_hit_blocks_total"] > 30
+    assert totals["disk_cache_hit_blocks_total"] > 15
+    assert totals["offload_stored_blocks_total"] > 500
     assert totals["offload_load_failures_total"] > 3
-    assert totals["preemptions_total"] > 50
-    assert totals["swapped_out_blocks_total"] > 50
+    assert totals["preemptions_total"] > 20
+    assert totals["swapped_out_blocks_total"] > 20

@@ -5,6 +5,7 @@ const QUEUES = [
   ["preempted", "Preempted", ""],
   ["swapped", "Swapped out", ""],
   ["waiting", "Waiting", ""],
+  ["pinned", "Pinned prefixes", ""],
 ];
 const ROWS_SHOWN = 50;
 
@@ -42,9 +43,10 @@ function drawQueues() {
     parts.more.textContent = `and ${found.length - ROWS_SHOWN} more`;
   }
   for (const id of rows.keys()) if (!state.requests.has(id)) rows.delete(id);
-  const sequences = [...state.requests.values()].reduce((sum, request) => sum + request.sequences.length, 0);
+  const requests = [...state.requests.values()].filter((request) => request.status !== "pinned");
+  const sequences = requests.reduce((sum, request) => sum + request.sequences.length, 0);
   byId("requests-summary").textContent =
-    state.requests.size === 0 ? "" : `${plural(state.requests.size, "request")}, ${plural(sequences, "sequence")}`;
+    requests.length === 0 ? "" : `${plural(requests.length, "request")}, ${plural(sequences, "sequence")}`;
 }
 
 function drawRow(request) {
@@ -55,7 +57,8 @@ function drawRow(request) {
   button.setAttribute("aria-pressed", state.pinned === id);
   button.classList.toggle("active", activeId() === id);
   const generated = request.sequences.reduce((sum, sequence) => sum + sequence.num_output_tokens, 0);
-  const notes = [`${request.num_prompt_tokens} + ${generated} tokens`];
+  const isPinned = request.status === "pinned";
+  const notes = [isPinned ? `${request.num_prompt_tokens} tokens` : `${request.num_prompt_tokens} + ${generated} tokens`];
   if (request.sequences.length > 1) notes.push(plural(request.sequences.length, "sequence"));
   if (request.num_preemptions > 0) notes.push(`preempted ${request.num_preemptions}×`);
   if (request.waits_for_prefix) notes.push("waits for a prefix in the making");
