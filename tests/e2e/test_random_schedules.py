@@ -230,6 +230,9 @@ def assert_as_alone(
     client: Client, name: str, aborted: set[tuple[str, int | None]], lone: Client, lone_name: str
 ) -> None:
     """What was aborted or ran out of time is the beginning of the lone run's completion, all else the whole of it."""
+    reasons = [client.finished.get((name, index)) for found, index in lone.tokens if found == lone_name]
+    if (lone_name, 0) in lone.rankings and FinishReason.TIMEOUT in reasons:
+        return  # a beam search brings the best that it had by then, of which some had ended
     timed_out = False
     for (found, index), expected in lone.tokens.items():
         if found != lone_name:
@@ -237,8 +240,6 @@ def assert_as_alone(
         tokens, logprobs = client.tokens.get((name, index), []), client.logprobs.get((name, index), [])
         if client.finished.get((name, index)) is FinishReason.TIMEOUT:
             timed_out = True
-            if (found, index) in lone.rankings:
-                continue  # a beam search: the best that it had by then
         assert tokens == expected[: len(tokens)]
         assert logprobs == lone.logprobs[found, index][: len(logprobs)]
         if client.finished.get((name, index)) is FinishReason.TIMEOUT:

@@ -206,11 +206,12 @@ class Episode:
         for name, request in self.requests.items():
             if name in self.driver.refused:
                 continue
+            reasons = [self.driver.finished.get((name, index)) for index in range(request.get("n", 1))]
+            if "use_beam_search" in request and FinishReason.TIMEOUT in reasons:
+                continue  # the best that it had by then, of which some had ended
             for index, expected in enumerate(generate_alone(**request)):
                 tokens = self.driver.tokens.get((name, index), [])
                 timed_out = self.driver.finished.get((name, index)) is FinishReason.TIMEOUT
-                if timed_out and "use_beam_search" in request:
-                    continue  # the best that it had by then
                 if timed_out or {(name, None), (name, index)} & self.aborted:
                     assert tokens == expected[: len(tokens)]
                 else:
