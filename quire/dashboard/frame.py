@@ -29,6 +29,8 @@ class Frame(msgspec.Struct):
     """Seconds, over all requests so far: the difference of two frames gives the mean between them."""
     stats: EngineStats
     kv: KVSnapshot
+    shares: dict[str, float] = {}
+    """What follows from `stats`: the shares of `quire.stats.shares`."""
 
 
 class Owner(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from quire.server.context import ServerContext
 from quire.server.errors import invalid_request
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
+from quire.stats import shares
 from quire.version import __version__
 
 DEFAULT_RATE, MIN_RATE, MAX_RATE = 4.0, 0.1, 10.0
@@ -52,6 +53,7 @@ async def take_frame(context: ServerContext) -> Frame:
         time_to_first_token=Observations(metrics.time_to_first_token.sum, metrics.time_to_first_token.count),
         stats=metrics.stats,
         kv=kv,
+        shares=shares(metrics.stats),
     )
 
 

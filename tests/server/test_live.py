@@ -19,6 +19,7 @@ from quire.bench.sse import EventParser
 from quire.dashboard.frame import Frame
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
 from quire.server.settings import ServerSettings
+from quire.stats import EngineStats, shares
 from tests.server.conftest import NUM_BLOCKS, Served, serving
 from tests.server.test_serve import Process
 
@@ -69,6 +70,7 @@ async def test_the_schema_that_the_document_describes(served: Served) -> None:
     assert frame["kv"]["requests"] == []
     assert frame["stats"]["generation_tokens_total"] == 3
     assert frame["stats"]["num_blocks"] == NUM_BLOCKS
+    assert frame["shares"] == shares(msgspec.convert(frame["stats"], EngineStats))
     assert frame["time_to_first_token"]["count"] == 1
     assert frame["time_to_first_token"]["sum"] > 0
     states = base64.b64decode(frame["kv"]["states"])
