@@ -78,6 +78,12 @@ class PrefixLoader:
             limit -= -(-excess // len(views))
         return None
 
+    def blocks_to_bring(self, reach: Reach) -> int:
+        """How many blocks fewer others could take after `bring`."""
+        hits = (self._indexes[group].find(block_hash) for group, block_hash in reach.on_device)
+        num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
+        return num_evictable + sum(key not in self._arriving for key in reach.on_host)
+
     def bring(self, reach: Reach) -> int:
         """Order what is on the host to be swapped in, and own the whole hit until the next pass. The caller has made
         sure that there is room for it. Returns how many blocks were allocated."""

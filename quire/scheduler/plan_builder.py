@@ -70,8 +70,8 @@ class PlanBuilder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to run, no sequence to swap, no row to make (who returns may need no copy)."""
-        return not (self.sequences or self.swap_out or self.swap_in or self.new_sequences)
+        """Whether there is nothing to run and no sequence to swap, not even one that returns with nothing to copy."""
+        return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in)
 
     @property
     def is_empty(self) -> bool:

@@ -70,7 +70,9 @@ class Prefetcher:
             return False
         chain = request.live_sequences[0].chain
         reach = self._kv.loader.reach(chain, num_cached_tokens, max_tokens, fetch=False)
-        if reach is None:
+        room = self._kv.pool.num_allocatable - self._passed.num_blocks
+        # Where windows slide, a longer hit shares less with others than the one on the device, and may not fit.
+        if reach is None or self._kv.loader.blocks_to_bring(reach) > room:
             return False
         request.num_prefix_swap_ins += 1
         num_allocated = self._kv.loader.bring(reach)
