@@ -35,7 +35,10 @@ function drawTables() {
 // Running, and the latest to arrive: what a reader most likely has just started.
 function newestRunning() {
   let found = null;
-  for (const request of state.requests.values()) if (request.blocks.size > 0) found = request;
+  for (const request of state.requests.values()) {
+    const isBetter = request.status !== "pinned" || found === null; // prefixes come last
+    if (request.blocks.size > 0 && isBetter) found = request;
+  }
   return found;
 }
 
