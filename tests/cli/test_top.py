@@ -124,8 +124,6 @@ class Terminal:
             stderr=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"},
-            # Whoever runs the tests in the background may ignore interrupts, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(slave)
         self.shown = ""
