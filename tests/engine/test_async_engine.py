@@ -364,7 +364,7 @@ async def test_priorities_order_requests_and_are_checked(engine: AsyncLLM, optio
         with pytest.raises(UserError) as caught:
             await anext(engine.generate([1, 2], SHORT, priority=priority))  # type: ignore[arg-type]
         assert caught.value.param == "priority"
-    one_row = start(msgspec.structs.replace(options, max_num_seqs=1))
+    one_row = start(msgspec.structs.replace(options, max_num_seqs=1), "slow")  # so that it still runs when all wait
     await begin(one_row, "runs")
     order: list[int] = []
 
@@ -379,6 +379,7 @@ async def test_priorities_order_requests_and_are_checked(engine: AsyncLLM, optio
     await one_row.abort("runs")
     await asyncio.gather(*waiting)
     assert order == [1, 2, 3]
+    one_row.shutdown()
 
 
 async def test_first_come_first_served_takes_no_priorities(options: EngineOptions) -> None:
