@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,39 +12,23 @@ from quire.config.resolve import DEFAULT_OFFLOAD_SIZE, resolve
 from quire.errors import ConfigError
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 100,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-def resolved(model: Path, **options: object) -> EngineConfig:
+def resolved(model: str, **options: object) -> EngineConfig:
     return resolve(EngineOptions.from_keywords({"model": model, **options}))
 
 
-def test_nothing_is_kept_unless_asked(model: Path) -> None:
+def test_nothing_is_kept_unless_asked(model: str) -> None:
     cache = resolved(model).cache
     assert (cache.offload_dir, cache.offload_size, cache.swap_space) == (None, 0, 0)
 
 
-def test_a_directory_is_enough(model: Path, tmp_path: Path) -> None:
+def test_a_directory_is_enough(model: str, tmp_path: Path) -> None:
     cache = resolved(model, kv_offload_dir=tmp_path / "kv").cache
     assert (cache.offload_dir, cache.offload_size) == (tmp_path / "kv", DEFAULT_OFFLOAD_SIZE)
     assert cache.swap_space is None, "the blocks pass through host memory, chosen from what is free"
     assert not (tmp_path / "kv").exists(), "to look at options creates nothing"
 
 
-def test_sizes_are_obeyed(model: Path) -> None:
+def test_sizes_are_obeyed(model: str) -> None:
     cache = resolved(model, kv_offload_dir="~/kv", kv_offload_size="3GiB", swap_space="64MiB").cache
     assert cache.offload_dir == Path.home() / "kv"
     assert (cache.offload_size, cache.swap_space) == (3 * 2**30, 64 * 2**20)
@@ -63,7 +46,7 @@ def test_sizes_are_obeyed(model: Path) -> None:
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(model: Path, options: dict[str, object], param: str, message: str) -> None:
+def test_what_makes_no_sense_is_refused(model: str, options: dict[str, object], param: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolved(model, **options)
     assert caught.value.param == param

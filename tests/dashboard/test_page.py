@@ -14,7 +14,7 @@ import pytest
 
 from quire.dashboard.page import SCRIPTS, content_policy, load_page
 from quire.server.settings import ServerSettings
-from tests.dashboard.chromium import Chromium, browser, find_chromium
+from tests.dashboard.chromium import Chromium
 from tests.server.conftest import Served, serving
 from tests.server.test_serve import Process
 
@@ -61,14 +61,6 @@ def server(model_path: Path) -> Iterator[Process]:
     yield process
     process.signal(signal.SIGTERM)
     assert process.finish()[0] == 0
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    program = find_chromium()
-    assert program is not None, "no chromium, and yet this test was selected"
-    with browser(program, tmp_path_factory.mktemp("chromium")) as chromium:
-        yield chromium
 
 
 @pytest.fixture

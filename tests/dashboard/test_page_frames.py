@@ -21,14 +21,6 @@ from tests.fakes.core import CoreDriver, make_config
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    program = find_chromium()
-    assert program is not None, "no chromium, and yet this test was selected"
-    with browser(program, tmp_path_factory.mktemp("chromium")) as chromium:
-        yield chromium
-
-
 @contextmanager
 def shown(tab: Chromium, frame: Any) -> Iterator[None]:
     """The page, connected to a server that sends this frame and nothing more."""
