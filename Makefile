@@ -103,7 +103,7 @@ $(VENV)/.installed-test: $(VENV)/.created $(REQUIREMENTS) $(NATIVE_SOURCES)
 
 # Some package indexes answer `torch` with the CUDA build: gigabytes that a machine without a GPU never uses.
 define report_cuda
-found=$$($(BIN)/python -m pip list --format=freeze | grep -E '^(nvidia-|triton=)' || true); \
+found=$$($(BIN)/python -m pip list --format=freeze | grep -E '^nvidia-' || true); \
 if [ -n "$$found" ] && [ ! -e /dev/nvidiactl ]; then \
   echo "make: warning: this machine has no NVIDIA GPU, but torch came with CUDA packages:" >&2; \
   printf '%s\n' "$$found" | sed 's/^/make:   /' >&2; \

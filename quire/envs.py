@@ -34,6 +34,11 @@ def cpu_isa() -> str:
     return os.environ.get("QUIRE_CPU_ISA") or "auto"
 
 
+def triton_interpret() -> bool:
+    """`TRITON_INTERPRET`, Triton's own: 1 runs Triton kernels in its interpreter, on host tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
 def api_key() -> str | None:
     """`QUIRE_API_KEY`: the key that `quire serve` asks for when `--api-key` is not given."""
     return os.environ.get("QUIRE_API_KEY") or None

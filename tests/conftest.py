@@ -12,6 +12,9 @@ from pathlib import Path
 
 # Before torch is imported anywhere: tiny matrices gain nothing from more threads than one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# And before Triton is: its kernels run in the interpreter wherever there is no GPU to compile them for.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 for _name in [name for name in os.environ if name.startswith("QUIRE_")]:
     del os.environ[_name]
 # A directory of this run alone, so that a socket or process left behind is known to be ours.

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("worker",),
     ("executors",),
     ("engine",),
-    ("llm", "server", "cli", "bench", "metrics", "dashboard", "__main__"),
+    ("llm", "server", "cli", "bench", "simulator", "metrics", "dashboard", "__main__"),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
