@@ -63,7 +63,7 @@ class PassedOver:
 
 
 def waits_on(request: Request, kv: KVCacheManager) -> bool:
-    """Whether a running sequence still computes what a request waits for, if anything; a wait that is over ends here."""
+    """Whether a running sequence still computes what a request waits for. A wait that is over ends here."""
     wait = request.wait
     if wait is not None and not kv.is_computing(wait.leader, wait.num_blocks):
         request.wait = None
