@@ -18,6 +18,7 @@ Host overhead and swapping are no part of it: they run beside the device (quire/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -178,7 +179,7 @@ class CostModel:
         experts, tp = self.shape.experts, self.layout.tp
         assert experts is not None
         share = experts.num_active / experts.num_experts
-        touched = experts.num_experts * (1 - (1 - share) ** tokens)
+        touched = experts.num_experts * (1 - math.pow(1 - share, tokens))
         size, picks = self.shape.expert_parameters / tp, tokens * experts.num_active
         width = 2 * self.shape.hidden + (2 if self.shape.is_gated else 1) * 2 * experts.intermediate / tp
         return max(
