@@ -221,8 +221,8 @@ def _jacobian(residuals: Callable[[Vector], Vector], x: Vector, r: Vector) -> Ve
     columns = []
     for index in range(len(x)):
         moved = x.copy()
-        moved[index] += DIFFERENCE
-        columns.append((residuals(moved) - r) / DIFFERENCE)
+        moved[index] -= DIFFERENCE  # downwards: the upper bounds are limits that a profile may not pass
+        columns.append((r - residuals(moved)) / DIFFERENCE)
     return np.stack(columns, axis=1)
 
 

@@ -118,6 +118,13 @@ def test_what_the_log_does_not_tell_stays() -> None:
     assert fit.other_steps is None
 
 
+def test_numbers_stay_within_their_bounds() -> None:
+    """A device that is faster than its profile says: the fit ends at the limits."""
+    fast = replace(TRUE, peaks={name: 2 * peak for name, peak in TRUE.peaks.items()}).with_factors(compute=0.9)
+    cost = CostModel(SHAPE, fast, precision=Precision.of(SHAPE))
+    assert fitted(logged(200, cost.step_seconds)).hardware.factors.compute == pytest.approx(1.0)
+
+
 def test_where_no_step_waits_for_the_host_its_overhead_stays() -> None:
     records = logged(100, true_cost().step_seconds)
     for record in records:
