@@ -26,7 +26,7 @@ from quire.simulator.trace import TraceRequest
 SIGMA = 1.0
 LONGEST = 1024
 NUM_SHUFFLES = 200
-TABLE = 4096
+TABLE = 2048
 """Equally likely lengths that a stream draws from."""
 ONE_SHOT, FIVE_SHOT = 80, 341
 """Tokens of the shared prefix of `translation`, in the paper."""
@@ -54,7 +54,7 @@ def lengths(mean: float, count: int) -> list[int]:
     """`count` whole numbers from 1 to LONGEST, rising: quantiles of a lognormal with this mean (up to rounding)."""
     quantiles = [math.exp(SIGMA * NormalDist().inv_cdf((index + 0.5) / count)) for index in range(count)]
     low, high = 0.0, float(LONGEST)
-    for _ in range(60):
+    for _ in range(40):
         median = (low + high) / 2
         found = [min(LONGEST, max(1, round(median * quantile))) for quantile in quantiles]
         low, high = (median, high) if sum(found) < mean * count else (low, median)
