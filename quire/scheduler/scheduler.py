@@ -304,10 +304,7 @@ class Scheduler:
         schedule = builder.schedule
         request: Request | None = None
         mark: Mark | None = None
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            index += 1
+        for index, sequence in enumerate(running, start=1):  # which preemption shortens, behind this one
             if sequence.request is not request:
                 request = sequence.request
                 # Of a single sequence there is nothing to take back: it is scheduled after it has grown.
