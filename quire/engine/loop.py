@@ -10,6 +10,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
+from quire.executors.interface import Executor
+from quire.executors.step_log import StepLog
 
 
 def build_core(options: EngineOptions, executor: str) -> EngineCore:
@@ -21,7 +23,11 @@ def build_core(options: EngineOptions, executor: str) -> EngineCore:
     config = resolve(options)
     module, _, attribute = executor.partition(":")
     make_executor = getattr(importlib.import_module(module), attribute)
-    return EngineCore(config, make_executor(config), SystemClock())
+    clock = SystemClock()
+    run_plans: Executor = make_executor(config)
+    if config.step_log is not None:
+        run_plans = StepLog(run_plans, config, config.step_log, clock)
+    return EngineCore(config, run_plans, clock)
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:
