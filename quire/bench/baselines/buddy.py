@@ -1,7 +1,8 @@
-"""A buddy allocator: contiguous chunks whose sizes are powers of two (Knuth, The Art of Computer Programming 1, §2.5).
+"""A buddy allocator: contiguous chunks whose sizes are powers of two.
 
-The paper assumes it of Orca (§6.1). A chunk of 2^k units begins at a multiple of 2^k; its buddy is the other half of the
-chunk of twice the size. A pool whose size is no power of two begins as one chunk for each bit of the size, largest first.
+The paper assumes it of Orca (§6.1). A chunk of 2^k units begins at a multiple of 2^k; its buddy is the other half of
+the chunk of twice the size. A pool whose size is no power of two begins as one chunk for each bit of the size, the
+largest first.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ def allocated(buddy: BuddyAllocator, num_units: int) -> Chunk:
 
 
 @given(num_units=st.integers(1, 200), actions=st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=80))
-def test_random_use_tiles_the_pool_and_everything_comes_back(
-    num_units: int, actions: list[tuple[bool, int]]
-) -> None:
+def test_random_use_tiles_the_pool_and_everything_comes_back(num_units: int, actions: list[tuple[bool, int]]) -> None:
     buddy = BuddyAllocator(num_units)
     buddy.check()
     before = buddy.largest_free
