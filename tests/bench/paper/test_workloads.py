@@ -5,7 +5,8 @@ import statistics
 
 import pytest
 
-from quire.bench.paper.workloads import ALPACA, LONGEST, SHAREGPT, Shape, draw, lengths, uncorrelated
+from quire.bench.paper.workloads import draw
+from quire.simulator.workloads import ALPACA, LONGEST, SHAREGPT, Shape, lengths, uncorrelated
 
 TEXT = list(range(5000))
 
