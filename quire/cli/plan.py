@@ -23,7 +23,7 @@ from quire.worker.memory import available_memory
 GPU_MEMORY_UTILIZATION = 0.9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "max_prefill_chunk", "queue_depth", "enable_prefix_caching",
-    "attention_backend", "matmul_precision", "num_threads",
+    "attention_backend", "matmul_precision", "num_threads", "step_log",
 )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_dtype: str = "auto"
     matmul_precision: str = "auto"
     num_threads: int | None = None
+    step_log: str | None = None
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
@@ -59,7 +60,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"engine option: {error}") from None
 
 
-_PATHS = ("model", "tokenizer", "kv_offload_dir")
+_PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log")
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
@@ -93,4 +94,5 @@ HELP: dict[str, str] = {
     "kv_cache_dtype": "auto (bfloat16 for bfloat16 weights, else float32), float32, bfloat16 or int8",
     "matmul_precision": "auto, float32 or bfloat16 (CPUs with AVX512-BF16: multiply bfloat16 operands as such)",
     "num_threads": "compute threads (default: one per core)",
+    "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

@@ -66,6 +66,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             matmul_precision=_matmul_precision(options, model, backend),
         ),
         seed=options.seed,
+        step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
     )
 
 

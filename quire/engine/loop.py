@@ -10,6 +10,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
+from quire.executors.interface import Executor
+from quire.executors.step_log import StepLog
 from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 
 
@@ -23,7 +25,11 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
     config = resolve(options)
     module, _, attribute = executor.partition(":")
     make_executor = getattr(importlib.import_module(module), attribute)
-    return EngineCore(config, make_executor(config), SystemClock(), make_scheduler)
+    clock = SystemClock()
+    run_plans: Executor = make_executor(config)
+    if config.step_log is not None:
+        run_plans = StepLog(run_plans, config, config.step_log, clock)
+    return EngineCore(config, run_plans, clock, make_scheduler)
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:

@@ -16,14 +16,26 @@ from typing import Any
 from quire.errors import UserError, nearest_name
 
 PROFILES = Path(__file__).with_name("hardware.json")
-DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of an element. Products of 4-bit weights are computed in 16 bits."""
-_COMPUTED_AS = {"int4": "float16"}
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "mxfp4": 0.53125,
+}
+"""Bytes of an element (mxfp4: with its scales). Products of 4-bit weights are computed in 16 bits."""
+_COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
+
+
+CACHED = 8.0
+"""Most that is taken for a share of a memory's bandwidth: what stays in a cache is read faster than memory is."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Shares of the limits that are reached, each from 0 (not included) to 1.
+    """Shares of the limits that are reached, each above 0 and at most 1 (of bandwidths of memory: CACHED).
 
     compute: of the peak, by matrix products. bandwidth: of the memory's, by matrix products that read weights and by
     element-wise operators. attention_compute, attention_bandwidth: the same of attention, whose keys and values lie in
@@ -39,8 +51,9 @@ class Factors:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value <= 1:
-                raise UserError(f"the factor {name} must be above 0 and at most 1, not {value:g}", param=name)
+            most = CACHED if name.endswith("bandwidth") else 1
+            if not 0 < value <= most:
+                raise UserError(f"the factor {name} must be above 0 and at most {most:g}, not {value:g}", param=name)
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,12 @@ class Hardware:
     launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
     between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
     host_overhead_per_sequence: those for each sequence of the step.
+
+    node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
+    and direction for each device, and network_latency.
+    half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
+    token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides.
+    source: what the numbers are from; "" means data sheets and usual factors.
     """
 
     name: str
@@ -70,6 +89,13 @@ class Hardware:
     host_overhead: float
     host_overhead_per_sequence: float
     factors: Factors = Factors()
+    node_size: int = 8
+    network_bandwidth: float = 5e10
+    network_latency: float = 1e-5
+    half_rows: float = 0.0
+    token_overhead: float = 0.0
+    sequence_overhead: float = 0.0
+    source: str = ""
 
     def peak(self, dtype: str) -> float:
         """Operations per second of matrix products in a dtype. Raises UserError for one that the device lacks."""
@@ -84,12 +110,18 @@ class Hardware:
 
 
 def find(name: str) -> Hardware:
-    """The profile of a name, in any case of letters. Raises UserError that suggests the nearest one."""
+    """The profile of a name, in any case of letters, or of a JSON file (as `quire simulate calibrate` writes it).
+
+    Raises UserError, for a name with the nearest one suggested.
+    """
     known = profiles()
-    if name.lower() not in known:
-        nearest = nearest_name(name.lower(), known)
-        raise UserError(f"unknown device {name!r}{nearest} (known: {', '.join(known)})", param="gpu")
-    return known[name.lower()]
+    if name.lower() in known:
+        return known[name.lower()]
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        return read_profile(path)
+    nearest = nearest_name(name.lower(), known)
+    raise UserError(f"unknown device {name!r}{nearest} (known: {', '.join(known)}, or a file *.json)", param="gpu")
 
 
 @cache
@@ -98,10 +130,39 @@ def profiles() -> Mapping[str, Hardware]:
     return {name: from_json(name, entry) for name, entry in json.loads(PROFILES.read_text("utf-8")).items()}
 
 
-def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
-    """A profile from its entry. Raises UserError for keys that are unknown or missing."""
-    values = dict(entry)
+def read_profile(path: Path) -> Hardware:
+    """The one profile of a file. Raises UserError naming the file."""
     try:
-        return Hardware(name=name, factors=Factors(**values.pop("factors", {})), **values)
-    except TypeError as error:
+        entries = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read hardware profile {str(path)!r}: {error.strerror}", param="gpu") from None
+    except ValueError as error:
+        raise UserError(f"hardware profile {str(path)!r} is not valid JSON: {error}", param="gpu") from None
+    if not isinstance(entries, dict) or len(entries) != 1 or not isinstance(next(iter(entries.values())), dict):
+        raise UserError(f"hardware profile {str(path)!r} must hold one profile under its name", param="gpu")
+    ((name, entry),) = entries.items()
+    return from_json(name, entry)
+
+
+def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
+    """A profile from its entry. Raises UserError for keys that are unknown or missing, and for wrong values."""
+    values = dict(entry)
+    factors = values.pop("factors", {})
+    try:
+        hardware = Hardware(name=name, factors=Factors(**factors), **values)
+        numbers = [*vars(hardware.factors).values(), *hardware.peaks.values()]
+        numbers += [value for key, value in vars(hardware).items() if key not in _NOT_NUMBERS]
+        if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+            raise TypeError("every value must be a number, and none less than zero")
+    except (TypeError, AttributeError) as error:
         raise UserError(f"hardware profile {name!r}: {error}", param="gpu") from None
+    return hardware
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    """A profile as a file of profiles has it, under its name."""
+    entry = {key: value for key, value in vars(hardware).items() if key != "name"}
+    return {hardware.name: entry | {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}}
+
+
+_NOT_NUMBERS = ("name", "title", "source", "peaks", "factors")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,13 @@ from quire.config.hf_json import Fields, read_json
 from quire.config.model import ModelConfig
 from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
 from quire.simulator.layout import Layout
 
 BUILT_IN = Path(__file__).with_name("models.json")
-UNGATED = frozenset({"opt", "gpt2", "gpt_neox", "gptj", "bloom", "falcon", "phi", "mpt", "starcoder2", "nemotron"})
-"""Model types whose MLP has two matrices; all others have three (a gate besides)."""
-BIASED = frozenset({"opt", "gpt2", "gpt_neox", "bloom", "phi", "starcoder2"})
-"""Model types with a bias in every linear layer, and norms with a bias."""
-QK_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2"})
-FOUR_NORMS = frozenset({"gemma2", "gemma3", "gemma3_text"})
-TIED = frozenset({"opt", "gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"})
-"""Model types that tie input and output embeddings unless they say otherwise."""
-OPT_POSITION_OFFSET = 2
+QUANTIZED = ("float8", "int8", "int4", "mxfp4")
+"""Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +82,10 @@ class ModelShape:
     small_parameters: int = 0
     positions: int = 0
     """Rows of a table of learned positions."""
+    expert_dtype: str = ""
+    """What experts are stored in; "": as the rest."""
+    is_known: bool = True
+    """Whether the family's norms and biases are known; else they are guessed from the configuration's keys."""
 
     @classmethod
     def from_config(cls, config: ModelConfig | Mapping[str, Any], name: str = "model") -> ModelShape:
@@ -96,10 +94,18 @@ class ModelShape:
         Raises ModelLoadError that names the key which is missing or wrong.
         """
         if isinstance(config, ModelConfig):
-            return _read(Fields(config.hf, str(config.path)), config.name)
+            shape = _read(Fields(config.hf, str(config.path)), config.name)
+            quantized = None if config.quantization is None else f"int{config.quantization.bits}"
+            return replace(
+                shape,
+                windows=config.sliding_windows,
+                max_model_len=config.max_model_len,
+                dtype=quantized or config.dtype,
+                expert_dtype=quantized or config.dtype,
+            )
         return _read(Fields(config, name), name)
 
-    # -- parameters ------------------------------------------------------------------------------------------------
+    # -- parameters -------------------------------------------------------------------------------------------------
 
     @property
     def attention_parameters(self) -> int:
@@ -150,20 +156,45 @@ class ModelShape:
 
     def parameters(self) -> int:
         """Elements of all weights, tied ones once."""
-        experts = 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
         tables = self.embedding_parameters * (1 if self.is_tied else 2)
-        return self.dense_parameters + experts + tables + self.positions * self.hidden + self.small_parameters
+        return (
+            self.dense_parameters
+            + self.routed_parameters
+            + tables
+            + self.positions * self.hidden
+            + self.small_parameters
+        )
 
     def active_parameters(self) -> int:
         """Elements that one token is multiplied by."""
         experts = 0 if self.experts is None else self.num_moe_layers * self.experts.num_active * self.expert_parameters
         return self.dense_parameters + experts + self.embedding_parameters
 
-    def weight_bytes(self, dtype: str | None = None) -> float:
-        """Bytes of all weights (None: as stored)."""
-        return self.parameters() * DTYPE_BYTES[dtype or self.dtype]
+    @property
+    def looked_up_parameters(self) -> int:
+        """Elements of tables of which a token reads one row: input embeddings that are not tied, learned positions."""
+        return self.positions * self.hidden + (0 if self.is_tied else self.embedding_parameters)
 
-    # -- KV cache --------------------------------------------------------------------------------------------------
+    @property
+    def routed_parameters(self) -> int:
+        """Elements of all experts that tokens are routed to."""
+        return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
+
+    def weight_bytes(self, dtype: str | None = None) -> float:
+        """Bytes of all weights, in one dtype or (None) as stored: of a quantised checkpoint the matrices of the layers
+        are, its tables, norms and biases have 16 bits."""
+        if dtype is not None:
+            return self.parameters() * DTYPE_BYTES[dtype]
+        routed = self.routed_parameters
+        rest = self.parameters() - self.dense_parameters - routed
+        plain = 2 if self.dtype in QUANTIZED else DTYPE_BYTES[self.dtype]
+        return (
+            self.dense_parameters * DTYPE_BYTES[self.dtype]
+            + routed * DTYPE_BYTES[self.expert_dtype or self.dtype]
+            + rest * plain
+        )
+
+    # -- KV cache ---------------------------------------------------------------------------------------------------
 
     def kv_elements(self, tp: int = 1) -> int:
         """What one layer keeps of one token on one of `tp` devices. Heads are shared out while there are enough; what
@@ -219,7 +250,7 @@ def built_in() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _first(fields: Fields, *keys: str, default: int | None = None) -> int:
@@ -234,57 +265,58 @@ def _first(fields: Fields, *keys: str, default: int | None = None) -> int:
 
 def _read(fields: Fields, name: str) -> ModelShape:
     inner = fields.values.get("text_config")
+    outer = fields
     if isinstance(inner, Mapping):  # a model of several modalities: its language model
-        fields = Fields({"model_type": "", **inner}, f"{fields.where}: text_config")
-    kind = str(fields.values.get("model_type") or "")
+        fields = Fields(inner, f"{fields.where}: text_config")
+    kind = model_type(fields)
+    family = family_of(kind, fields)
     hidden = _first(fields, "hidden_size", "n_embd", "d_model")
     num_layers = _first(fields, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _first(fields, "num_attention_heads", "n_head")
     experts, num_moe_layers = _experts(fields, num_layers, kind)
     latent = _latent(fields)
+    head_dim = _first(fields, "head_dim", default=family.head_dim or hidden // max(1, num_heads))
     longest = _first(fields, "max_position_embeddings", "n_positions", "max_seq_len", default=2048)
-    num_kv_heads = _first(fields, "num_key_value_heads", "num_kv_heads", default=num_heads)
-    head_dim = _first(fields, "head_dim", default=hidden // num_heads)
-    positions = {"opt": longest + OPT_POSITION_OFFSET, "gpt2": longest}.get(kind, 0)
+    dtype, expert_dtype = _dtypes(outer)
     shape = ModelShape(
         name=name,
         num_layers=num_layers,
         hidden=hidden,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=_first(fields, "num_key_value_heads", "num_kv_heads", default=num_heads),
+        head_dim=head_dim if latent is None else latent.nope_dim + latent.rope_dim,
         intermediate=_first(
             fields, "intermediate_size_mlp", "ffn_dim", "n_inner", "intermediate_size", default=4 * hidden
         ),
         vocab=_first(fields, "vocab_size"),
         max_model_len=longest,
-        windows=_windows(fields, num_layers, kind),
-        dtype=_dtype(fields),
-        is_gated=kind not in UNGATED,
-        is_tied=fields.boolean("tie_word_embeddings", kind in TIED),
+        windows=windows(fields, family, num_layers),
+        dtype=dtype,
+        expert_dtype=expert_dtype,
+        is_gated=family.gated,
+        is_tied=outer.boolean("tie_word_embeddings", fields.boolean("tie_word_embeddings", family.tied)),
         embedding_width=_first(fields, "word_embed_proj_dim", default=hidden),
         experts=experts,
         num_moe_layers=num_moe_layers,
         latent=latent,
-        positions=positions,
+        positions=0 if family.position_rows is None else longest + family.position_rows,
+        is_known=kind in FAMILIES,
     )
-    small = _small_parameters(fields, shape, kind)
-    return ModelShape(**{**vars(shape), "small_parameters": small})
+    return replace(shape, small_parameters=_small_parameters(fields, shape, family))
 
 
-def _dtype(fields: Fields) -> str:
-    """What the weights are stored in: of a quantised checkpoint the quantised type."""
-    quantization = fields.values.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        method = str(quantization.get("quant_method", ""))
-        if method == "fp8":
-            return "float8"
-        if method in ("mxfp4",) or quantization.get("bits") == 4 or quantization.get("w_bit") == 4:
-            return "int4"
-        if quantization.get("bits") == 8:
-            return "int8"
+def _dtypes(fields: Fields) -> tuple[str, str]:
+    """What the matrices of the layers, and of their experts, are stored in."""
     stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
-    return stored if isinstance(stored, str) and stored in DTYPE_BYTES else "float16"
+    plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
+    quantization = fields.values.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return plain, plain
+    method, bits = quantization.get("quant_method"), quantization.get("bits") or quantization.get("w_bit")
+    if method == "mxfp4":
+        return plain, "mxfp4"
+    quantized = "float8" if method == "fp8" else {4: "int4", 8: "int8"}.get(bits if isinstance(bits, int) else 0, plain)
+    return quantized, quantized
 
 
 def _experts(fields: Fields, num_layers: int, kind: str) -> tuple[Experts | None, int]:
@@ -296,7 +328,7 @@ def _experts(fields: Fields, num_layers: int, kind: str) -> tuple[Experts | None
     width = _first(fields, "moe_intermediate_size", "intermediate_size")
     shared = _first(fields, "shared_expert_intermediate_size", default=0)
     shared = shared or _first(fields, "n_shared_experts", default=0) * width
-    if kind.startswith("llama4"):
+    if kind == "llama4_text":
         shared = width
     first = _first(fields, "first_k_dense_replace", default=0)
     step = _first(fields, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", default=1) or 1
@@ -317,44 +349,46 @@ def _latent(fields: Fields) -> LatentAttention | None:
     )
 
 
-def _windows(fields: Fields, num_layers: int, kind: str) -> tuple[int | None, ...]:
-    """Per layer, by whatever key the family uses; chunks of attention count as windows."""
-    window = _first(fields, "sliding_window", "attention_chunk_size", default=0) or None
-    if window is None or fields.values.get("use_sliding_window") is False:
-        return (None,) * num_layers
-    kinds = fields.values.get("layer_types")
-    if isinstance(kinds, list):
-        if len(kinds) != num_layers:
-            raise fields.error(f"layer_types must name {num_layers} layers")
-        return tuple(None if each == "full_attention" else window for each in kinds)
-    pattern = _first(fields, "sliding_window_pattern", "_sliding_window_pattern", default=0)
-    if kind == "gemma2":
-        pattern = 2
-    if pattern:
-        return tuple(None if (n + 1) % pattern == 0 else window for n in range(num_layers))
-    first = _first(fields, "max_window_layers", default=0) if fields.values.get("use_sliding_window") else 0
-    return tuple(window if n >= first else None for n in range(num_layers))
-
-
-def _small_parameters(fields: Fields, shape: ModelShape, kind: str) -> int:
-    """Norms and biases: they weigh nothing beside the rest, but a count should agree with the checkpoint."""
-    has_bias = kind in BIASED and fields.boolean("enable_bias", True)
-    norm = shape.hidden * (2 if kind in BIASED else 1)
+def _small_parameters(fields: Fields, shape: ModelShape, family: Family) -> int:
+    """Norms and biases: they weigh little beside the rest, but a count should agree with the checkpoint."""
+    norm = shape.hidden * (2 if family.affine else 1)
     if not fields.boolean("layer_norm_elementwise_affine", True):
         norm = 0
-    layer = norm * (4 if kind in FOUR_NORMS else 2)
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    if has_bias or fields.boolean("attention_bias", False):
-        layer += query + 2 * key + shape.hidden
-    elif kind in ("qwen2", "qwen2_moe"):
-        layer += query + 2 * key
-    if has_bias or fields.boolean("mlp_bias", False):
-        layer += (2 if shape.is_gated else 1) * shape.intermediate + shape.hidden
-    if kind in QK_NORMS:
-        layer += 2 * shape.head_dim
-    if shape.latent is not None:
-        layer += shape.latent.kv_rank + (shape.latent.q_rank or 0)
+    layer = family.norms * norm + _attention_vectors(fields, shape, family)
+    dense = 0
+    if family.mlp_bias.read(fields):
+        dense = (2 if shape.is_gated else 1) * shape.intermediate + shape.hidden
+    sparse = 0
+    if shape.experts is not None:
+        experts = shape.experts
+        if family.expert_bias:
+            sparse = experts.num_experts * (2 * experts.intermediate + shape.hidden + 1)
+        if family.has_shared_gate:
+            sparse += shape.hidden
     has_final_norm = fields.boolean("do_layer_norm_before", True) and not fields.boolean(
         "_remove_final_layer_norm", False
     )
-    return shape.num_layers * layer + (norm if has_final_norm else 0)
+    return (
+        shape.num_layers * layer
+        + (shape.num_layers - shape.num_moe_layers) * dense
+        + shape.num_moe_layers * sparse
+        + (norm if has_final_norm else 0)
+    )
+
+
+def _attention_vectors(fields: Fields, shape: ModelShape, family: Family) -> int:
+    """Biases, norms and sinks of one layer's attention."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    count = shape.num_heads if family.has_sinks else 0
+    if family.output_bias.read(fields):
+        count += shape.hidden
+    if shape.latent is not None:
+        down = shape.latent.q_rank or 0
+        if family.query_bias.read(fields):
+            count += down + shape.latent.token_elements
+        return count + down + shape.latent.kv_rank
+    if family.query_bias.read(fields):
+        count += query + 2 * key
+    if family.head_norms is not None and (not family.head_norms_key or fields.boolean(family.head_norms_key, False)):
+        count += 2 * shape.head_dim if family.head_norms == "head" else query + key
+    return count
