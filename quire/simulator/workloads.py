@@ -1,9 +1,10 @@
 """Synthetic workloads: lengths shaped like those of well-known data sets, arrivals from a random process.
 
 The paper gives the means of two data sets (§6.1, Fig. 11). Both are heavy-tailed; here every length is lognormal with
-the same shape, sigma 1 (the mean is 1.65 times the median, and one in twenty is longer than three means), cut to what
-fits the paper's models: 1,024 tokens in, 1,024 out. Its location is set so that the mean after the cut is the paper's.
-No data set is shipped.
+the same shape, cut to what fits the paper's models: 512 tokens in and 1,536 out, together 2,048. Its location is set so
+that the mean after the cut is the paper's. The shape, sigma 0.85, follows from the paper as well: in Fig. 2 Orca (Max)
+holds token states in 20.4 % of 15.7 K slots with 7 requests, 457 tokens each, which is the input and half of the output
+that a token belongs to on average, E[o^2] / E[o] = 592 tokens; sigma 0.85 has 590 to 600. No data set is shipped.
 
 `translation` stands for the paper's WMT16 run (§6.4): every prompt begins with the same examples (one of 80 tokens, or
 five of 341), then comes a sentence. `chat` stands for its chatbot (§6.5): the prompt is the conversation so far, cut to
@@ -23,10 +24,13 @@ from statistics import NormalDist
 from quire.errors import UserError, nearest_name
 from quire.simulator.trace import TraceRequest
 
-SIGMA = 1.0
-LONGEST = 1024
+SIGMA = 0.85
+LONGEST_INPUT = 512
+LONGEST_OUTPUT = 1536
+LONGEST_CHAT = 1024
+"""Of the prompt and of the answer of `chat`, as in the paper."""
 NUM_SHUFFLES = 200
-TABLE = 4096
+TABLE = 2048
 """Equally likely lengths that a stream draws from."""
 ONE_SHOT, FIVE_SHOT = 80, 341
 """Tokens of the shared prefix of `translation`, in the paper."""
@@ -50,13 +54,13 @@ SHAREGPT = Shape("ShareGPT", 161.31, 337.99)
 # -- lengths -------------------------------------------------------------------------------------------------------
 
 
-def lengths(mean: float, count: int) -> list[int]:
-    """`count` whole numbers from 1 to LONGEST, rising: quantiles of a lognormal with this mean (up to rounding)."""
+def lengths(mean: float, count: int, longest: int) -> list[int]:
+    """`count` whole numbers from 1 to `longest`, rising: quantiles of a lognormal with this mean (up to rounding)."""
     quantiles = [math.exp(SIGMA * NormalDist().inv_cdf((index + 0.5) / count)) for index in range(count)]
-    low, high = 0.0, float(LONGEST)
-    for _ in range(60):
+    low, high = 0.0, float(longest)
+    for _ in range(40):
         median = (low + high) / 2
-        found = [min(LONGEST, max(1, round(median * quantile))) for quantile in quantiles]
+        found = [min(longest, max(1, round(median * quantile))) for quantile in quantiles]
         low, high = (median, high) if sum(found) < mean * count else (low, median)
     return found
 
@@ -78,8 +82,8 @@ def uncorrelated(inputs: list[int], outputs: list[int], rng: random.Random) -> l
 
 
 @cache
-def _table(mean: float) -> tuple[int, ...]:
-    return tuple(lengths(mean, TABLE))
+def _table(mean: float, longest: int) -> tuple[int, ...]:
+    return tuple(lengths(mean, TABLE, longest))
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ def _draw(table: tuple[int, ...], rng: random.Random) -> int:
 
 def _shaped(shape: Shape) -> Callable[[random.Random], Iterator[TraceRequest]]:
     def requests(rng: random.Random) -> Iterator[TraceRequest]:
-        inputs, outputs = _table(shape.mean_input), _table(shape.mean_output)
+        inputs, outputs = _table(shape.mean_input, LONGEST_INPUT), _table(shape.mean_output, LONGEST_OUTPUT)
         while True:
             yield TraceRequest(0.0, _draw(inputs, rng), _draw(outputs, rng))
 
@@ -150,7 +154,7 @@ def _shaped(shape: Shape) -> Callable[[random.Random], Iterator[TraceRequest]]:
 
 def _translation(num_shared: int) -> Callable[[random.Random], Iterator[TraceRequest]]:
     def requests(rng: random.Random) -> Iterator[TraceRequest]:
-        table = _table(SENTENCE)
+        table = _table(SENTENCE, LONGEST_INPUT)
         group = f"{num_shared} tokens of examples"
         while True:
             yield TraceRequest(0.0, num_shared + _draw(table, rng), _draw(table, rng), group, num_shared)
@@ -162,12 +166,12 @@ def _chat(rng: random.Random) -> Iterator[TraceRequest]:
     """Conversations of one to twelve turns, whose questions and answers have ShareGPT's lengths; a request is a random
     turn of one, so that most prompts reach the cut, as in the paper. Requests share nothing: the paper's run keeps
     nothing between the turns of a conversation."""
-    inputs, outputs = _table(SHAREGPT.mean_input), _table(SHAREGPT.mean_output)
+    inputs, outputs = _table(SHAREGPT.mean_input, LONGEST_INPUT), _table(SHAREGPT.mean_output, LONGEST_OUTPUT)
     while True:
         turn = rng.randint(1, 12)
         history = sum(_draw(inputs, rng) + _draw(outputs, rng) for _ in range(turn - 1))
-        prompt = min(LONGEST, history + _draw(inputs, rng))
-        yield TraceRequest(0.0, prompt, _draw(outputs, rng))
+        prompt = min(LONGEST_CHAT, history + _draw(inputs, rng))
+        yield TraceRequest(0.0, prompt, min(LONGEST_CHAT, _draw(outputs, rng)))
 
 
 WORKLOADS: Mapping[str, Callable[[random.Random], Iterator[TraceRequest]]] = {

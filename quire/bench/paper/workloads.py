@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.simulator.workloads import Shape, lengths, uncorrelated
+from quire.simulator.workloads import LONGEST_INPUT, LONGEST_OUTPUT, Shape, lengths, uncorrelated
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,12 @@ class PaperRequest:
 
 
 def draw(shape: Shape, count: int, text: Sequence[int], seed: int) -> list[PaperRequest]:
-    """`count` requests of a shape. text: tokens that prompts are cut from, at random places; LONGEST at least."""
+    """`count` requests of a shape. text: tokens that prompts are cut from, at random places; LONGEST_INPUT at least."""
     rng = random.Random(seed)
     requests = []
-    for input_len, output_len in uncorrelated(lengths(shape.mean_input, count), lengths(shape.mean_output, count), rng):
+    inputs = lengths(shape.mean_input, count, LONGEST_INPUT)
+    outputs = lengths(shape.mean_output, count, LONGEST_OUTPUT)
+    for input_len, output_len in uncorrelated(inputs, outputs, rng):
         start = rng.randrange(len(text) - input_len + 1)
         requests.append(PaperRequest(list(text[start : start + input_len]), output_len))
     return requests
