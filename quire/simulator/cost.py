@@ -172,6 +172,19 @@ class CostModel:
         return {name: value for name, value in seconds.items() if value}
 
     @property
+    def weight_bytes(self) -> float:
+        """Of the whole model, once."""
+        shape, precision = self.shape, self.precision
+        tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
+        routed = shape.routed_parameters
+        rest = shape.parameters() - tables - routed
+        return (
+            rest * DTYPE_BYTES[precision.weights]
+            + tables * DTYPE_BYTES[precision.tables or precision.weights]
+            + routed * DTYPE_BYTES[precision.experts or precision.weights]
+        )
+
+    @property
     def weight_bytes_per_device(self) -> float:
         """Of the largest pipeline stage: its share of the layers, and a table of the vocabulary at each end."""
         shape, layout, precision = self.shape, self.layout, self.precision

@@ -86,6 +86,7 @@ class ModelShape:
     """Rows of a table of learned positions."""
     expert_dtype: str = ""
     """What experts are stored in; "": as the rest."""
+    family: str = ""
     is_known: bool = True
     """Whether the family's norms and biases are known; else they are guessed from the configuration's keys."""
 
@@ -229,7 +230,7 @@ class ModelShape:
         ]
 
 
-def find_shape(name: str) -> ModelShape:
+def find_shape(name: str, revision: str | None = None) -> ModelShape:
     """A model by built-in name, config.json, directory or GGUF file, "bundled", or hub id ("owner/name", of which only
     the configuration is fetched). Raises UserError or ModelLoadError for anything else."""
     known = built_in()
@@ -239,7 +240,7 @@ def find_shape(name: str) -> ModelShape:
     if path.suffix == ".json" and path.is_file():
         return ModelShape.from_config(read_json(path), path.parent.name or str(path))
     if name == BUNDLED_MODEL or path.exists() or "/" in name:
-        return ModelShape.from_config(read_config(name), name)
+        return ModelShape.from_config(read_config(name, revision), name)
     nearest = nearest_name(name.lower(), known)
     raise UserError(
         f"model {name!r} is neither a config.json nor built in{nearest} (built in: {', '.join(known)})", param="model"
@@ -303,6 +304,7 @@ def _read(fields: Fields, name: str) -> ModelShape:
         num_moe_layers=num_moe_layers,
         latent=latent,
         positions=0 if family.position_rows is None else longest + family.position_rows,
+        family=kind,
         is_known=kind in FAMILIES,
     )
     return replace(shape, small_parameters=_small_parameters(fields, shape, family))
