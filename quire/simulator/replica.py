@@ -228,7 +228,7 @@ class Replica:
         left to do; then the clock stands there, unless it is infinite."""
         clock, core = self.clock, self.core
         while clock.now() < until and core.has_work:
-            self._step()
+            self.step()
         if clock.now() < until < float("inf"):
             clock.advance(until - clock.now())
 
@@ -274,7 +274,8 @@ class Replica:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step of the engine core, and what comes out of it."""
         started = self.clock.now()
         outputs = self.core.step()
         now = self.clock.now()
