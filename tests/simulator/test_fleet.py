@@ -23,9 +23,7 @@ def spec() -> ReplicaSpec:
 def requests() -> Iterator[TraceRequest]:
     for number, request in enumerate(stream("alpaca", Arrivals(300.0, num_requests=90))):
         group = f"group {number % 7}" if number % 3 else None
-        yield TraceRequest(
-            request.arrival, request.input_tokens + 64, request.output_tokens, group, 64 if group else 0
-        )
+        yield TraceRequest(request.arrival, request.input_tokens + 64, request.output_tokens, group, 64 if group else 0)
 
 
 @pytest.mark.parametrize("router", ["round-robin", "prefix-aware"])

@@ -46,7 +46,7 @@ def test_a_stream_ends_with_its_time_or_its_number() -> None:
 def test_every_workload_fits_the_papers_models() -> None:
     for name in WORKLOADS:
         for request in stream(name, Arrivals(1.0, num_requests=300)):
-            assert 1 <= request.input_tokens
+            assert request.input_tokens >= 1
             assert request.input_tokens + request.output_tokens <= 2048
             assert request.prefix_tokens < request.input_tokens
 
