@@ -64,11 +64,9 @@ class Record:
     @property
     def tpot(self) -> float | None:
         """None for a single token, and for a beam search, whose tokens all come at its end."""
-        return (
-            None
-            if self.num_tokens < 2 or self.request.beam_width
-            else (self.finish - self.first_token) / (self.num_tokens - 1)
-        )
+        if self.num_tokens < 2 or self.request.beam_width:
+            return None
+        return (self.finish - self.first_token) / (self.num_tokens - 1)
 
     @property
     def normalized_latency(self) -> float:

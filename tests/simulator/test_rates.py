@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,7 +53,7 @@ def test_more_memory_never_lowers_the_rate() -> None:
     for num_blocks in (130, 200, 300, 450):
         case = scenario(num_blocks_override=num_blocks)
         rates.append(find_rate(case.run, case.holds, start=20.0, precision=0.05).rate)
-    assert all(less <= more * 1.05 for less, more in zip(rates, rates[1:], strict=False)), rates
+    assert all(less <= more * 1.05 for less, more in itertools.pairwise(rates)), rates
     assert rates[-1] > 1.3 * rates[0], "memory was never the limit"
 
 
