@@ -171,7 +171,7 @@ def engine_settings(chosen: Mapping[str, Any]) -> EngineSettings:
         num_blocks_override=cache.num_blocks_override,
         enable_prefix_caching=cache.enable_prefix_caching,
         preemption_mode=scheduler.preemption_mode,
-        swap_space=SWAP_SPACE if cache.swap_space is None else cache.swap_space,
+        swap_space=cache.swap_space or SWAP_SPACE,
     )
 
 

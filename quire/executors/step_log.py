@@ -152,6 +152,15 @@ class StepLog:
         self._executor.shutdown()
         self._close()
 
+    def idle(self) -> bool:
+        return self._executor.idle()
+
+    def sleep(self, level: int) -> None:
+        self._executor.sleep(level)
+
+    def wake_up(self) -> None:
+        self._executor.wake_up()
+
     def _end(self, plan: StepPlan, handed_over: float) -> None:
         now = self._clock.now()
         if self._began is None:

@@ -66,8 +66,10 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
-        return None if self.num_tokens < 2 else (self.finish - self.first_token) / (self.num_tokens - 1)
+        """None for a single token, and for a beam search, whose tokens all come at its end."""
+        if self.num_tokens < 2 or self.request.beam_width:
+            return None
+        return (self.finish - self.first_token) / (self.num_tokens - 1)
 
     @property
     def normalized_latency(self) -> float:

@@ -20,6 +20,7 @@ from quire.engine.messages import AddRequest
 from quire.executors.inprocess import InProcessExecutor
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import block_bytes, group_layers
+from quire.kv_cache.spec import layer_specs
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel, Precision
@@ -124,10 +125,10 @@ def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[Step
     return recorders[0].plans
 
 
-@pytest.mark.parametrize(
-    ("depth", "mode", "caching"),
-    [(1, "recompute", True), (2, "recompute", False), (1, "swap", True), (2, "swap", True)],
-)
+CASES = [(1, "recompute", True), (2, "recompute", False), (1, "swap", True), (2, "swap", True)]
+
+
+@pytest.mark.parametrize(("depth", "mode", "caching"), CASES)
 def test_plans_are_the_engines(depth: int, mode: str, caching: bool) -> None:
     options = EngineOptions(
         load_format="dummy",
@@ -166,7 +167,5 @@ def test_plans_are_the_engines(depth: int, mode: str, caching: bool) -> None:
 
 
 def bytes_of_a_block(config: EngineConfig) -> int:
-    from quire.kv_cache.spec import layer_specs
-
     groups, layers_per_group = group_layers(layer_specs(config.model))
     return block_bytes(groups, layers_per_group, 16)
