@@ -31,7 +31,8 @@ from quire.worker.memory import available_memory
 GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
-    "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init",
+    "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init", "enforce_eager", "cuda_graphs",
+    "cuda_graph_sizes", "batch_invariant",
 )  # fmt: skip
 STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
 """quantization -> what the cost model calls it."""
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
         plan, cost = _plan_for_devices(options, chosen, target, layout, namespace.tokens)
     else:
-        config = resolve(_replace_options(options, load_format="dummy"))
+        config = resolve(_replace_options(options, load_format="dummy", device="cpu"))
         plan = plan_engine(config, target.memory, _lengths(namespace.tokens, config.model.max_model_len))
         quantization = config.model.quantization
         stored = None if quantization is None else f"int{quantization.bits}"
