@@ -14,6 +14,7 @@ import pytest
 
 from quire.cli.calibrate import main
 from quire.cli.calibrate import run as fit_log
+from quire.cli.main import main as quire
 from quire.clock import VirtualClock
 from quire.errors import UserError
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
@@ -209,7 +210,7 @@ def test_the_command_writes_a_profile_that_predicts(log: Path, capsys: pytest.Ca
 
 
 def test_the_command_as_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(log), str(log), "--model", "opt-125m", "--name", "mine", "--json"]) == 0
+    assert quire(["simulate", "calibrate", str(log), str(log), "--model", "opt-125m", "--name", "mine", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["errors"]["all"]["median"] < 0.02
     assert found["num_steps"] == 397
