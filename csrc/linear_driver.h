@@ -100,6 +100,22 @@ inline void finish_tile(const Finish& finish, const float* sums, const float* ro
   }
 }
 
+// What a tile's finish reads and writes lies in as many places as it has rows, where no prefetcher finds it. (Of a small
+// batch it lies in the L1 cache.)
+template <bool kGated>
+inline void expect_tile(const Finish& finish, int64_t first_row, int64_t rows, int64_t panel) {
+  constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
+  const int64_t column = panel * kWidth;
+  for (int64_t r = first_row; r < first_row + rows; ++r) {
+    const float* residual = finish.residual ? finish.residual + r * finish.args.residual.stride + column : nullptr;
+    const float* out = finish.out + r * finish.args.out.stride + column;
+    for (int64_t c = 0; c < kWidth && column + c < finish.width; c += 16) {
+      if (residual && residual != out) __builtin_prefetch(residual + c, 0, 3);
+      __builtin_prefetch(out + c, 1, 3);
+    }
+  }
+}
+
 // Deals runs of items to the threads: long ones first, so that memory is read in long streams, and single ones at the
 // end, so that all threads finish together.
 class Runs {
@@ -174,6 +190,7 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
       call.prefetch = call.panel + Method::kPrefetchAhead;
       call.prefetch_step = 64;
     }
+    if (plan.shared) (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
     Method::multiply(call, rows);
     const float* row_scales =
         weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr;
