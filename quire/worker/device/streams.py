@@ -58,7 +58,8 @@ class DeviceStreams(Protocol):
     def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         """Copy to the host what the compute stream has computed by this point, on a stream of its own.
 
-        The caller must not overwrite the tensors before the copy was waited for; what it lets go of stays alive.
+        Until the copy was waited for the caller keeps the returned object, which keeps the tensors' memory, and
+        overwrites none of them.
         """
         ...
 
@@ -94,7 +95,6 @@ class CudaStreams:
             hosts = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-            # The tensors stay referenced until the copy was waited for, so that their memory is not handed out again.
             return CudaCopy(CudaEvent(self._copy_out), hosts, list(tensors))
 
     def synchronize(self) -> None:
@@ -128,11 +128,6 @@ class CudaCopy:
         self._event.synchronize()
         self._sources.clear()
         return self._hosts
-
-    def __del__(self) -> None:
-        # Nobody asked for the result: the memory must still not be handed out while it is read.
-        if self._sources:
-            self._event.synchronize()
 
 
 class HostStreams:
