@@ -22,6 +22,11 @@ class BlockTables:
     def num_groups(self) -> int:
         return len(self._tables)
 
+    def num_blocks(self, row: int) -> list[int]:
+        """Entries of the tables of `row`, per group."""
+        counts: list[int] = self._num_blocks[:, row].tolist()
+        return counts
+
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Append blocks to the tables of `row`. block_ids: per group."""
         for group, (table, new) in enumerate(zip(self._tables, block_ids, strict=True)):
