@@ -55,3 +55,7 @@ class BlockTables:
         """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
         width = -(-num_tokens // self.block_size)
         return tuple(table[rows, :width] for table in self._tables)
+
+    def entries(self, rows: np.ndarray, logical_indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Single entries, one for each row and index ([N] int64): per group [N] int32."""
+        return tuple(table[rows, logical_indices] for table in self._tables)
