@@ -4,15 +4,18 @@ the tokens are, it need not know. Every change is also written down for the devi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.device.row_arena import RowArena
 from quire.worker.device.upload import RowWrites
 from quire.worker.row_index import RowIndex
+
+if TYPE_CHECKING:
+    from quire.sampling.device.parameters import DeviceSamplingRows
 
 
 class DeviceRows:

@@ -29,6 +29,16 @@ class HostColumns:
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of one sequence in this step."""
+        return int(self.counts.max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence after this step."""
+        return int(self.ends.max(initial=0))
+
 
 def host_columns(plan: StepPlan, requests: DeviceRows) -> HostColumns:
     """Every scheduled token must be known, or sampled by an earlier step."""
@@ -91,8 +101,8 @@ class DeviceInputs:
         batch = DeviceBatch(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
-            max_query_len=int(columns.counts.max()),
-            max_seq_len=int(columns.ends.max()),
+            max_query_len=columns.max_query_len,
+            max_seq_len=columns.max_seq_len,
             rows=buffers.rows[:num_seqs],
             query_start=buffers.query_start[: num_seqs + 1],
             seq_lens=buffers.seq_lens[:num_seqs],
