@@ -223,12 +223,14 @@ def test_results_stay_where_they_are(config: ModelConfig) -> None:
 class FrozenBackend(TwinBackend):
     """Uses a number of the host that differs from step to step: right when it runs eagerly, wrong in a graph."""
 
+    factor = 1.0
+
     def plan(self, batch: DeviceBatch) -> Any:
-        step, longest = super().plan(batch), int(batch.seq_lens.max())
+        step, factor = super().plan(batch), self.factor
         attend = step.attend
 
         def scaled(heads: Any, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-            return attend(heads, qkv, rotation, out).mul_(longest)
+            return attend(heads, qkv, rotation, out).mul_(factor)
 
         step.attend = scaled  # type: ignore[method-assign]
         return step
@@ -238,7 +240,9 @@ class FrozenBackend(TwinBackend):
 def test_a_frozen_value_shows(config: ModelConfig, kind: str, is_frozen: bool) -> None:
     """The recording capture is as unforgiving as a device; attention between pieces is free to use such numbers."""
     graphs, eager = (Passes(config, SETTINGS[each], FrozenBackend) for each in (kind, "eager"))
-    for step in (([0], [0], [[5]]), ([0], [1], [[6]])):
+    for factor in (0.5, 2.0):
+        graphs.backend.factor = eager.backend.factor = factor  # type: ignore[attr-defined]
+        step = ([0], [0], [[5]])
         found, expected = graphs.run(*step), eager.run(*step)
     assert torch.allclose(found, expected) != is_frozen
 
