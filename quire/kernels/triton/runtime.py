@@ -65,3 +65,10 @@ def dot(a, b, accumulator):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def bound(scalar):
+    """What `range` takes as a start or an end that is computed on the device: itself. (NumPy no longer takes the
+    interpreter's scalars, arrays of one element, for integers.)"""
+    return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar
