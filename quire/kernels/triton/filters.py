@@ -68,7 +68,7 @@ def _largest_reached(weights, amounts, goal):
 
 @triton.jit
 def _largest_reached_by_passes(
-    row, vocab_size, largest, temperature, goal, COUNTS: tl.constexpr, LANES: tl.constexpr
+    row, VOCAB: tl.constexpr, largest, temperature, goal, COUNTS: tl.constexpr, LANES: tl.constexpr
 ):
     """`_largest_reached` over a whole row. COUNTS: amounts are 1, else the weights."""
     low = tl.full([], 0, tl.int32)
@@ -77,9 +77,9 @@ def _largest_reached_by_passes(
         stride = tl.maximum((high - low) // (PIVOTS + 1), 1)
         pivots = low + stride * (tl.arange(0, PIVOTS) + 1)
         sums = tl.zeros([PIVOTS, LANES], tl.float64)
-        for start in range(0, vocab_size, LANES):
+        for start in range(0, VOCAB, LANES):
             tokens = start + tl.arange(0, LANES)
-            mask = tokens < vocab_size
+            mask = tokens < VOCAB
             weights = load_weights(row, tokens, mask, largest, temperature)
             bits = weights.to(tl.int32, bitcast=True)
             amounts = weights.to(tl.float64)
@@ -93,14 +93,14 @@ def _largest_reached_by_passes(
 
 
 @triton.jit
-def _sums_above(row, vocab_size, largest, temperature, value, LANES: tl.constexpr):
+def _sums_above(row, VOCAB: tl.constexpr, largest, temperature, value, LANES: tl.constexpr):
     """How many weights are above `value`, and their sum; the sum of those of at least `value`. All float64."""
     counts = tl.zeros([LANES], tl.float64)
     above = tl.zeros([LANES], tl.float64)
     from_value = tl.zeros([LANES], tl.float64)
-    for start in range(0, vocab_size, LANES):
+    for start in range(0, VOCAB, LANES):
         tokens = start + tl.arange(0, LANES)
-        weights = load_weights(row, tokens, tokens < vocab_size, largest, temperature)
+        weights = load_weights(row, tokens, tokens < VOCAB, largest, temperature)
         is_above = weights > value
         counts += is_above.to(tl.float64)
         above += tl.where(is_above, weights, 0).to(tl.float64)
@@ -115,8 +115,8 @@ def _cutoff_kernel(
     lane_maxima,
     cutoffs,
     words_stride,
-    vocab_size,
-    num_segments,
+    VOCAB: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
     FILTERED: tl.constexpr,
     LANES: tl.constexpr,
     RANKED: tl.constexpr,
@@ -126,12 +126,12 @@ def _cutoff_kernel(
     if (load_integer(row_words, FEATURES) & FILTERED) != 0:
         lanes = tl.arange(0, LANES)
         highest = tl.full([LANES], float("-inf"), tl.float32)
-        for segment in range(num_segments):
-            place = (index * num_segments + segment) * LANES + lanes
+        for segment in range(NUM_SEGMENTS):
+            place = (index * NUM_SEGMENTS + segment) * LANES + lanes
             highest = tl.maximum(highest, tl.load(lane_maxima + place))
         largest = tl.max(highest)
         top_k = load_integer(row_words, TOP_K)
-        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        has_top_k = (top_k > 0) & (top_k < VOCAB)
         cutoff = load_float(row_words, MIN_P)
         if has_top_k | (load_double(row_words, TOP_P) < 1.0):
             rank = tl.where(has_top_k, top_k, RANKED)
@@ -155,10 +155,11 @@ def _collect_kernel(
     lists,
     logits_stride,
     words_stride,
-    vocab_size,
+    VOCAB: tl.constexpr,
     FILTERED: tl.constexpr,
     SEGMENT: tl.constexpr,
     LISTED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     segment = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -167,25 +168,31 @@ def _collect_kernel(
         place = index * tl.num_programs(0) + segment
         largest = tl.load(cutoffs + index * 2)
         cutoff = tl.load(cutoffs + index * 2 + 1)
-        offsets = tl.arange(0, SEGMENT)
-        tokens = segment * SEGMENT + offsets
+        line = logits + index * logits_stride
         temperature = load_float(row_words, TEMPERATURE)
-        weights = load_weights(logits + index * logits_stride, tokens, tokens < vocab_size, largest, temperature)
-        is_listed = (weights >= cutoff) & (weights > 0)
-        positions = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(lists + place * LISTED + positions, offsets.to(tl.int16), mask=is_listed & (positions < LISTED))
-        tl.store(counts + place, tl.max(positions) + 1)
-        tl.store(masses + place, tl.sum(weights.to(tl.float64)))
+        count = tl.full([], 0, tl.int32)
+        mass = tl.full([], 0.0, tl.float64)
+        for start in range(0, SEGMENT, TILE):
+            offsets = start + tl.arange(0, TILE)
+            tokens = segment * SEGMENT + offsets
+            weights = load_weights(line, tokens, tokens < VOCAB, largest, temperature)
+            is_listed = (weights >= cutoff) & (weights > 0)
+            positions = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+            tl.store(lists + place * LISTED + positions, offsets.to(tl.int16), mask=is_listed & (positions < LISTED))
+            count += tl.sum(is_listed.to(tl.int32))
+            mass += tl.sum(weights.to(tl.float64))
+        tl.store(counts + place, count)
+        tl.store(masses + place, mass)
 
 
 @triton.jit
-def _listed_tokens(counts, lists, index, num_segments, SEGMENT: tl.constexpr, LISTED: tl.constexpr):
+def _listed_tokens(counts, lists, index, NUM_SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, LISTED: tl.constexpr):
     """The row's listed tokens, segment after segment: [LISTED] int32, -1 beyond the last; and how many there are."""
     places = tl.arange(0, LISTED)
     tokens = tl.full([LISTED], -1, tl.int32)
     total = tl.full([], 0, tl.int32)
-    for segment in range(num_segments):
-        place = index * num_segments + segment
+    for segment in range(NUM_SEGMENTS):
+        place = index * NUM_SEGMENTS + segment
         count = tl.load(counts + place)
         inside = places - total
         is_here = (inside >= 0) & (inside < count)
@@ -196,19 +203,17 @@ def _listed_tokens(counts, lists, index, num_segments, SEGMENT: tl.constexpr, LI
 
 
 @triton.jit
-def _lowest_by_passes(
-    row, vocab_size, largest, temperature, top_k, top_p, mass, HAS_LANES: tl.constexpr
-):
+def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top_p, mass, LANES: tl.constexpr):
     """The lowest weight that top-k (0: off) and top-p keep, from passes over the row."""
     lowest = tl.full([], 0.0, tl.float32)
     if top_k > 0:
         goal = top_k.to(tl.float64)
-        lowest = _largest_reached_by_passes(row, vocab_size, largest, temperature, goal, True, HAS_LANES)
-        count, above, _ = _sums_above(row, vocab_size, largest, temperature, lowest, HAS_LANES)
+        lowest = _largest_reached_by_passes(row, VOCAB, largest, temperature, goal, True, LANES)
+        count, above, _ = _sums_above(row, VOCAB, largest, temperature, lowest, LANES)
         mass = above + (goal - count) * lowest.to(tl.float64)
     if top_p < 1.0:
         share = top_p * mass
-        reached = _largest_reached_by_passes(row, vocab_size, largest, temperature, share, False, HAS_LANES)
+        reached = _largest_reached_by_passes(row, VOCAB, largest, temperature, share, False, LANES)
         lowest = tl.maximum(lowest, reached)
     return lowest
 
@@ -231,8 +236,8 @@ def _pick_filtered_kernel(
     logits_stride,
     words_stride,
     table_stride,
-    vocab_size,
-    num_segments,
+    VOCAB: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
     FILTERED: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -245,25 +250,25 @@ def _pick_filtered_kernel(
     row_words = words + row * words_stride
     if (load_integer(row_words, FEATURES) & FILTERED) != 0:
         segments = tl.arange(0, SEGMENTS)
-        place = index * num_segments + segments
-        best = tl.load(tokens + place, mask=segments < num_segments, other=vocab_size)
-        highest = tl.load(maxima + place, mask=segments < num_segments, other=float("-inf"))
+        place = index * NUM_SEGMENTS + segments
+        best = tl.load(tokens + place, mask=segments < NUM_SEGMENTS, other=VOCAB)
+        highest = tl.load(maxima + place, mask=segments < NUM_SEGMENTS, other=float("-inf"))
         largest = tl.max(highest)
         is_sound = (tl.min(best) >= 0) & (largest > float("-inf"))
-        token = tl.min(tl.where(highest == largest, best, vocab_size))
+        token = tl.min(tl.where(highest == largest, best, VOCAB))
         position = tl.load(lengths + index)
         if is_sound:
             line = logits + index * logits_stride
             temperature = load_float(row_words, TEMPERATURE)
             top_k = load_integer(row_words, TOP_K)
-            top_k = tl.where(top_k < vocab_size, tl.maximum(top_k, 0), 0)
+            top_k = tl.where(top_k < VOCAB, tl.maximum(top_k, 0), 0)
             top_p = load_double(row_words, TOP_P)
-            mass = tl.sum(tl.load(masses + place, mask=segments < num_segments, other=0))
+            mass = tl.sum(tl.load(masses + place, mask=segments < NUM_SEGMENTS, other=0))
             cutoff = tl.load(cutoffs + index * 2 + 1)
             number = position - tl.load(num_prompt_tokens + index)
             fraction = uniform(load_bits(row_words, SEED), number.to(tl.int64))
 
-            listed, count = _listed_tokens(counts, lists, index, num_segments, SEGMENT, LISTED)
+            listed, count = _listed_tokens(counts, lists, index, NUM_SEGMENTS, SEGMENT, LISTED)
             weights = load_weights(line, listed, listed >= 0, largest, temperature)
             amounts = weights.to(tl.float64)
             lowest = tl.full([], 0.0, tl.float32)
@@ -288,12 +293,12 @@ def _pick_filtered_kernel(
                 place_in_list = position_of(cumulative, fraction * total, total)
                 token = tl.sum(tl.where(tl.arange(0, LISTED) == place_in_list, listed, 0))
             else:
-                mass = tl.sum(tl.load(masses + place, mask=segments < num_segments, other=0))
-                lowest = _lowest_by_passes(line, vocab_size, largest, temperature, top_k, top_p, mass, LANES)
+                mass = tl.sum(tl.load(masses + place, mask=segments < NUM_SEGMENTS, other=0))
+                lowest = _lowest_by_passes(line, VOCAB, largest, temperature, top_k, top_p, mass, LANES)
                 lowest = tl.maximum(lowest, min_p)
-                _, _, total = _sums_above(line, vocab_size, largest, temperature, lowest, LANES)
+                _, _, total = _sums_above(line, VOCAB, largest, temperature, lowest, LANES)
                 target = fraction * total
-                token = draw_within(line, 0, vocab_size, token, target, lowest, largest, temperature, TILE)
+                token = draw_within(line, 0, VOCAB, token, target, lowest, largest, temperature, TILE)
         finish_row(token, is_sound, index, position, token_table, chosen, table_stride, row)
 
 
@@ -350,7 +355,9 @@ def collect(
         FILTERED=filtered,
         SEGMENT=shapes.segment,
         LISTED=shapes.listed,
+        TILE=shapes.tile,
         num_warps=shapes.num_warps,
+        maxnreg=80,
     )
 
 

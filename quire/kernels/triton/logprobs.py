@@ -26,16 +26,16 @@ LANES = 4096
 
 
 @triton.jit
-def _scan_lanes(row, vocab_size, chosen, LANES: tl.constexpr):
+def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
     """Per lane: best score, its first token, sum of exponentials relative to it, entries above `chosen`, damage."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
-    best_token = tl.minimum(lanes, vocab_size)
+    best_token = tl.minimum(lanes, VOCAB)
     sums = tl.zeros([LANES], tl.float32)
     num_above = tl.zeros([LANES], tl.int32)
     damage = tl.zeros([LANES], tl.int32)
-    for start in range(0, vocab_size, LANES):
-        scores = load_scores(row, start + lanes, start + lanes < vocab_size)
+    for start in range(0, VOCAB, LANES):
+        scores = load_scores(row, start + lanes, start + lanes < VOCAB)
         is_better = scores > best
         # Of two impossible scores the difference would be no number.
         reference = tl.maximum(best, LOWEST)
@@ -49,15 +49,15 @@ def _scan_lanes(row, vocab_size, chosen, LANES: tl.constexpr):
 
 
 @triton.jit
-def _next_of_lane(row, vocab_size, lane, score, token, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def _next_of_lane(row, VOCAB: tl.constexpr, lane, score, token, LANES: tl.constexpr, DEPTH: tl.constexpr):
     """The best entry of a lane behind (score, token), in the order of falling scores and rising tokens."""
     tokens = lane + LANES * tl.arange(0, DEPTH)
-    scores = load_scores(row, tokens, tokens < vocab_size)
+    scores = load_scores(row, tokens, tokens < VOCAB)
     is_behind = (scores < score) | ((scores == score) & (tokens > token))
-    scores = tl.where(is_behind & (tokens < vocab_size), scores, float("-inf"))
+    scores = tl.where(is_behind & (tokens < VOCAB), scores, float("-inf"))
     best = tl.max(scores)
-    is_best = is_behind & (tokens < vocab_size) & (scores == best)
-    return best, tl.min(tl.where(is_best, tokens, vocab_size))
+    is_best = is_behind & (tokens < VOCAB) & (scores == best)
+    return best, tl.min(tl.where(is_best, tokens, VOCAB))
 
 
 @triton.jit(do_not_specialize=["num_best"])
@@ -71,7 +71,7 @@ def _rank_kernel(
     targets_stride,
     words_stride,
     result_stride,
-    vocab_size,
+    VOCAB: tl.constexpr,
     num_best,
     FEATURE: tl.constexpr,
     TARGETED: tl.constexpr,
@@ -90,7 +90,7 @@ def _rank_kernel(
         if TARGETED:
             target = tl.load(targets + index * targets_stride)
             chosen = tl.load(row + target).to(tl.float32)
-        first, tokens, sums, num_above, damage = _scan_lanes(row, vocab_size, chosen, LANES)
+        first, tokens, sums, num_above, damage = _scan_lanes(row, VOCAB, chosen, LANES)
         largest = tl.max(first)
         is_sound = (tl.max(damage) == 0) & (largest > float("-inf"))
         # Scores that belong to no target are wanted as they are.
@@ -104,33 +104,35 @@ def _rank_kernel(
             tl.store(place + 2, target)
             tl.store(place + 3, ((chosen - offset) - log_sum).to(tl.int32, bitcast=True))
         tl.store(place, is_sound.to(tl.int32))
-        for number in range(num_best):
+        number = tl.full([], 0, tl.int32)
+        while number < num_best:
             score = tl.max(first)
-            token = tl.min(tl.where(first == score, tokens, vocab_size))
+            token = tl.min(tl.where(first == score, tokens, VOCAB))
             tl.store(place + 4 + 2 * number, token)
             tl.store(place + 5 + 2 * number, ((score - offset) - log_sum).to(tl.int32, bitcast=True))
             lane = token % LANES
-            following, following_token = _next_of_lane(row, vocab_size, lane, score, token, LANES, DEPTH)
+            following, following_token = _next_of_lane(row, VOCAB, lane, score, token, LANES, DEPTH)
             is_lane = tl.arange(0, LANES) == lane
             first = tl.where(is_lane, following, first)
             tokens = tl.where(is_lane, following_token, tokens)
+            number += 1
 
 
 @triton.jit
 def _normalize_kernel(
-    scores, rows, words, scores_stride, words_stride, vocab_size, FEATURE: tl.constexpr, LANES: tl.constexpr
+    scores, rows, words, scores_stride, words_stride, VOCAB: tl.constexpr, FEATURE: tl.constexpr, LANES: tl.constexpr
 ):
     index = tl.program_id(0).to(tl.int64)
     row_words = words + tl.load(rows + index).to(tl.int64) * words_stride
     if (load_integer(row_words, FEATURES) & FEATURE) != 0:
         row = scores + index * scores_stride
         nothing = tl.full([], float("inf"), tl.float32)
-        best, _, sums, _, _ = _scan_lanes(row, vocab_size, nothing, LANES)
+        best, _, sums, _, _ = _scan_lanes(row, VOCAB, nothing, LANES)
         largest = tl.max(best)
         log_sum = tl.log(tl.sum(sums * tl.exp(best - largest)))
-        for start in range(0, vocab_size, LANES):
+        for start in range(0, VOCAB, LANES):
             tokens = start + tl.arange(0, LANES)
-            mask = tokens < vocab_size
+            mask = tokens < VOCAB
             logprobs = (load_scores(row, tokens, mask) - largest) - log_sum
             tl.store(row + tokens, logprobs, mask=mask)
 
@@ -186,9 +188,7 @@ def rank(
     )
 
 
-def normalize(
-    scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, feature: int, lanes: int = LANES
-) -> None:
+def normalize(scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, feature: int, lanes: int = LANES) -> None:
     """Turn, in place, the rows that have `feature` into log-probabilities. scores: [R, vocab_size] float32; rows: [R]
     int32, places in `words`."""
     strides = (scores.stride(0), words.stride(0), scores.shape[1])

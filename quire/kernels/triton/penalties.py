@@ -32,7 +32,16 @@ PROGRAMS = 8
 
 @triton.jit
 def _count_kernel(
-    rows, words, lengths, num_prompt_tokens, token_table, counts, words_stride, table_stride, vocab_size, BLOCK: tl.constexpr
+    rows,
+    words,
+    lengths,
+    num_prompt_tokens,
+    token_table,
+    counts,
+    words_stride,
+    table_stride,
+    vocab_size,
+    BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
@@ -42,13 +51,15 @@ def _count_kernel(
     prompt_end = tl.load(num_prompt_tokens + index)
     begin = tl.where(repeats, 0, prompt_end)
     end = tl.where(repeats | outputs, tl.load(lengths + index), 0)
-    for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+    start = begin + tl.program_id(1) * BLOCK
+    while start < end:
         positions = start + tl.arange(0, BLOCK)
         mask = positions < end
         tokens = tl.load(token_table + row * table_stride + positions, mask=mask, other=0)
         place = counts + index * vocab_size + tokens
         tl.atomic_or(place, IN_PROMPT, mask=mask & (positions < prompt_end), sem="relaxed")
         tl.atomic_add(place, 1, mask=mask & (positions >= prompt_end), sem="relaxed")
+        start += tl.num_programs(1) * BLOCK
 
 
 @triton.jit
@@ -77,7 +88,8 @@ def _apply_kernel(
     outputs = (presence != 0) | (frequency != 0)
     begin = tl.where(repeats, 0, tl.load(num_prompt_tokens + index))
     end = tl.where(repeats | outputs, tl.load(lengths + index), 0)
-    for start in range(begin + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+    start = begin + tl.program_id(1) * BLOCK
+    while start < end:
         positions = start + tl.arange(0, BLOCK)
         mask = positions < end
         tokens = tl.load(token_table + row * table_stride + positions, mask=mask, other=0)
@@ -90,6 +102,7 @@ def _apply_kernel(
         score = tl.where(repeats, repeated, score)
         score = tl.where(times > 0, score - (presence + frequency * times.to(tl.float32)), score)
         tl.store(place, score, mask=is_first)
+        start += tl.num_programs(1) * BLOCK
 
 
 def apply_penalties(

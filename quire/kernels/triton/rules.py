@@ -42,7 +42,8 @@ def _list_of(lists, row, KIND: tl.constexpr):
 def _bias_kernel(scores, rows, lists, scores_stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), BIAS)
-    for start in range(0, size, BLOCK):
+    start = tl.full([], 0, tl.int32)
+    while start < size:
         entries = start + tl.arange(0, BLOCK)
         mask = entries < size
         entry = lists + begin + 2 * entries
@@ -50,6 +51,7 @@ def _bias_kernel(scores, rows, lists, scores_stride, BLOCK: tl.constexpr):
         bias = tl.load(entry + 1, mask=mask, other=0).to(tl.float32, bitcast=True)
         place = scores + index * scores_stride + tokens
         tl.store(place, tl.load(place, mask=mask, other=0) + bias, mask=mask)
+        start += BLOCK
 
 
 @triton.jit
@@ -68,11 +70,13 @@ def _stop_kernel(
     begin, size = _list_of(lists, row, STOP)
     num_generated = tl.load(lengths + index) - tl.load(num_prompt_tokens + index)
     size = tl.where(num_generated < load_integer(words + row * words_stride, MIN_TOKENS), size, 0)
-    for start in range(0, size, BLOCK):
+    start = tl.full([], 0, tl.int32)
+    while start < size:
         entries = start + tl.arange(0, BLOCK)
         mask = entries < size
         tokens = tl.load(lists + begin + entries, mask=mask, other=0)
         _ban(scores + index * scores_stride + tokens, mask)
+        start += BLOCK
 
 
 @triton.jit
@@ -84,7 +88,8 @@ def _banned_kernel(
     begin, size = _list_of(lists, row, BANNED)
     length = tl.load(lengths + index)
     num_generated = length - tl.load(num_prompt_tokens + index)
-    for start in range(0, size, BLOCK):
+    start = tl.full([], 0, tl.int32)
+    while start < size:
         entries = start + tl.arange(0, BLOCK)
         mask = entries < size
         entry = lists + begin + 3 * entries
@@ -92,12 +97,17 @@ def _banned_kernel(
         prefix_length = tl.load(entry + 1, mask=mask, other=0)
         prefix = tl.load(entry + 2, mask=mask, other=0)
         is_complete = mask & (prefix_length <= num_generated)
-        for back in range(tl.max(tl.where(is_complete, prefix_length, 0))):
+        longest = tl.max(tl.where(is_complete, prefix_length, 0))
+        back = tl.full([], 0, tl.int32)
+        while back < longest:
             is_compared = is_complete & (back < prefix_length)
             expected = tl.load(lists + prefix + prefix_length - 1 - back, mask=is_compared, other=0)
             place = token_table + row * table_stride + length - 1 - back + tl.zeros([BLOCK], tl.int32)
-            is_complete = is_complete & (expected == tl.load(place, mask=is_compared, other=0))
+            is_same = expected == tl.load(place, mask=is_compared, other=0)
+            is_complete = is_complete & (is_same | (back >= prefix_length))
+            back += 1
         _ban(scores + index * scores_stride + last, is_complete)
+        start += BLOCK
 
 
 @triton.jit
@@ -105,7 +115,8 @@ def _gather_kernel(scores, rows, lists, saved, scores_stride, SAVES: tl.constexp
     """Save the scores of allowed tokens, or put them back."""
     index = tl.program_id(0).to(tl.int64)
     begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
-    for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+    start = tl.program_id(1) * BLOCK
+    while start < size:
         entries = start + tl.arange(0, BLOCK)
         mask = entries < size
         place = scores + index * scores_stride + tl.load(lists + begin + entries, mask=mask, other=0)
@@ -113,6 +124,7 @@ def _gather_kernel(scores, rows, lists, saved, scores_stride, SAVES: tl.constexp
             tl.store(saved + begin + entries, tl.load(place, mask=mask, other=0), mask=mask)
         else:
             tl.store(place, tl.load(saved + begin + entries, mask=mask, other=0), mask=mask)
+        start += tl.num_programs(1) * BLOCK
 
 
 @triton.jit

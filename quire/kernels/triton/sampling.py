@@ -44,7 +44,7 @@ def _scan_kernel(
     lane_maxima,
     logits_stride,
     words_stride,
-    vocab_size,
+    VOCAB: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -55,13 +55,13 @@ def _scan_kernel(
     chunks = tl.arange(0, SEGMENT // LANES)
     lanes = tl.arange(0, LANES)
     token = segment * SEGMENT + chunks[:, None] * LANES + lanes[None, :]
-    mask = token < vocab_size
+    mask = token < VOCAB
     loaded = tl.load(logits + index * logits_stride + token, mask=mask, other=0).to(tl.float32)
     is_sound = loaded < float("inf")  # neither infinite nor NaN
     scores = tl.where(mask & is_sound, loaded, float("-inf"))
     highest = tl.max(scores, 0)
     largest = tl.max(highest, 0)
-    best = tl.min(tl.min(tl.where(mask & (scores == largest), token, vocab_size), 0), 0)
+    best = tl.min(tl.min(tl.where(mask & (scores == largest), token, VOCAB), 0), 0)
     is_damaged = tl.max(tl.max((mask & (loaded >= float("inf")) | (loaded != loaded)).to(tl.int32), 0), 0)
     place = index * tl.num_programs(0) + segment
     tl.store(maxima + place, largest)
@@ -103,8 +103,8 @@ def _pick_kernel(
     logits_stride,
     words_stride,
     table_stride,
-    vocab_size,
-    num_segments,
+    VOCAB: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -116,13 +116,13 @@ def _pick_kernel(
     row_words = words + row * words_stride
     if (load_integer(row_words, FEATURES) & FILTERED) == 0:
         segments = tl.arange(0, SEGMENTS)
-        mask = segments < num_segments
-        place = index * num_segments + segments
+        mask = segments < NUM_SEGMENTS
+        place = index * NUM_SEGMENTS + segments
         highest = tl.load(maxima + place, mask=mask, other=float("-inf"))
-        best = tl.load(tokens + place, mask=mask, other=vocab_size)
+        best = tl.load(tokens + place, mask=mask, other=VOCAB)
         largest = tl.max(highest)
         is_sound = (tl.min(best) >= 0) & (largest > float("-inf"))
-        token = tl.min(tl.where(highest == largest, best, vocab_size))
+        token = tl.min(tl.where(highest == largest, best, VOCAB))
         position = tl.load(lengths + index)
         if RANDOM:
             temperature = load_float(row_words, TEMPERATURE)
@@ -135,9 +135,9 @@ def _pick_kernel(
                 target = uniform(load_bits(row_words, SEED), number.to(tl.int64)) * total
                 segment = position_of(cumulative, target, total)
                 before = tl.max(tl.where(segments < segment, cumulative, 0))
-                likeliest = tl.load(tokens + index * num_segments + segment)
+                likeliest = tl.load(tokens + index * NUM_SEGMENTS + segment)
                 start = segment * SEGMENT
-                end = tl.minimum(start + SEGMENT, vocab_size)
+                end = tl.minimum(start + SEGMENT, VOCAB)
                 line = logits + index * logits_stride
                 target -= before
                 token = draw_within(line, start, end, likeliest, target, 0.0, largest, temperature, TILE)

@@ -18,12 +18,12 @@ class SamplingShapes:
     L lanes are reached by about L * log(L / (L - r)) tokens, 2,800 for r = 960 of 1,024.
     """
 
-    segment: int = 16384
+    segment: int = 8192
     lanes: int = 1024
-    tile: int = 4096
+    tile: int = 2048
     listed: int = 4096
     ranked: int = 960
-    num_warps: int = 16
+    num_warps: int = 8
 
     def __post_init__(self) -> None:
         for size in (self.segment, self.lanes, self.tile, self.listed):

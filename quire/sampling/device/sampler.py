@@ -121,9 +121,7 @@ class DeviceSampler:
         sampling.scan(scores, rows, words, buffers, shapes, random=draws, filtered=filtered)
         table = batch.token_table
         if len(plain):
-            sampling.pick(
-                scores, rows, words, batch.positions, table, buffers, shapes, random=draws, filtered=filtered
-            )
+            sampling.pick(scores, rows, words, batch.positions, table, buffers, shapes, random=draws, filtered=filtered)
         if filtered:
             filters.cutoff(rows, words, vocab_size, buffers, shapes, filtered)
             filters.collect(scores, rows, words, buffers, shapes, filtered)
