@@ -65,3 +65,14 @@ def dot(a, b, accumulator):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """x, float32, in DTYPE: rounded to the nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        # The interpreter would cut the last bits off.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
