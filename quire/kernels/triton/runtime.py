@@ -76,3 +76,10 @@ def narrow(x, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
+
+
+@triton.jit
+def bound(scalar):
+    """What `range` takes as a start or an end that is computed on the device: itself. (NumPy no longer takes the
+    interpreter's scalars, arrays of one element, for integers.)"""
+    return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

@@ -111,3 +111,10 @@ class DeviceInputs:
             block_tables=self._arena.block_tables,
         )
         return batch, buffers.token_ids[:num_tokens]
+
+    def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
+        """The same tensors for a batch that is nothing but padding, to capture graphs with."""
+        none = np.zeros(0, np.int64)
+        columns = HostColumns(none, none, none, none, np.zeros(1, np.int64))
+        empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
+        return self.prepare(columns, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

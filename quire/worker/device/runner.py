@@ -20,28 +20,15 @@ from quire.worker.device.block_copies import copy_rounds
 from quire.worker.device.device_rows import DeviceRows
 from quire.worker.device.execution_choice import ExecutionSettings, choose_execution
 from quire.worker.device.graphs import ForwardPasses
-from quire.worker.device.inputs import DeviceInputs, HostColumns, add_columns, host_columns
+from quire.worker.device.inputs import HostColumns, add_columns, host_columns
 from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
-from quire.worker.device.row_arena import RowArena
-from quire.worker.device.streams import DeviceStreams
-from quire.worker.device.upload import RowWrites, Section, Upload
+from quire.worker.device.state import StepState
+from quire.worker.device.upload import RowWrites, Section
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.nonfinite import name_sequences
 
 Collect = Callable[[], StepResult]
 """Waits for a step's result and puts it together."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepState:
-    """All that is kept of live sequences, on the device and what the host knows of it, and the way from one to the
-    other."""
-
-    arena: RowArena
-    requests: DeviceRows
-    upload: Upload
-    inputs: DeviceInputs
-    streams: DeviceStreams
 
 
 @dataclass(frozen=True, slots=True)
