@@ -120,9 +120,7 @@ class DeviceModelRunner:
 
     def _forward(self, plan: StepPlan, columns: HostColumns, on_device: StepColumns) -> torch.Tensor:
         """Hidden states, [T or more, hidden size]."""
-        execution = choose_execution(
-            columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings
-        )
+        execution = choose_execution(columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings)
         batch, token_ids = self._state.inputs.prepare(columns, on_device, execution.num_seqs, execution.num_tokens)
         if plan.swap_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
             self._transfers.wait()
