@@ -82,9 +82,7 @@ class Case:
 
     def varlen(self, tiles: Tiles, skipped: int = 0) -> torch.Tensor:
         out = self.poisoned()
-        varlen_attention(
-            self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks
-        )
+        varlen_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks)
         return out
 
     def split(self, plan: SplitPlan) -> torch.Tensor:

@@ -96,8 +96,8 @@ def test_shapes(
 
 @pytest.mark.parametrize("name", ["two-key-heads", "everything", "head-64-bfloat16"])
 def test_same_bits_however_a_row_comes_about(name: str) -> None:
-    """Batch-invariant mode: each token of a sequence, computed in chunks of any size that begin anywhere, as a decode by
-    either kernel, and among others."""
+    """Batch-invariant mode: each token of a sequence, computed in chunks of any size that begin anywhere, or as a
+    decode by either kernel."""
     model, length, fixed = CASES[name], 71, Tiles(32, 16, 4, 1, 32)
     whole = Case(model.layer, [(length, length)], dtype=model.dtype, sinks=model.sinks)
     out = whole.varlen(fixed)
