@@ -24,7 +24,8 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32."""
+        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32; on a device, in its
+        dtype."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:

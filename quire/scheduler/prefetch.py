@@ -9,6 +9,7 @@ step.
 - From the host it waits for one plan, which swaps the blocks in. In the next pass it is in its place again and starts
   with a plain hit; if it cannot after all, its blocks are cached and nobody's. It may try MAX_SWAP_INS times, then it
   computes.
+- Nobody is pushed out for it before its blocks have come from disk (quire/scheduler/overtaking.py).
 - Nothing that runs waits for it: blocks that it holds meanwhile are given up before anybody is preempted.
 - When nothing else is to be computed, the plan goes out with its transfers alone, and its result waits a while for
   them to end, so that the engine does not turn round and round.
@@ -16,8 +17,11 @@ step.
 
 from __future__ import annotations
 
+from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, TierWait
+from quire.scheduler.admission import blocks_to_start
+from quire.scheduler.preemption import swapped_blocks
 from quire.scheduler.sharing import PassedOver
 
 FETCH_SECONDS = 10.0
@@ -35,15 +39,31 @@ class Prefetcher:
 
     def still(self, request: Request) -> bool:
         """Whether a request waits on."""
+        if not self.waits_on(request) or request.tier_wait is None:
+            return False
+        self._passed.claim(request, request.tier_wait.claimed_blocks)
+        return True
+
+    def waits_on(self, request: Request) -> bool:
+        """The same without a claim. A wait that is over ends here."""
         wait = request.tier_wait
         if wait is None:
             return False
         if wait.fetch is not None and wait.fetch.is_pending and self._now < wait.deadline:
-            self._passed.claim(request, wait.claimed_blocks)
             return True
         # What was fetched is now the most recent of the host's content, and is asked for in a moment.
         stop_waiting(request, self._kv)
         return False
+
+    def fetch_before_start(self, request: Request, max_chunk: int) -> bool:
+        """Whether a request, which others would have to make way for, has to wait for blocks from disk from now on:
+        they run on until it can start."""
+        if swapped_blocks(request):
+            return False
+        leader, max_tokens = request.live_sequences[0], num_shared_tokens(request) - 1
+        num_cached = self._kv.match_prefix(leader.chain, leader.token_ids, max_tokens)
+        num_blocks = blocks_to_start(request, self._kv, num_cached, max_chunk)
+        return self.fetch(request, num_cached, max_tokens, num_blocks)
 
     def fetch(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
         """Whether a request has to wait for blocks from disk from now on.

@@ -14,7 +14,7 @@ import itertools
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens, waiting_siblings
+from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
@@ -32,7 +32,8 @@ from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens,
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.reporting import attach_prompt_logprobs, describe
-from quire.scheduler.sharing import PassedOver
+from quire.scheduler.running import RunningSet
+from quire.scheduler.sharing import PassedOver, waits_on
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats
 from quire.step import Candidates, StepPlan, StepResult
@@ -57,10 +58,7 @@ class Scheduler:
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
-        self._running: list[Sequence] = []
-        """Sequences that have a row, in the order of their requests; those of one request side by side."""
-        self._num_unforked = 0
-        """Sequences of running requests that have a claim to a row and not the row itself (`Request.unforked`)."""
+        self._running = RunningSet()
         self._deadlines = Deadlines()
         self._pinning = Pinning(kv, self._max_chunk)
         self._released: list[int] = []
@@ -136,17 +134,14 @@ class Scheduler:
         self._refused = None  # with a sequence fewer it may fit
         lost_leader = bool(request.unforked) and any(s.blocks is not None for s in ended)
         for sequence in ended:
-            if sequence in request.unforked:
-                request.unforked.remove(sequence)
-                self._num_unforked -= 1
+            self._running.forget_claim(sequence)
             self._finish(sequence, reason)
         if lost_leader and request.unforked:
             # The others were waiting for its prompt: start the request again with another leader.
-            self._num_unforked -= len(request.unforked)
-            request.unforked = []
+            self._running.forget_claims(request)
             request.status = RequestStatus.PREEMPTED
             self._waiting.put_back(request)
-        self._running = [s for s in self._running if s.finish_reason is None]
+        self._running.drop_finished()
 
     def unpin(self, name: str) -> int:
         """Give up a pinned prefix; returns how many blocks that leaves to others. Raises UserError for unknown ones."""
@@ -171,7 +166,7 @@ class Scheduler:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
         self.kv.loader.arrive()
-        preempted = self._schedule_running(builder, self._make_way(builder))
+        preempted = self._schedule_running(builder, self._make_way(builder, now))
         if not preempted:
             self._admit_waiting(builder, now)
         return self._finish_plan(builder)
@@ -206,7 +201,8 @@ class Scheduler:
         if builder.is_empty:
             # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
             return None
-        self._insert_forked(builder)
+        for parent, children in builder.forked:  # they run from the next step on
+            self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._branching.take())
         self._released = []
         self._in_flight[plan.step_id] = InFlight(
@@ -262,28 +258,33 @@ class Scheduler:
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
-            self._running = [s for s in self._running if s.finish_reason is None]
+            self._running.drop_finished()
         return updates
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
-    def _make_way(self, builder: PlanBuilder) -> int:
+    def _make_way(self, builder: PlanBuilder, now: float) -> int:
         """Preempt what has to give way to the first request that waits (quire/scheduler/overtaking.py).
 
         Returns how many of the step's tokens are left to it by the running sequences behind it in the order.
         """
         request = self._waiting.first
-        if request is None or request.wait is not None:
+        if request is None or waits_on(request, self.kv):
+            return 0
+        prefetcher = Prefetcher(self.kv, PassedOver(self.kv), now)
+        if prefetcher.waits_on(request):
             return 0
         way = way_for(
             request,
-            self._running,
-            self._num_unforked,
+            self._running.sequences,
+            self._running.num_claimed,
             self.kv,
             max_num_seqs=self._max_num_seqs,
             max_num_tokens=self._max_num_batched_tokens,
             max_chunk=self._max_chunk,
         )
+        if way.victims and prefetcher.fetch_before_start(request, self._max_chunk):
+            return 0
         for victim in way.victims:
             self._preempt(builder, victim)
         if way.num_tokens or way.victims:
@@ -296,7 +297,7 @@ class Scheduler:
         num_reserved: tokens that those behind the first waiting request leave to it.
         """
         first_waiting = self._waiting.first if num_reserved else None
-        running, kv, max_chunk = self._running, self.kv, self._max_chunk
+        running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         preempted = False
         request, mark = None, builder.mark()
         index = 0
@@ -353,7 +354,7 @@ class Scheduler:
             if passed.has_preempted:
                 break
             sequences = request.live_sequences
-            rows = len(self._running) + self._num_unforked + passed.num_rows + len(sequences)
+            rows = self._running.num_rows + passed.num_rows + len(sequences)
             if builder.budget <= 0 or rows > self._max_num_seqs:
                 break
             if any(sequence.num_pending_tokens for sequence in sequences):
@@ -361,14 +362,12 @@ class Scheduler:
             if passed.still(request) or prefetcher.still(request):
                 continue
             room = self.kv.pool.num_allocatable - passed.num_blocks
-            if request is self._refused and room <= self._refused_room and self._running:
+            if request is self._refused and room <= self._refused_room and self._running.sequences:
                 break  # its prefix need not be looked up again in every step
             if swapped_blocks(request):
                 num_blocks = blocks_to_resume(request, self.kv, self._max_chunk)
-                if not has_room(num_blocks, room, self.kv, is_alone=not self._running):
-                    self._refused, self._refused_room = request, room
+                if not self._has_room(request, num_blocks, room):
                     break
-                self._refused = None
                 started.append(request)
                 self._resume(builder, request)
                 continue
@@ -384,10 +383,8 @@ class Scheduler:
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
             if passed and num_cached + num_tokens < end:
                 break
-            if not has_room(num_blocks, room, self.kv, is_alone=not self._running):
-                self._refused, self._refused_room = request, room
+            if not self._has_room(request, num_blocks, room):
                 break
-            self._refused = None
             if prefetcher.swap_in(request, num_cached, end - 1, num_blocks):
                 continue
             started.append(request)
@@ -396,11 +393,17 @@ class Scheduler:
         for request in started:
             self._waiting.remove(request)
 
+    def _has_room(self, request: Request, num_blocks: int, room: int) -> bool:
+        """Whether a waiting request that takes `num_blocks` fits into `room`; remembers it if not."""
+        fits = has_room(num_blocks, room, self.kv, is_alone=not self._running.sequences)
+        self._refused, self._refused_room = (None, 0) if fits else (request, room)
+        return fits
+
     def _start(self, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
         """Move a request from the queue to the running set; it owns the blocks of its prefix hit."""
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
-        self._enter_running(request, [leader])
+        self._running.enter(request, [leader])
         request.was_fetched, request.num_prefix_swap_ins = False, 0
         leader.blocks = self.kv.begin(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
@@ -423,16 +426,7 @@ class Scheduler:
         for sequence in sequences:
             builder.add_row(sequence)
             builder.resumed.append((sequence, sequence.num_computed_tokens))
-        self._enter_running(request, sequences)
-
-    def _enter_running(self, request: Request, sequences: list[Sequence]) -> None:
-        """`sequences` get rows; the request's others fork from the first of them at the prompt's end."""
-        request.status = RequestStatus.RUNNING
-        request.unforked = [s for s in request.live_sequences if s not in sequences]
-        request.fork_position = num_shared_tokens(request) if waiting_siblings(request) else None
-        self._num_unforked += len(request.unforked)
-        for sequence in sequences:
-            bisect.insort(self._running, sequence, key=lambda sequence: sequence.request.order_key)
+        self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
         """Schedule the first tokens of a sequence that has no row yet; admission made sure that they fit."""
@@ -457,13 +451,6 @@ class Scheduler:
                 builder.sample(child, batch_index)
         builder.forked.append((parent, children))
 
-    def _insert_forked(self, builder: PlanBuilder) -> None:
-        """Let this step's children run from the next step on, right behind their parent."""
-        for parent, children in builder.forked:
-            position = self._running.index(parent) + 1
-            self._running[position:position] = children
-            self._num_unforked -= len(children)
-
     def _roll_back(self, builder: PlanBuilder, mark: Mark) -> None:
         """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
         for sequence, growth in reversed(builder.grown[mark.grown :]):
@@ -487,10 +474,7 @@ class Scheduler:
                     self.kv.free(sequence.blocks)
                     sequence.blocks = None
                 sequence.num_computed_tokens = 0
-        # In place: `_schedule_running` is walking through it.
-        self._running[:] = [sequence for sequence in self._running if sequence.request is not request]
-        self._num_unforked -= len(request.unforked)
-        request.unforked = []
+        self._running.leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._stats.preemptions_total += 1
@@ -549,21 +533,17 @@ class Scheduler:
             return []
         children = search.expand()
         if search.is_done:
-            self._num_unforked -= len(request.unforked)
-            request.unforked = []
+            self._running.forget_claims(request)
             updates = hypothesis_updates(request)
             for update in updates:
                 describe(update, request, now)
             for sequence in request.sequences:
                 self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
             return updates
-        running, num_unforked = search.running_sequences, len(request.unforked)
+        former, num_claimed = search.running_sequences, len(request.unforked)
         dropped = self._branching.follow(search, children, self.kv)
         self._released += [sequence.seq_id for sequence in dropped]
-        self._num_unforked += len(request.unforked) - num_unforked
-        if running:
-            position = self._running.index(running[0])
-            self._running[position : position + len(running)] = search.running_sequences
+        self._running.replace_beams(search, former, num_claimed)
         return []
 
     # -- looking in -------------------------------------------------------------------------------------------------
@@ -571,7 +551,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
         stats = self._stats
-        describe_kv(stats, self.kv, self._running, self._in_flight.values())
+        describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
@@ -581,19 +561,20 @@ class Scheduler:
 
     def snapshot(self) -> KVSnapshot:
         """Every block and every live request, to look at. O(blocks + table entries)."""
-        running = dict.fromkeys(sequence.request for sequence in self._running)
+        running = dict.fromkeys(sequence.request for sequence in self._running.sequences)
         return take_snapshot(self.kv, running, self._waiting)
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
-        self._branching.check(self._running)
+        running = self._running.sequences
+        self._branching.check(running)
         with_blocks = [s for r in self._requests.values() for s in r.live_sequences if s.blocks is not None]
-        assert {s.seq_id for s in with_blocks} == {s.seq_id for s in self._running}, "rows and blocks disagree"
-        assert self.kv.num_live_sequences == len(self._running), "the KV cache holds a sequence nobody runs"
-        assert len(self._running) + self._num_unforked <= self._max_num_seqs
-        assert self._num_unforked == sum(len(r.unforked) for r in self._requests.values())
+        assert {s.seq_id for s in with_blocks} == {s.seq_id for s in running}, "rows and blocks disagree"
+        assert self.kv.num_live_sequences == len(running), "the KV cache holds a sequence nobody runs"
+        assert self._running.num_rows <= self._max_num_seqs
+        assert self._running.num_claimed == sum(len(r.unforked) for r in self._requests.values())
         num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
         assert len(self._deadlines) == num_timed, "a time limit is watched in vain, or not at all"
         assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), "the host pool holds one that runs"
-        check_running(self._running, self.kv)
+        check_running(running, self.kv)

@@ -38,14 +38,10 @@ class PassedOver:
 
     def still(self, request: Request) -> bool:
         """Whether a request waits on, decided in constant time."""
-        wait = request.wait
-        if wait is None:
+        if not waits_on(request, self._kv) or request.wait is None:
             return False
-        if self._kv.is_computing(wait.leader, wait.num_blocks):
-            self.claim(request, wait.claimed_blocks)
-            return True
-        request.wait = None
-        return False
+        self.claim(request, request.wait.claimed_blocks)
+        return True
 
     def begin(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
         """Whether a request has to wait from now on.
@@ -64,6 +60,14 @@ class PassedOver:
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
         self.num_rows += len(request.live_sequences)
         self.num_blocks += num_blocks
+
+
+def waits_on(request: Request, kv: KVCacheManager) -> bool:
+    """Whether a running sequence still computes what a request waits for. A wait that is over ends here."""
+    wait = request.wait
+    if wait is not None and not kv.is_computing(wait.leader, wait.num_blocks):
+        request.wait = None
+    return request.wait is not None
 
 
 def would_wait(

@@ -65,7 +65,8 @@ class SlotLedger:
 
     def check(self, scheduler: Scheduler) -> EngineStats:
         """Compare the scheduler's statistics with a count of every slot. Raises AssertionError."""
-        handles = [sequence.blocks for sequence in scheduler._running] + [pin.blocks for pin in scheduler.kv._pins]
+        handles = [sequence.blocks for sequence in scheduler._running.sequences]
+        handles += [pin.blocks for pin in scheduler.kv._pins]
         owners = Counter(
             block
             for blocks in handles

@@ -175,6 +175,23 @@ def test_nothing_is_owned_after_an_abort_at_any_moment(num_steps: int, queue_dep
     assert driver.scheduler.kv.tiers.num_busy == 0
 
 
+def test_nobody_is_pushed_out_while_the_prefix_comes_from_disk() -> None:
+    disk = FakeDisk(filled().files, delay=4)
+    driver = start(disk, max_num_seqs=1)
+    driver.add("running", [3, 1, 4], max_tokens=40)
+    driver.step()
+    driver.step()
+    driver.add("urgent", PROMPT, priority=-5)
+    while disk.num_loads < 9:
+        driver.step()
+        assert driver.core.stats().preemptions_total == 0, "pushed out before the blocks were there"
+    driver.run()
+    assert driver.core.stats().preemptions_total == 1
+    assert cached_tokens(driver) >= 40
+    assert driver.tokens["urgent", 0] == generate_alone(PROMPT)[0]
+    assert driver.tokens["running", 0] == generate_alone([3, 1, 4], max_tokens=40)[0]
+
+
 def test_requests_with_one_prefix_load_it_once() -> None:
     disk = FakeDisk(filled().files, delay=3)
     driver = start(disk)

@@ -20,7 +20,7 @@ def finish_order(driver: CoreDriver) -> list[str]:
 
 
 def running(driver: CoreDriver) -> list[str]:
-    return [sequence.request.request_id for sequence in driver.scheduler._running]
+    return [sequence.request.request_id for sequence in driver.scheduler._running.sequences]
 
 
 def assert_as_alone(driver: CoreDriver, requests: dict[str, tuple[list[int], dict]]) -> None:

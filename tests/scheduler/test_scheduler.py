@@ -374,7 +374,7 @@ def test_a_request_whose_leader_was_aborted_keeps_its_place() -> None:
     driver.abort("first", 0)
     driver.scheduler.check()
     driver.step()
-    assert [sequence.request.request_id for sequence in driver.scheduler._running] == ["first", "second"]
+    assert [sequence.request.request_id for sequence in driver.scheduler._running.sequences] == ["first", "second"]
     driver.run()
     assert driver.core.stats().preemptions_total == 1
     assert [name for name, _ in driver.finished] == ["first", "first", "second"]

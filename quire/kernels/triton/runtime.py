@@ -34,7 +34,8 @@ _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", def
 
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`: every launch of a Triton kernel goes through here, so that it can be recorded.
+    """`kernel[grid](*args, **constants)`: every launch of a Triton kernel goes through here, so that it can be
+    recorded.
 
     grid: numbers of programs, up to three. args: tensors and numbers, in the kernel's order. constants: compile-time
     arguments and launch settings (`num_warps`, `num_stages`).
@@ -65,6 +66,17 @@ def dot(a, b, accumulator):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """x, float32, in DTYPE: rounded to the nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        # The interpreter would cut the last bits off.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -47,11 +47,16 @@ def test_a_recorder_gets_the_very_arguments_instead() -> None:
 
 def test_a_recorder_ends_with_an_error_and_hears_its_own_thread_only() -> None:
     out, recorder = torch.zeros(16), Recorder()
-    with pytest.raises(ZeroDivisionError), recorded_launches(recorder):
-        other = threading.Thread(target=launch, args=(_add_index, (1,), out, 1), kwargs={"SIZE": 16})
-        other.start()
-        other.join()
-        raise ZeroDivisionError
+    other = threading.Thread(target=launch, args=(_add_index, (1,), out, 1), kwargs={"SIZE": 16})
+
+    def fail() -> None:
+        with recorded_launches(recorder):
+            other.start()
+            other.join()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert out[1] == 1
     launch(_add_index, (1,), out, 1, SIZE=16)
     assert out[1] == 2
