@@ -107,7 +107,7 @@ class Engine:
         while alive and time.perf_counter() - started < seconds:
             outputs = client.receive()
             assert outputs is not None, "work is left"
-            num_tokens += sum(len(update.token_ids) for update in outputs.updates)
+            num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
             alive -= {update.request_id for update in outputs.updates if update.finish_reason is not None}
             if on_step is not None:
                 on_step(len(STEPS))

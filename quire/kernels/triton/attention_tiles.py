@@ -135,8 +135,8 @@ def _float32_tiles(shape: HeadShape) -> Tiles:
 
 def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory: int) -> Tiles:
     """The most keys in a tile, and then stages, that fit. Three stages: the loads of a tile have a whole tile's
-    arithmetic to arrive in. On Hopper products take keys and values from shared memory, and only with 128 keys a tile do
-    they read it slower than they multiply; earlier cards hold them in registers, where 64 keys are what fits."""
+    arithmetic to arrive in. On Hopper products take keys and values from shared memory, and only with 128 keys a tile
+    do they read it slower than they multiply; earlier cards hold them in registers, where 64 keys are what fits."""
     block_m = max(block_m, _power(shape.group))
     # Warps in fours: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four.
     num_warps = 8 if block_m >= 128 or (block_m == 64 and shape.dim > 128) else 4
@@ -153,9 +153,8 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, limits: Device
     times that many fill the device: the fewest with which the last round of programs leaves at most a tenth more of it
     idle than it would with the best number."""
     slots = RESIDENT_PROGRAMS * limits.num_multiprocessors
-    if num_programs >= 4 * slots:
-        return 1
-    most = min(MAX_SPLITS, max(1, -(-max_seq_len // (2 * block_n))))
+    # Of many rounds the last one matters little, and parts of less than two tiles do not pay.
+    most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), 4 * slots // num_programs))
 
     def busy(splits: int) -> float:
         programs = num_programs * splits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -81,9 +82,7 @@ class Case:
 
     def varlen(self, tiles: Tiles, skipped: int = 0) -> torch.Tensor:
         out = self.poisoned()
-        varlen_attention(
-            self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks
-        )
+        varlen_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks)
         return out
 
     def split(self, plan: SplitPlan) -> torch.Tensor:
@@ -96,6 +95,7 @@ class Case:
         split_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, plan, scratch, sinks=self.sinks)
         return out
 
+    @cached_property
     def expected(self) -> torch.Tensor:
         """[real tokens, num_heads * head_dim] float64, token by token over keys gathered one by one."""
         layer, table, starts = self.layer, self.batch.block_tables[0], self.batch.query_start.tolist()
@@ -126,7 +126,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 def assert_equals_reference(case: Case, out: torch.Tensor, *, most_tokens: int | None = None) -> None:
     """Tokens of sequences with at most `most_tokens` new ones (None: all) are right, nothing else is written."""
-    expected, starts = case.expected(), case.batch.query_start.tolist()
+    expected, starts = case.expected, case.batch.query_start.tolist()
     for index, (_, new) in enumerate(case.sequences):
         mine = slice(starts[index], starts[index] + new)
         if most_tokens is None or new <= most_tokens:

@@ -13,16 +13,16 @@ from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
 from tests.kernels.triton.attention_cases import Case, assert_equals_reference
 
-SEQUENCES = [(37, 2), (5, 5), (40, 19), (33, 1), (16, 0)]
-"""Tokens over a context, a prompt, a chunk longer than a tile, a decode, one that is not scheduled."""
+SEQUENCES = [(37, 2), (20, 11), (33, 1), (16, 0)]
+"""Tokens over a context, a chunk longer than a tile, a decode, one that is not scheduled."""
 
 
-def layer(heads: int = 4, kv_heads: int = 2, dim: int = 16, **rest: Any) -> LayerAttention:
+def layer(heads: int = 2, kv_heads: int = 1, dim: int = 16, **rest: Any) -> LayerAttention:
     return LayerAttention(layer=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, **rest)
 
 
 CASES = {
-    "plain": Case(layer(), SEQUENCES),
+    "two-key-heads": Case(layer(4, 2), SEQUENCES),
     "multi-head": Case(layer(2, 2), SEQUENCES, block_size=8),
     "group-of-3": Case(layer(3, 1), SEQUENCES),
     "group-of-16": Case(layer(16, 1), SEQUENCES),
@@ -38,22 +38,17 @@ CASES = {
     "window-of-1": Case(layer(window=1), SEQUENCES, block_size=8),
     "window-17-blocks-of-4": Case(layer(window=17), SEQUENCES, block_size=4),
     "soft-cap": Case(layer(soft_cap=0.7), SEQUENCES),
-    "sinks": Case(layer(), SEQUENCES, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
-    "everything": Case(layer(window=21, soft_cap=1.5), SEQUENCES, sinks=torch.tensor([2.0, -40.0, 0.1, 1.0])),
+    "sinks": Case(layer(), SEQUENCES, sinks=torch.tensor([0.5, -1.0])),
+    "everything": Case(layer(window=21, soft_cap=1.5), SEQUENCES, sinks=torch.tensor([2.0, -40.0])),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_varlen_kernel(name: str) -> None:
+def test_equals_float64(name: str) -> None:
+    """By the split kernel with two programs a sequence: all but the chunk of 11 tokens, which is not its."""
     case = CASES[name]
     assert_equals_reference(case, case.varlen(Tiles(16, 16, 4, 1)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_split_kernel(name: str) -> None:
-    """Three programs a sequence. The chunks of 5 and 19 tokens are not its."""
-    case = CASES[name]
-    out = case.split(SplitPlan(Tiles(32, 16, 4, 1), tokens=2, num_programs=3, capacity=3, min_keys=16))
+    out = case.split(SplitPlan(Tiles(32, 16, 4, 1), tokens=2, num_programs=2, capacity=2, min_keys=16))
     assert_equals_reference(case, out, most_tokens=2)
 
 
@@ -72,12 +67,12 @@ def test_short_splits_are_not_cut() -> None:
     assert_equals_reference(case, out)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     sequences=st.lists(
         st.integers(1, 70).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, min(length, 9)))),
         min_size=1,
-        max_size=4,
+        max_size=3,
     ).filter(lambda sequences: any(new for _, new in sequences)),
     group=st.integers(1, 5),
     block_size=st.sampled_from([8, 16, 32]),
@@ -99,15 +94,16 @@ def test_shapes(
         assert torch.equal(split[~split.isnan()], varlen[~split.isnan()])
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "everything", "head-64-bfloat16"])
+@pytest.mark.parametrize("name", ["two-key-heads", "everything", "head-64-bfloat16"])
 def test_same_bits_however_a_row_comes_about(name: str) -> None:
-    """Batch-invariant mode: each token of a sequence, computed in chunks of any size that begin anywhere, as a decode by
-    either kernel, and among others."""
-    model, length, fixed = CASES[name], 75, Tiles(16, 16, 4, 1, 32)
+    """Batch-invariant mode: each token of a sequence, computed in chunks of any size that begin anywhere, or as a
+    decode by either kernel."""
+    model, length, fixed = CASES[name], 71, Tiles(32, 16, 4, 1, 32)
     whole = Case(model.layer, [(length, length)], dtype=model.dtype, sinks=model.sinks)
-    expected = whole.varlen(fixed)[:length]
-    assert_equals_reference(whole, whole.varlen(fixed))
-    for start, new in ((13, 9), (70, 5), (32, 1), (74, 1)):
+    out = whole.varlen(fixed)
+    assert_equals_reference(whole, out)
+    expected = out[:length]
+    for start, new in ((13, 9), (66, 5), (32, 1), (70, 1)):
         part = _part_of(whole, start + new, new)
         assert torch.equal(part.varlen(fixed)[:new], expected[start : start + new])
         if new == 1:
