@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -29,6 +30,7 @@ from quire.worker.device.facts import device_limits, device_name
 from quire.worker.device.graph_capture import CudaGraphCapture
 from quire.worker.device.graphs import ForwardPasses, PassShape
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
+from quire.worker.device.parking import ParkedWeights
 from quire.worker.device.pending import PendingStep, failed_step
 from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
 from quire.worker.device.runner import Collect, DeviceModelRunner
@@ -67,6 +69,7 @@ class DeviceWorker:
         self._memory = make_memory(self.streams.device)
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
+        self._parked: ParkedWeights | None = None
         self._host_pool: HostPool | None = None
         self._runner: DeviceModelRunner | None = None
         self._layout: KVCacheLayout | None = None
@@ -149,6 +152,43 @@ class DeviceWorker:
         where = device_name(self.streams.device)
         formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
         return f"Triton kernels on {where}, {formats}, {mode} kernels, {graphs}"
+
+    @_enqueues
+    def idle(self) -> bool:
+        """Capture one more CUDA graph, while no plan is outstanding; returns whether there was one left."""
+        assert self._runner is not None, "allocate comes before idle"
+        return self._runner.capture_next()
+
+    @_enqueues
+    def sleep(self, level: int) -> None:
+        """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
+        altogether at level 2. What is on disk stays."""
+        self.streams.synchronize()
+        self._disk.close()
+        self._last = None
+        layout = self._layout
+        self._release_pools()
+        self._layout = layout
+        if level == 2:
+            self._model, self._parked = None, None
+        elif self._parked is None:
+            assert self._model is not None, "load comes before sleep"
+            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes())
+        gc.collect()
+        self._memory.free()  # what torch keeps in reserve goes back as well
+
+    @_enqueues
+    def wake_up(self) -> None:
+        """Bring the weights back, or load them, and make the pools anew. Raises ModelLoadError or
+        InsufficientMemoryError."""
+        assert self._layout is not None, "allocate comes before sleep"
+        if self._model is None:
+            self.load()
+        elif self._parked is not None:
+            with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
+                self._parked.restore()
+            self._parked = None
+        self.allocate(self._layout)
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
