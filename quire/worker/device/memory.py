@@ -108,7 +108,8 @@ def make_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. Raises InsufficientMemoryError."""
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: what no block has held yet must be finite, since
+    masked keys are multiplied as well. Raises InsufficientMemoryError."""
     if device.type == "cpu":
         return allocate_pages(layout)
     shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)
@@ -140,13 +141,15 @@ class HostPool:
 
 
 @contextmanager
-def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int) -> Iterator[None]:
-    """Turns the device's error into InsufficientMemoryError that says what was to fit where."""
+def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Turns the device's error into InsufficientMemoryError that says what was to fit where. num_bytes: None: not
+    known."""
     free = memory.free()
     try:
         yield
     except torch.OutOfMemoryError:
+        needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} are needed, and "
         raise InsufficientMemoryError(
-            f"no memory on the device for {purpose}: {format_bytes(num_bytes)} are needed, and of its "
-            f"{format_bytes(memory.total())} {format_bytes(free)} were free"
+            f"no memory on the device for {purpose}: {needed}of its {format_bytes(memory.total())} "
+            f"{format_bytes(free)} were free"
         ) from None
