@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import records
 from benchmarks.gpu.parts import Outcome, Part, choose, run_part
 from benchmarks.gpu.run import PARTS, main
-from benchmarks.gpu.summary import TARGETS, summarize, suite_counts, verdicts
+from benchmarks.gpu.summary import TARGETS, suite_counts, summarize, verdicts
 from tests.architecture.source import ROOT
 
 HANGS = (sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(100)")
