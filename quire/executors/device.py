@@ -38,6 +38,15 @@ class DeviceExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._live_worker().launch(plan)
 
+    def idle(self) -> bool:
+        return self._live_worker().idle()
+
+    def sleep(self, level: int) -> None:
+        self._live_worker().sleep(level)
+
+    def wake_up(self) -> None:
+        self._live_worker().wake_up()
+
     def shutdown(self) -> None:
         """Wait for what the device is doing, then let go of the model and the pool."""
         if self._worker is not None:

@@ -33,6 +33,10 @@ class CausalLM(Protocol):
         or misshapen tensor, naming it."""
         ...
 
+    def release_workspaces(self) -> None:
+        """Let go of memory that the next call makes again, and of the KV cache that it was made for."""
+        ...
+
     def weight_bytes(self) -> int:
         """Bytes of the model's parameters as they are stored."""
         ...

@@ -34,8 +34,7 @@ _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", def
 
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`: every launch of a Triton kernel goes through here, so that it can be
-    recorded.
+    """`kernel[grid](*args, **constants)`: all launches of Triton kernels go through here, so that they can be recorded.
 
     grid: numbers of programs, up to three. args: tensors and numbers, in the kernel's order. constants: compile-time
     arguments and launch settings (`num_warps`, `num_stages`).

@@ -108,6 +108,11 @@ class DeviceModelRunner:
         launched = Launched(plan, samples, self._prompt_scorer.score(hidden, columns))
         return self._collecting(launched)
 
+    def capture_next(self) -> bool:
+        """Capture one more graph, while nothing is under way; returns whether there was one left."""
+        inputs = self._state.inputs
+        return self._passes.capture_next(lambda execution: inputs.padding(execution.num_seqs, execution.num_tokens))
+
     def _move_blocks(self, plan: StepPlan, copies: list[Section]) -> None:
         """Swapping begins, and copy-on-write is done."""
         self._transfers.start(plan.swap_out, plan.swap_in)
@@ -120,9 +125,7 @@ class DeviceModelRunner:
 
     def _forward(self, plan: StepPlan, columns: HostColumns, on_device: StepColumns) -> torch.Tensor:
         """Hidden states, [T or more, hidden size]."""
-        execution = choose_execution(
-            columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings
-        )
+        execution = choose_execution(columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings)
         batch, token_ids = self._state.inputs.prepare(columns, on_device, execution.num_seqs, execution.num_tokens)
         if plan.swap_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
             self._transfers.wait()

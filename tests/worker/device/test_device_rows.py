@@ -95,9 +95,7 @@ class World:
         blocks = [[self.block() for _ in range(num_blocks)] for _ in range(NUM_GROUPS)]
         seq_id = self._add(Expected(tokens, self.rng.randint(1, len(tokens)), blocks, self.token()))
         sampling = sampling_of(GREEDY.params, self.sequences[seq_id].seed)
-        new = NewSequence(
-            seq_id, list(tokens), self.sequences[seq_id].num_prompt, [list(b) for b in blocks], sampling
-        )
+        new = NewSequence(seq_id, list(tokens), self.sequences[seq_id].num_prompt, [list(b) for b in blocks], sampling)
         plan.new_sequences.append(new)
 
     def _add(self, sequence: Expected) -> int:
@@ -150,9 +148,7 @@ class World:
             tokens = tokens[: sequence.computed] + [self.token() for _ in range(3)]
         child = self._child(sequence, tokens)
         history = list(tokens) if kind == "history" else None
-        plan.forks.append(
-            SequenceFork(parent, child, sampling_of(GREEDY.params, self.sequences[child].seed), history)
-        )
+        plan.forks.append(SequenceFork(parent, child, sampling_of(GREEDY.params, self.sequences[child].seed), history))
         if kind == "sampled":
             plan.sample_seq_ids.append(child)
             plan.sample_from.append(index)
