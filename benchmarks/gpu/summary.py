@@ -148,7 +148,7 @@ def verdicts(found: Sequence[Record], targets: Iterable[Target] = TARGETS) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class TestCounts:
+class SuiteCounts:
     """Of all of pytest's reports in a folder. failures: names."""
 
     passed: int
@@ -156,7 +156,7 @@ class TestCounts:
     left_out: int
 
 
-def test_counts(folder: Path) -> TestCounts:
+def suite_counts(folder: Path) -> SuiteCounts:
     """A report that is missing or broken (its process was ended) counts as a failure."""
     passed, left_out, failures = 0, 0, []
     for log in sorted(folder.glob("tests-*.log")):
@@ -174,7 +174,7 @@ def test_counts(folder: Path) -> TestCounts:
                 left_out += 1
             else:
                 passed += 1
-    return TestCounts(passed, tuple(failures), left_out)
+    return SuiteCounts(passed, tuple(failures), left_out)
 
 
 def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path) -> str:
@@ -183,7 +183,7 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path
     lines += [f"{outcome.name:14}{outcome.status:12}{outcome.seconds:6.0f} s" for outcome in outcomes]
     lines += [f"--- {outcome.name} ---\n{outcome.tail[-1200:]}" for outcome in outcomes if outcome.status == "failed"]
     if any(outcome.name == "tests" for outcome in outcomes):
-        counts = test_counts(folder)
+        counts = suite_counts(folder)
         lines += ["", f"== Tests: {counts.passed} passed, {len(counts.failures)} failed, {counts.left_out} left out"]
         lines += [f"FAILED {name}" for name in counts.failures[:20]]
     lines += _limits(found) + _table(found) + _engine(found)
