@@ -44,9 +44,7 @@ def open_engine(directory: Path, **options: Any) -> LLM:
     return LLM(str(directory), **{**OPTIONS, **options})
 
 
-def run(
-    llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[RequestOutput]:
+def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]) -> list[RequestOutput]:
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
@@ -59,8 +57,6 @@ def greedy(num_tokens: int, **params: Any) -> SamplingParams:
 def continuation(reference: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Transformers' own greedy tokens."""
     with torch.inference_mode():
-        output = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-        )
+        output = reference.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
