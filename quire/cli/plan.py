@@ -23,7 +23,8 @@ from quire.worker.memory import available_memory
 GPU_MEMORY_UTILIZATION = 0.9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "max_prefill_chunk", "queue_depth", "enable_prefix_caching",
-    "attention_backend", "matmul_precision", "num_threads",
+    "attention_backend", "matmul_precision", "num_threads", "enforce_eager", "cuda_graphs", "cuda_graph_sizes",
+    "batch_invariant",
 )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def _target(namespace: argparse.Namespace) -> Target:
 def _resolve(options: EngineOptions, *, for_gpu: bool) -> EngineConfig:
     """The engine's configuration, from config.json only. On a GPU `auto` means the checkpoint's dtype, and the share
     of memory is the one that is usual there."""
-    options = replace_options(options, load_format="dummy")
+    options = replace_options(options, load_format="dummy", device="cpu")
     if for_gpu and options.preemption_mode != "recompute":
         raise UserError(
             "swap space is host memory, and a plan for --gpu is about the device's: leave preemption_mode out",

@@ -38,6 +38,10 @@ class NativeModel:
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         self._model.load_weights(weights)
 
+    def release_workspaces(self) -> None:
+        self._backend = self._body = self._head = None
+        self._logits = torch.empty(0, 0)
+
     def weight_bytes(self) -> int:
         return self._model.weight_bytes()
 
