@@ -15,7 +15,7 @@ from benchmarks.gpu.subjects import BLOCK_SIZE, Subject
 from benchmarks.gpu.timing import Call
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
-from quire.attention.triton_backend import TritonAttention
+from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -35,6 +35,18 @@ class Batch:
     @property
     def name(self) -> str:
         return f"{self.num_seqs} x {self.num_new} of {self.length} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """pages: [num_blocks, 2, block_size, num_kv_heads, head_dim]. qkv: of the new tokens, used up by the step.
+    positions: of the new tokens."""
+
+    pages: torch.Tensor
+    step: TritonAttentionStep
+    heads: HeadWeights
+    qkv: torch.Tensor
+    positions: torch.Tensor
 
 
 DECODES = (Batch(256, 1, 1024), Batch(256, 1, 2048), Batch(32, 1, 8192), Batch(8, 1, 32768), Batch(1, 1, 8192))
@@ -96,14 +108,20 @@ class AttentionSubjects:
 
     def paged(self, batch: Batch, block_size: int) -> Call:
         """One layer of the engine: head norms, rotation, the write and attention, over blocks scattered at random."""
+        case = self.prepare(batch, block_size)
+        half = self.shape.head_dim // 2
+        frequencies = (1e6 ** -(torch.arange(half) / half)).to(self.device)
+        rotation = DeviceRotation(*rotation_angles(case.positions, frequencies, 1.0))
+        return lambda: case.step.attend(case.heads, case.qkv, rotation, None)
+
+    def prepare(self, batch: Batch, block_size: int) -> Prepared:
+        """Random pages, and everything that one layer's attention over them takes."""
         shape = self.shape
         tables, num_blocks = scattered_tables(batch, block_size, self.device)
         spec = FullAttentionSpec(shape.num_kv_heads, shape.head_dim, shape.itemsize)
         groups, layers_per_group = group_layers([spec])
         layout = KVCacheLayout(block_size, num_blocks, groups, layers_per_group)
-        pages = torch.randn(
-            num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim, device=self.device, dtype=self.dtype
-        )
+        pages = self._random(num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
         backend = TritonAttention(
             layout,
             [pages],
@@ -114,12 +132,8 @@ class AttentionSubjects:
             max_model_len=batch.length,
         )
         described = device_batch(batch, tables, block_size, self.device)
-        step = backend.plan(described)
-        heads = self._heads()
-        qkv = torch.randn(described.num_tokens, shape.qkv_width, device=self.device).to(self.dtype)
-        frequencies = (1e6 ** -(torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))).to(self.device)
-        rotation = DeviceRotation(*rotation_angles(described.positions, frequencies, 1.0))
-        return lambda: step.attend(heads, qkv, rotation, None)
+        qkv = self._random(described.num_tokens, shape.qkv_width)
+        return Prepared(pages, backend.plan(described), self._heads(), qkv, described.positions)
 
     def torch_contiguous(self, batch: Batch) -> Call:
         """torch's attention over keys and values in one piece, heads first: no pages, no writes, no rotation."""

@@ -15,9 +15,9 @@ from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.sampler import SampledTokens
 from tests.sampling.helpers import Case
 
-SMALL = SamplingShapes(segment=64, lanes=16, tile=16, listed=32, ranked=12, num_warps=4)
+SMALL = SamplingShapes(segment=64, lanes=32, tile=64, listed=32, ranked=24, num_warps=4)
 """Several segments, tiles and lists that overflow, in vocabularies of hundreds."""
-LANES = 32
+LANES = 64
 NEVER = 10**6
 """What the token table holds behind a row's tokens: no kernel may take it for a token."""
 OFFSET, STRIDE = 7, DeviceSamplingRows.WIDTH + 4

@@ -67,30 +67,26 @@ def no_keys(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def _key_offsets(
-    table,
-    tile,
-    present,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """[BLOCK_N] int64: where the keys of a tile begin in the pages. Several blocks if they are smaller than a tile."""
-    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+def _blocks_of(table, tile, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The physical blocks of a tile's keys before `stop`: one, or [BLOCK_N] if blocks are smaller than a tile."""
+    if BLOCK_SIZE >= BLOCK_N:
+        blocks = tl.load(table + tile // BLOCK_SIZE, mask=tile < stop, other=0)
+    else:
+        offsets = tl.arange(0, BLOCK_N)
+        logical = table + tile // BLOCK_SIZE + offsets // BLOCK_SIZE
+        blocks = tl.load(logical, mask=tile + offsets < stop, other=0)
+    return blocks
+
+
+@triton.jit
+def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: where the keys of a tile begin in the pages, of TOKEN elements a position."""
     offsets = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE >= BLOCK_N:
-        blocks = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
         within = tile % BLOCK_SIZE + offsets
     else:
-        logical = table + tile // BLOCK_SIZE + offsets // BLOCK_SIZE
         within = offsets % BLOCK_SIZE
-        if MASKED:
-            blocks = tl.load(logical, mask=present, other=0).to(tl.int64)
-        else:
-            blocks = tl.load(logical).to(tl.int64)
-    return blocks * (2 * BLOCK_SIZE * TOKEN) + within * TOKEN
+    return blocks.to(tl.int64) * (2 * BLOCK_SIZE * TOKEN) + within * TOKEN
 
 
 @triton.jit
@@ -139,13 +135,20 @@ def _attend_tiles(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them."""
-    VALUES: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them.
+
+    Block numbers are read one tile ahead: an address that waits for a load of its own iteration would take the loads of
+    keys and values out of the compiler's software pipeline.
+    """
+    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    VALUES: tl.constexpr = BLOCK_SIZE * TOKEN
     dims = tl.arange(0, DIM)
+    blocks = _blocks_of(table, start, stop, BLOCK_SIZE, BLOCK_N)
     for tile in range(bound(start), bound(stop), BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         present = (keys >= first_key) & (keys < end_key)
-        at = _key_offsets(table, tile, present, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASKED)
+        at = _key_offsets(blocks, tile, TOKEN, BLOCK_SIZE, BLOCK_N)
+        blocks = _blocks_of(table, tile + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
         from_page = pages + at[:, None] + dims[None, :]
         visible = keys[None, :] <= positions[:, None]
         if WINDOW:

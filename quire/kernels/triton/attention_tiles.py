@@ -16,7 +16,7 @@ keys and values; and by registers: M D sums and M N scores in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 """KiB that one block can have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -103,70 +103,74 @@ def padded_dim(head_dim: int) -> int:
 
 
 def varlen_tiles(shape: HeadShape, max_query_len: int, limits: DeviceLimits) -> Tiles:
-    """Tiles of the varlen kernel: no more rows than a sequence has, up to 128; keys as shared memory allows."""
-    rows = max_query_len * shape.group
+    """Tiles of the varlen kernel: no more rows than a sequence has, up to 128, and as many keys as fit."""
     if shape.itemsize == 4:
-        # float32 has no matrix units that keep its precision: products are made by the ordinary ones, from registers.
-        return Tiles(max(SMALLEST_M, _power(shape.group), 32 if rows > 16 else 0), 32, 4, 1)
-    block_m = 128 if rows > 64 else 64 if rows > 16 else SMALLEST_M
-    return _fitted(shape, max(block_m, _power(shape.group)), limits.shared_memory)
+        return _float32_tiles(shape)
+    rows = max_query_len * shape.group
+    if rows > 64:
+        return _fitted(shape, 128, limits, limits.shared_memory)
+    return _fitted(shape, 64 if rows > SMALLEST_M else SMALLEST_M, limits, limits.shared_memory // RESIDENT_PROGRAMS)
 
 
 def split_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
     """Tiles of the split kernel: as few rows as there can be, and memory for two programs on a multiprocessor."""
-    block_m = max(SMALLEST_M, _power(shape.group))
     if shape.itemsize == 4:
-        return Tiles(block_m, 32, 4, 1)
-    return _fitted(shape, block_m, limits.shared_memory // RESIDENT_PROGRAMS)
+        return _float32_tiles(shape)
+    return _fitted(shape, SMALLEST_M, limits, limits.shared_memory // RESIDENT_PROGRAMS)
 
 
 def fixed_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
     """The one kind of tile of batch-invariant mode, for prompts and for single tokens: rows get their bits from the
     order of additions inside a tile, and another size of tile is another instruction with an order of its own."""
     if shape.itemsize == 4:
-        tiles = Tiles(max(SMALLEST_M, _power(shape.group)), 32, 4, 1)
-    else:
-        tiles = _fitted(shape, max(64, _power(shape.group)), limits.shared_memory // RESIDENT_PROGRAMS)
-    return Tiles(tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages, FIXED_KEYS)
+        return replace(_float32_tiles(shape), fixed_keys=FIXED_KEYS)
+    tiles = _fitted(shape, 64, limits, limits.shared_memory // RESIDENT_PROGRAMS)
+    return replace(tiles, fixed_keys=FIXED_KEYS)
 
 
-def _fitted(shape: HeadShape, block_m: int, shared_memory: int) -> Tiles:
-    """The most keys in a tile, and then stages, that fit: queries + stages * (keys + values)."""
-    num_warps = 8 if block_m >= 128 else 4
+def _float32_tiles(shape: HeadShape) -> Tiles:
+    """No matrix unit keeps float32's precision: products are made by the ordinary ones, all operands in registers."""
+    return Tiles(max(SMALLEST_M, _power(shape.group)), 32, 4, 1)
+
+
+def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory: int) -> Tiles:
+    """The most keys in a tile, and then stages, that fit. Three stages: the loads of a tile have a whole tile's
+    arithmetic to arrive in. On Hopper products take keys and values from shared memory, and only with 128 keys a tile
+    do they read it slower than they multiply; earlier cards hold them in registers, where 64 keys are what fits."""
+    block_m = max(block_m, _power(shape.group))
+    # Warps in fours: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four.
+    num_warps = 8 if block_m >= 128 or (block_m == 64 and shape.dim > 128) else 4
+    most_keys = 128 if shape.dim <= 64 or (block_m >= 128 and limits.capability[0] >= 9) else 64
     left = shared_memory - block_m * shape.dim * shape.itemsize
-    for block_n, least_stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
-        tile = 2 * block_n * shape.dim * shape.itemsize
-        if (stages := min(4, left // tile)) >= least_stages:
-            return Tiles(block_m, block_n, num_warps, stages)
+    for block_n, num_stages in ((128, 3), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2)):
+        if block_n <= most_keys and 2 * block_n * shape.dim * shape.itemsize * num_stages <= left:
+            return Tiles(block_m, block_n, num_warps, num_stages)
     return Tiles(block_m, 16, num_warps, 1)
 
 
 def num_splits(num_programs: int, max_seq_len: int, block_n: int, limits: DeviceLimits) -> int:
-    """Into how many parts the keys of a sequence are cut at most, so that `num_programs` (sequences x key heads) times
-    that many fill the device: the fewest whose last round of programs leaves at most a tenth more of it idle than the
-    best choice would."""
+    """Into how many parts sequences of up to `max_seq_len` keys are cut so that `num_programs` (sequences x key heads)
+    times that many fill the device: the fewest with which the last round of programs leaves at most a tenth more of it
+    idle than it would with the best number."""
     slots = RESIDENT_PROGRAMS * limits.num_multiprocessors
-    most = min(MAX_SPLITS, max(1, -(-max_seq_len // (2 * block_n))))
+    # Of many rounds the last one matters little, and parts of less than two tiles do not pay.
+    most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), 4 * slots // num_programs))
 
     def busy(splits: int) -> float:
         programs = num_programs * splits
         return programs / (-(-programs // slots) * slots)
 
-    if num_programs >= 4 * slots:
-        return min(most, -(-max_seq_len // LONGEST_SPLIT))
     enough = 0.9 * max(busy(splits) for splits in range(1, most + 1))
-    fewest = next(splits for splits in range(1, most + 1) if busy(splits) >= enough)
-    return max(fewest, min(most, -(-max_seq_len // LONGEST_SPLIT)))
+    return next(splits for splits in range(1, most + 1) if busy(splits) >= enough)
 
 
 def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> SplitPlan:
     """The split kernel over `num_seqs` sequences, tiles and parts chosen for speed."""
     tiles = split_tiles(shape, limits)
-    programs = num_seqs * shape.num_kv_heads
-    splits = num_splits(programs, max_seq_len, tiles.block_n, limits)
-    # Where sequences alone fill the device, only long ones are cut.
-    filled = programs >= 4 * RESIDENT_PROGRAMS * limits.num_multiprocessors
-    min_keys = LONGEST_SPLIT // 4 if filled else 2 * tiles.block_n
+    splits = num_splits(num_seqs * shape.num_kv_heads, max_seq_len, tiles.block_n, limits)
+    # Where sequences alone fill the device, only the long ones are cut.
+    min_keys = LONGEST_SPLIT // 4 if splits == 1 else 2 * tiles.block_n
+    splits = max(splits, min(MAX_SPLITS, -(-max_seq_len // LONGEST_SPLIT)))
     return SplitPlan(tiles, max(1, SMALLEST_M // shape.group), splits, splits, min_keys)
 
 

@@ -60,7 +60,10 @@ def _next_of_lane(row, VOCAB: tl.constexpr, lane, score, token, LANES: tl.conste
     return best, tl.min(tl.where(is_best, tokens, VOCAB))
 
 
-@triton.jit(do_not_specialize=["num_best"])
+@triton.jit(
+    do_not_specialize=["num_best", "result_stride"],
+    do_not_specialize_on_alignment=["targets", "rows"],
+)
 def _rank_kernel(
     logits,
     targets,
@@ -158,12 +161,12 @@ def rank(
 ) -> None:
     """The best tokens of each row, best first, of equal ones the lowest first.
 
-    logits: [N, vocab_size], bfloat16, float16 or float32, the elements of a row side by side. targets: [N] int32, a token
-    of each row; None: values are the logits themselves, not log-probabilities. num_best: at most vocab_size. rows: [N]
-    int32, words: the table of parameters; where `feature` is not 0, only rows that have it are written.
+    logits: [N, vocab_size], bfloat16, float16 or float32, the elements of a row side by side. targets: [N] int32, a
+    token of each row; None: values are the logits themselves, not log-probabilities. num_best: at most vocab_size.
+    rows: [N] int32, words: the table of parameters; where `feature` is not 0, only rows that have it are written.
 
-    result: [N, result_words(num_best)] int32: whether the row is sound (neither NaN nor plus infinity, and its target is
-    possible); the target's rank, 1 for the best; then pairs (token, bits of a float32): the target, and the best ones.
+    result: [N, result_words(num_best)] int32: whether the row is sound (neither NaN nor plus infinity, and its target
+    is possible); the target's rank, 1 for the best; then pairs (token, bits of a float32): the target, and the best.
     """
     vocab_size = logits.shape[1]
     launch(

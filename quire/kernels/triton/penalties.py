@@ -4,9 +4,9 @@ A table of zeros, [R, vocab_size] int32, is borrowed: `count_tokens` adds up the
 every count out again with an exchange, which leaves zeros. Whoever gets the count, of all who hold the same token, is
 the one who changes the score, so a token is penalised once without sorting or removing repetitions.
 
-Per token of a row's history: two reads of 4 bytes from the token table, two atomic operations on the counts, and a score
-read and written where the token is new. For 256 rows of 4,096 tokens: 1 million tokens, 2 million atomics spread over
-156 MB, each of which moves a sector of 32 bytes both ways: 130 MB, 30 us at 4.3 TB/s.
+Per token of a row's history: two reads of 4 bytes from the token table, two atomic operations on the counts, and a
+score read and written where the token is new. For 256 rows of 4,096 tokens: 1 million tokens, 2 million atomics spread
+over 156 MB, each of which moves a sector of 32 bytes both ways: 130 MB, 30 us at 4.3 TB/s.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
 the largest score, its token, and the segment's sum of weights relative to that score. `pick` puts a row's segments
 together, chooses a segment, looks for the token inside, and writes it to the results and to the token table.
 
-A draw is the inverse of the cumulative distribution, as on a host, with the same uniform number. (Gumbel's trick needs a
-random number and two logarithms for every entry of the row; they would take three times as long as reading it.) Segments
-do not depend on the batch, and sums run in a fixed order inside them: neither do the tokens.
+A draw is the inverse of the cumulative distribution, as on a host, with the same uniform number. (Gumbel's trick needs
+a random number and two logarithms for every entry of the row; they would take three times as long as reading it.)
+Segments do not depend on the batch, and sums run in a fixed order inside them: neither do the tokens.
 
 Least traffic for 256 rows of 151,936 tokens: the logits once, 78 MB in bfloat16, 156 MB in float32: 18 and 36 us at
-4.3 TB/s. `scan` writes 12 bytes per segment of 16,384 tokens, and `pick` reads one segment of a drawn row again
-(1/10 of the logits, most of it still in the cache). Arithmetic: about 10 operations and one exponential per entry; 39
-million exponentials take 10 us of an H200's 132 * 16 a cycle.
+4.3 TB/s. `scan` writes 12 bytes per segment of 8,192 tokens, and `pick` reads one segment of a drawn row again (1/19 of
+the logits, often still in the cache). Arithmetic: about 10 operations and one exponential per entry; 39 million
+exponentials take 10 us of an H200's 132 * 16 a cycle.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _scan_kernel(
             # Of a segment without any possible token all weights are 0.
             weights = weigh(scores, tl.maximum(largest, LOWEST), temperature)
             tl.store(sums + place, tl.sum(tl.sum(weights, 0), 0))
-    if FILTERED:
+    if FILTERED:  # noqa: SIM102 (this one is decided by the compiler, the next on the device)
         if (load_integer(row_words, FEATURES) & FILTERED) != 0:
             tl.store(lane_maxima + place * LANES + lanes, highest)
 
@@ -154,8 +154,8 @@ def scan(
     random: bool,
     filtered: int,
 ) -> None:
-    """Reduce each segment of each row. logits: [R, vocab_size], bfloat16, float16 or float32, the elements of a row side
-    by side. rows: [R] int32, each row's place in `words` ([num_rows, NUM_WORDS] int32).
+    """Reduce each segment of each row. logits: [R, vocab_size], bfloat16, float16 or float32, the elements of a row
+    side by side. rows: [R] int32, each row's place in `words` ([num_rows, NUM_WORDS] int32).
 
     random: whether sums of weights are wanted. filtered: the feature of rows that are filtered, whose lane maxima are
     wanted; 0: none are.

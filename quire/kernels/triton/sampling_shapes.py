@@ -11,11 +11,11 @@ import torch
 class SamplingShapes:
     """Powers of two, the same for every batch: a row's sums and so its draws depend on them in the last bits.
 
-    segment: tokens that one program of `scan` or `collect` holds in registers (32 for each of 512 threads; loads of 64
-    bytes a thread in flight). lanes: a row's tokens t with equal t % lanes are a lane; maxima of lanes are what filters
-    estimate thresholds from. tile: tokens looked at together inside a segment. listed: most tokens of a row that are
-    ranked in registers. ranked: up to this rank lane maxima lead to a list that is short enough: the r largest maxima of
-    L lanes are reached by about L * log(L / (L - r)) tokens, 2,800 for r = 960 of 1,024.
+    segment: tokens that one program of `scan` holds in registers (32 for each of 256 threads: 64 bytes of bfloat16 a
+    thread in flight, two programs a multiprocessor). lanes: a row's tokens t with equal t % lanes are a lane; maxima of
+    lanes are what filters estimate thresholds from. tile: tokens looked at together inside a segment. listed: most
+    tokens of a row that are ranked in registers. ranked: up to this rank lane maxima lead to a list that is short
+    enough: the r largest maxima of L lanes are reached by about L * log(L / (L - r)) tokens, 2,800 for 960 of 1,024.
     """
 
     segment: int = 8192
@@ -43,9 +43,9 @@ class SamplingBuffers:
     chosen: [R, 2] int32, the token and whether the row is sound. maxima, sums: [R, S] float32, tokens: [R, S] int32, of
     `scan`: largest score, sum of weights relative to it, and the score's first token, -1 for a segment with NaN or plus
     infinity.
-    For filters: lane_maxima: [R, S, lanes] float32. cutoffs: [R, 2] float32, the row's largest score and the lowest
-    weight listed. counts: [R, S] int32, masses: [R, S] float64, of `collect`: tokens listed and sum of all weights.
-    lists: [R, S, listed] int16, places inside the segment, in order.
+    For filters: lane_maxima: [R, S, lanes] float32. cutoffs: [R, 3] float32, the row's largest score, the lowest weight
+    listed, and the lowest weight that stays. counts: [R, S] int32, masses: [R, S] float64, of `collect`: tokens listed
+    and sum of all weights. lists: [R, S, listed] int16, places inside the segment, in order.
     """
 
     chosen: torch.Tensor
@@ -76,7 +76,7 @@ def allocate_buffers(
         tokens=empty(segments, torch.int32),
         sums=empty(segments, torch.float32),
         lane_maxima=empty((*some, shapes.lanes), torch.float32),
-        cutoffs=empty((some[0], 2), torch.float32),
+        cutoffs=empty((some[0], 3), torch.float32),
         counts=empty(some, torch.int32),
         masses=empty(some, torch.float64),
         lists=empty((*some, shapes.listed), torch.int16),

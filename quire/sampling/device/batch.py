@@ -14,8 +14,8 @@ class DeviceSampleBatch:
 
     rows_host: [R] int64, to choose kernels by. On the device: rows: [R] int32; lengths: [R] int32, tokens of the
     sequence so far, the prompt included (= position of the token being chosen); num_prompt_tokens: [R] int32;
-    token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are valid. The sampled token is written
-    behind them.
+    token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are valid. The sampled token is
+    written behind them.
     """
 
     rows_host: np.ndarray

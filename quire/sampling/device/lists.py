@@ -85,7 +85,8 @@ def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """The number of sequences; an entry for each, with the start of its prefix among what follows; the prefixes."""
     if not sequences:
         return np.empty(0, np.int32)
-    entries, prefixes = [], []
+    entries: list[int] = []
+    prefixes: list[int] = []
     for sequence in sequences:
         entries += [sequence[-1], len(sequence) - 1, len(prefixes)]
         prefixes += sequence[:-1]

@@ -41,8 +41,8 @@ class DeviceLogprobs:
 class DeviceSamples:
     """The tokens of R rows. chosen: [R, 2] int32, each row's token and whether its scores are sound.
 
-    ranked: [R, words] int32, of `rank` over the model's logits; candidates: the same over the scores of beams; each None
-    where no row asks. num_logprobs, num_candidates: by batch index, how many a row asks for.
+    ranked: [R, words] int32, of `rank` over the model's logits; candidates: the same over the scores of beams; each
+    None where no row asks. num_logprobs, num_candidates: by batch index, how many a row asks for.
     """
 
     chosen: torch.Tensor
