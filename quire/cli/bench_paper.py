@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.bench.paper.figures import Row, rows
 from quire.bench.paper.measure import Usage, run, write_text
-from quire.bench.paper.workloads import ALPACA, LONGEST, SHAREGPT, SIGMA, draw
+from quire.bench.paper.workloads import draw
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
 from quire.cli.parser import Parser
 from quire.cli.session import import_executor
@@ -15,10 +15,11 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import EngineCore
 from quire.errors import UserError
+from quire.simulator.workloads import ALPACA, LONGEST_INPUT, SHAREGPT, SIGMA
 
 NUM_REQUESTS = {ALPACA.name: 256, SHAREGPT.name: 32}
 NUM_REQUESTS_QUICK = {ALPACA.name: 64, SHAREGPT.name: 8}
-TEXT_TOKENS = 16 * LONGEST
+TEXT_TOKENS = 32 * LONGEST_INPUT
 MAX_NUM_SEQS = 96
 NUM_BLOCKS = 6000
 """More than the running sequences ever need, so that nothing is preempted."""

@@ -24,7 +24,7 @@ GPU_MEMORY_UTILIZATION = 0.9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "max_prefill_chunk", "queue_depth", "enable_prefix_caching",
     "attention_backend", "matmul_precision", "num_threads", "enforce_eager", "cuda_graphs", "cuda_graph_sizes",
-    "batch_invariant",
+    "batch_invariant", "step_log",
 )  # fmt: skip
 
 
