@@ -78,11 +78,14 @@ class PlanBuilder:
         """Whether the workers have nothing to do at all."""
         return self.is_idle and not (self.transfers or self.awaits_disk)
 
-    def schedule(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
-        """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token.
+    def schedule(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
 
-        start: its computed tokens; known: its tokens, those in flight included.
-        """
+    def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
+        """The same for who has just looked at the sequence. start: its computed tokens; known: its tokens, those in
+        flight included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)
         self.num_tokens.append(num_tokens)

@@ -301,7 +301,7 @@ class Scheduler:
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         preempted = False
-        schedule = builder.schedule
+        place = builder.place
         request: Request | None = None
         mark: Mark | None = None
         for index, sequence in enumerate(running, start=1):  # which preemption shortens, behind this one
@@ -340,7 +340,7 @@ class Scheduler:
                         return True
                     growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
-            schedule(sequence, start, num_tokens, known)
+            place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
         return preempted
@@ -441,7 +441,7 @@ class Scheduler:
         assert growth is not None, "admitted without room"
         builder.block_copies += growth.copies  # of a pinned prefix's last block; the new row names the copy already
         builder.add_row(leader)
-        builder.schedule(leader, start, num_tokens, len(leader.token_ids) + leader.num_pending_tokens)
+        builder.schedule(leader, num_tokens)
         if leader.num_computed_tokens == leader.request.fork_position:
             self._fork(builder, leader)
 

@@ -20,12 +20,10 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.simulator.cost import CostModel
+from quire.simulator.memory import activation_bytes
 from quire.simulator.tokens import Streams
 from quire.simulator.work import StepWork
 from quire.step import Candidates, StepPlan, StepResult
-
-LOGIT_BYTES = 4
-NUM_LOGIT_COPIES = 3
 
 
 class SimulatedFuture(Future[StepResult]):
@@ -68,20 +66,12 @@ class SimulatedExecutor:
         return self._cost.shape.layer_specs(self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """What is left of the device's memory beside the weights, and an estimate of the activations: the residual
-        stream, the wider of attention and MLP, and the sampler's logits."""
-        cost = self._cost
-        shape, layout = cost.shape, cost.layout
-        width = shape.intermediate
-        if shape.experts is not None:
-            width = max(width, shape.experts.num_active * shape.experts.intermediate)
-        attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-        row = 3 * shape.hidden + max(attention, 3 * width) / layout.tp
-        logits = NUM_LOGIT_COPIES * max_num_seqs * shape.vocab * LOGIT_BYTES
-        weights = int(cost.weight_bytes_per_device)
+        """The device's memory without the weights, and an estimate of the activations. A run sizes its pool before
+        (`EngineSettings.config`), so that the core does not ask."""
+        weights = int(self._cost.weight_bytes_per_device)
         return MemoryProfile(
-            available=int(cost.hardware.memory) - weights,
-            activations=int(max_num_batched_tokens * row * 2 + logits),
+            available=int(self._cost.hardware.memory) - weights,
+            activations=activation_bytes(self._cost, max_num_batched_tokens, max_num_seqs),
             weights=weights,
         )
 

@@ -24,14 +24,16 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
+from quire.simulator.memory import kv_cache_bytes
 from quire.simulator.metrics import Metrics, Moments
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
 
 MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 2048
+MAX_NUM_BATCHED_TOKENS = 8192
 GPU_MEMORY_UTILIZATION = 0.9
+SWAP_SPACE = 4 * 2**30
 
 MakeCore = Callable[[EngineConfig, Executor, Clock], EngineCore]
 MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
@@ -71,9 +73,11 @@ class Record:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The engine's options as far as scheduling depends on them: names and meanings are EngineOptions'.
+    """The engine's options as far as scheduling depends on them: names and meanings are EngineOptions', defaults those
+    of a GPU.
 
-    kv_cache_memory: bytes on each device; None: what the profile leaves, times gpu_memory_utilization.
+    kv_cache_memory: bytes on each device; None: gpu_memory_utilization of the device's memory, less weights and
+    activations. swap_space: bytes of host memory for each device, where preempted requests are swapped.
     """
 
     max_model_len: int | None = None
@@ -81,7 +85,7 @@ class EngineSettings:
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     max_prefill_chunk: int | None = None
-    queue_depth: int = 1
+    queue_depth: int = 2
     scheduling_policy: str = "priority"
     priority_seconds: float = 10.0
     kv_cache_memory: int | None = None
@@ -89,21 +93,21 @@ class EngineSettings:
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
     preemption_mode: str = "recompute"
-    swap_space: int | None = 0
-    """Bytes of host memory for each device; None: the engine's default."""
+    swap_space: int = SWAP_SPACE
 
-    def config(self, shape: ModelShape, cost: CostModel) -> EngineConfig:
-        """The engine's configuration of a model of this shape."""
+    def config(self, cost: CostModel) -> EngineConfig:
+        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit."""
+        shape = cost.shape
         longest = min(self.max_model_len or shape.max_model_len, shape.max_model_len)
         return EngineConfig(
             model=_model_config(shape, longest, cost),
             cache=CacheConfig(
                 block_size=self.block_size,
-                memory=self.kv_cache_memory,
+                memory=self._kv_memory(cost),
                 memory_utilization=self.gpu_memory_utilization,
                 num_blocks_override=self.num_blocks_override,
                 enable_prefix_caching=self.enable_prefix_caching,
-                swap_space=self.swap_space,
+                swap_space=0 if self.preemption_mode == "recompute" else self.swap_space,
             ),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
@@ -117,6 +121,16 @@ class EngineSettings:
             load=LoadConfig(load_format="dummy", seed=0),
             device=DeviceConfig(device="simulated", num_threads=1, attention_backend="torch"),
             seed=0,
+        )
+
+    def _kv_memory(self, cost: CostModel) -> int | None:
+        if self.kv_cache_memory is not None or self.num_blocks_override is not None:
+            return self.kv_cache_memory
+        return kv_cache_bytes(
+            cost,
+            utilization=self.gpu_memory_utilization,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
         )
 
 
@@ -183,7 +197,7 @@ class Replica:
             self.executor: Executor = SimulatedExecutor(cost, self.clock, queue_depth=settings.queue_depth)
         else:
             self.executor = make_executor(cost, self.clock, settings.queue_depth)
-        self.core = make_core(settings.config(cost.shape, cost), self.executor, self.clock)
+        self.core = make_core(settings.config(cost), self.executor, self.clock)
         self.metrics = Metrics(num_blocks=self.core.ready.num_blocks)
         self._max_model_len = self.core.ready.max_model_len
         self._objectives = dict(objectives)
