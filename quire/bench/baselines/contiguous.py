@@ -267,7 +267,7 @@ class ContiguousScheduler:
         leader, *others = request.live_sequences
         leader.blocks = self.kv.blocks(leader.seq_id)
         builder.add_row(leader)
-        builder.schedule(leader, 0, request.num_prompt_tokens, request.num_prompt_tokens)
+        builder.schedule(leader, request.num_prompt_tokens)
         table = leader.blocks.tables[0]
         if num_blocks is not None and num_blocks < len(table):
             self._untold[leader] = table[num_blocks:]
@@ -288,7 +288,7 @@ class ContiguousScheduler:
         known, start = len(sequence.token_ids) + sequence.num_pending_tokens, sequence.num_computed_tokens
         is_final = sequence.request.beam_search is not None or known >= num_total
         if known > start and not (sequence.num_pending_tokens and is_final):
-            builder.schedule(sequence, start, known - start, known)
+            builder.place(sequence, start, known - start, known)
 
     def _copy(self, builder: PlanBuilder, due: _Copy) -> None:
         """Put a child's own blocks in the place of its parent's, and copy those that hold tokens.

@@ -81,7 +81,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         padding.blocks = SequenceBlocks([used], len(used) * size, None)
         builder.add_row(padding)
         builder.new_sequences[padding.seq_id].num_prompt_tokens = len(padding.token_ids)
-        builder.schedule(padding, 0, num_tokens, num_tokens + 1)
+        builder.schedule(padding, num_tokens)
         self._padding.append(padding.seq_id)
 
     def _schedule_batch(self, builder: PlanBuilder) -> None:

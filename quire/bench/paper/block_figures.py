@@ -110,7 +110,9 @@ def _figure19(results: Results, scale: Scale) -> list[Row]:
         swap, recompute = (
             results.usage(_swapping(size, mode, scale)).normalized_latency for mode in ("swap", "recompute")
         )
-        rows.append(Row("Fig. 19", f"latency with swapping over with recomputation, blocks of {size}", swap / recompute, 1.0))
+        rows.append(
+            Row("Fig. 19", f"latency with swapping over with recomputation, blocks of {size}", swap / recompute, 1.0)
+        )
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -51,9 +51,11 @@ class Scale:
 
 
 FULL = Scale(
-    MappingProxyType({"sharegpt": 600.0, "alpaca": 120.0, "translation": 120.0, "translation-1shot": 120.0, "chat": 600.0}),
+    MappingProxyType(
+        {"sharegpt": 600.0, "alpaca": 120.0, "translation": 120.0, "translation-1shot": 120.0, "chat": 600.0}
+    ),
     MappingProxyType({"sharegpt": 2400, "alpaca": 6000}),
-    (0.6, 0.8, 0.9, 1.0, 1.1),
+    (0.7, 0.9, 1.0, 1.1),
 )
 QUICK = Scale(
     MappingProxyType({"sharegpt": 40.0, "alpaca": 6.0, "translation": 6.0, "translation-1shot": 6.0, "chat": 40.0}),
@@ -98,7 +100,6 @@ class Figure:
     plot: Callable[[Any, Results, Scale], None] | None = None
     remark: str = ""
     """Said under the table."""
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def worst_and_best(values: Sequence[float]) -> tuple[float, float]:

@@ -13,15 +13,14 @@ from quire.bench.baselines.systems import (
     PROMPTS_APART,
 )
 from quire.bench.paper.figure import Figure, Results, Row, Scale, worst_and_best
-from quire.bench.paper.memory_figures import sharegpt_window
 from quire.bench.paper.servers import SERVERS
 from quire.bench.paper.trials import LIMIT, OFF_THE_CHART, Curve, Load, Window
 
 MODELS = ("opt-13b", "opt-66b", "opt-175b")
 WORKLOADS = ("sharegpt", "alpaca")
 COMPARED = (FASTER_TRANSFORMER, ORCA_MAX, ORCA_POW2, ORCA_ORACLE, PAGED)
-ALPACA_RATE = 30.0
-"""Requests per second of Fig. 13b."""
+SHAREGPT_RATE, ALPACA_RATE = 2.0, 30.0
+"""Requests per second of Fig. 13."""
 _APART = "Quire computes prompts beside next tokens; with the paper's steps of prompts alone see the row below"
 
 
@@ -92,18 +91,22 @@ _FIG13A = {ORCA_MAX: 7.0, ORCA_POW2: 9.8, ORCA_ORACLE: 13.6, PAGED: 30.4}
 _FIG13B = {ORCA_MAX: 7.0, ORCA_POW2: 43.2, ORCA_ORACLE: 72.8, PAGED: 132.4}
 
 
+def _sharegpt_window(system: str, scale: Scale) -> Window:
+    return Window(Load("opt-13b", system, "sharegpt"), SHAREGPT_RATE, scale.window["sharegpt"])
+
+
 def _alpaca_window(system: str, scale: Scale) -> Window:
     return Window(Load("opt-13b", system, "alpaca"), ALPACA_RATE, scale.window["alpaca"])
 
 
 def _figure13_trials(scale: Scale) -> list[Window]:
     systems = (*_FIG13A, PROMPTS_APART)
-    return [window(system, scale) for window in (sharegpt_window, _alpaca_window) for system in systems]
+    return [window(system, scale) for window in (_sharegpt_window, _alpaca_window) for system in systems]
 
 
 def _figure13(results: Results, scale: Scale) -> list[Row]:
     rows = []
-    for part, papers, window in (("13a", _FIG13A, sharegpt_window), ("13b", _FIG13B, _alpaca_window)):
+    for part, papers, window in (("13a", _FIG13A, _sharegpt_window), ("13b", _FIG13B, _alpaca_window)):
         what = "ShareGPT at 2/s" if part == "13a" else "Alpaca at 30/s"
         found = {system: results.usage(window(system, scale)).mean_running for system in papers}
         for system, paper in papers.items():
@@ -111,9 +114,7 @@ def _figure13(results: Results, scale: Scale) -> list[Row]:
             why = _APART if system == PAGED else why
             rows.append(Row(f"Fig. {part}", f"{what}: requests in the batch, {system}", found[system], paper, "", why))
         apart = results.usage(window(PROMPTS_APART, scale)).mean_running
-        rows.append(
-            Row(f"Fig. {part}", f"{what}: requests in the batch, {PROMPTS_APART}", apart, papers[PAGED], "")
-        )
+        rows.append(Row(f"Fig. {part}", f"{what}: requests in the batch, {PROMPTS_APART}", apart, papers[PAGED], ""))
         if part == "13a":
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_ORACLE}", found[PAGED] / found[ORCA_ORACLE], 2.2))
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_MAX}", found[PAGED] / found[ORCA_MAX], 4.3))
@@ -123,7 +124,7 @@ def _figure13(results: Results, scale: Scale) -> list[Row]:
 def _plot_figure13(figure: Any, results: Results, scale: Scale) -> None:
     figure.set_size_inches(10, 4)
     grid = figure.subplots(1, 2)
-    parts = (("ShareGPT, 2 requests/s", _FIG13A, sharegpt_window), ("Alpaca, 30 requests/s", _FIG13B, _alpaca_window))
+    parts = (("ShareGPT, 2 requests/s", _FIG13A, _sharegpt_window), ("Alpaca, 30 requests/s", _FIG13B, _alpaca_window))
     for axes, (title, papers, window) in zip(grid, parts, strict=True):
         places = range(len(papers))
         found = [results.usage(window(system, scale)).mean_running for system in papers]

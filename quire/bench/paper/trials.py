@@ -1,8 +1,8 @@
 """Simulated runs of a system under a workload, as data that a process can be handed, and what is measured of them.
 
 Two kinds. A `Window` offers requests at a rate for a while and looks at what follows a warm-up: how many run side by
-side, what the KV memory holds. A `Curve` finds the highest rate at which the mean normalised latency stays below LIMIT, from
-runs that serve all their requests; the same requests arrive at every rate.
+side, what the KV memory holds. A `Curve` finds the highest rate at which the mean normalised latency stays below LIMIT,
+from runs that serve all their requests; the same requests arrive at every rate.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ WARM_UP = 0.3
 MIN_WAITING = 128
 """A queue that is never empty within a second."""
 NO_END = 10**9
+MORE_RATES = 4
+"""Rates that are tried at most beside the given fractions."""
 SLICE = 20.0
 """Seconds between two looks at a run that may be given up."""
 
@@ -58,7 +60,7 @@ class Load:
 @dataclass
 class Usage:
     """Of a window. Shares are of all slots of the pool, averaged over the time in which a request waited for memory
-    (NaN where none did)."""
+    (over all of it where none did)."""
 
     mean_running: float = math.nan
     normalized_latency: float = math.nan
@@ -89,8 +91,8 @@ class Window:
             replica.offer(request)
         if sums.seconds:
             usage.mean_running = sums.running / sums.seconds
-        if sums.full_seconds:
-            usage.stored, usage.reserved, usage.wasted = (part / sums.full_seconds for part in sums.slots)
+            seconds, slots = (sums.full_seconds, sums.full_slots) if sums.full_seconds else (sums.seconds, sums.slots)
+            usage.stored, usage.reserved, usage.wasted = (part / seconds for part in slots)
         if sums.logical:
             usage.saved = 1 - sums.used / sums.logical
         usage.num_preemptions = replica.metrics.stats.preemptions_total
@@ -109,6 +111,9 @@ class _Sums:
     running: float = 0.0
     full_seconds: float = 0.0
     slots: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Shares that are stored, reserved and wasted."""
+    full_slots: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """The same while a request waited."""
     used: float = 0.0
     logical: float = 0.0
     latency: float = 0.0
@@ -122,12 +127,14 @@ class _Sums:
         self.running += seconds * stats.num_running
         self.used += stats.num_used_blocks
         self.logical += stats.num_logical_blocks
+        share = seconds / (stats.num_blocks * stats.block_size)
+        parts = stats.num_stored_tokens, stats.num_reserved_slots, stats.num_wasted_slots
+        for index, part in enumerate(parts):
+            self.slots[index] += share * part
         if stats.num_waiting:
-            share = seconds / (stats.num_blocks * stats.block_size)
             self.full_seconds += seconds
-            self.slots[0] += share * stats.num_stored_tokens
-            self.slots[1] += share * stats.num_reserved_slots
-            self.slots[2] += share * stats.num_wasted_slots
+            for index, part in enumerate(parts):
+                self.full_slots[index] += share * part
 
     def take(self, record: Record) -> None:
         self.latency += record.normalized_latency
@@ -144,8 +151,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Curve:
-    """Tries `fractions` of the throughput of a full queue, and more rates until LIMIT lies between two of them. Every run
-    offers requests for `seconds` and serves them all."""
+    """Tries `fractions` of the throughput of a full queue, and more rates until LIMIT lies between two of them. Every
+    run offers requests for `seconds` and serves them all."""
 
     load: Load
     seconds: float
@@ -158,15 +165,20 @@ class Curve:
             found[fraction * capacity] = self._latency(fraction * capacity)
             if found[fraction * capacity] > OFF_THE_CHART:
                 break
-        while found[rate := min(found)] > LIMIT:
-            found[rate / STEP] = self._latency(rate / STEP)
-        while found[rate := max(found)] <= LIMIT:
-            found[rate * STEP] = self._latency(rate * STEP)
-        rates = sorted(found)
-        high = next(rate for rate in rates if found[rate] > LIMIT)
-        low = rates[rates.index(high) - 1]
-        part = math.log(LIMIT / found[low]) / math.log(found[high] / found[low])
-        return Rates(low * (high / low) ** part, [(rate, found[rate]) for rate in rates])
+        for _ in range(MORE_RATES):
+            if found[rate := min(found)] > LIMIT:
+                found[rate / STEP] = self._latency(rate / STEP)
+            elif found[rate := max(found)] <= LIMIT:
+                found[rate * STEP] = self._latency(rate * STEP)
+        points = sorted(found.items())
+        below = [point for point in points if point[1] <= LIMIT]
+        above = [point for point in points if point[1] > LIMIT]
+        if not (below and above):  # too short a run for a queue to build up: `--quick`
+            return Rates(capacity, points)
+        (low, at_low), (high, at_high) = below[-1], above[0]
+        if high < low:
+            return Rates(low, points)
+        return Rates(low * (high / low) ** (math.log(LIMIT / at_low) / math.log(at_high / at_low)), points)
 
     def _capacity(self) -> float:
         """Requests per second while there are always more than find room: tokens of those that finish after a warm-up,
