@@ -148,10 +148,6 @@ class StepLog:
         future.add_done_callback(end)
         return future
 
-    def shutdown(self) -> None:
-        self._executor.shutdown()
-        self._close()
-
     def idle(self) -> bool:
         return self._executor.idle()
 
@@ -160,6 +156,10 @@ class StepLog:
 
     def wake_up(self) -> None:
         self._executor.wake_up()
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+        self._close()
 
     def _end(self, plan: StepPlan, handed_over: float) -> None:
         now = self._clock.now()
