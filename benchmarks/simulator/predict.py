@@ -47,7 +47,7 @@ from quire.simulator.workloads import Arrivals, stream
 
 BASE = "cpu-2-core-avx512"
 LIMITS = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks_override": 2048}
-DEFAULTS = {"bundled": ("sharegpt:4", "alpaca:20"), "smollm2-135m": ("sharegpt:0.5", "alpaca:3")}
+DEFAULTS = {"bundled": ("sharegpt:3", "alpaca:20"), "smollm2-135m": ("sharegpt:0.5", "alpaca:3")}
 """Model -> calibrated workload, predicted workload: somewhat above and below half of what two cores can serve."""
 WARM_UP_SECONDS = 5.0
 QUANTITIES = ("TTFT mean", "TTFT P99", "TPOT mean", "TPOT P99")

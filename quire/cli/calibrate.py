@@ -107,6 +107,8 @@ NAMES: Mapping[str, tuple[str, float, str]] = {
     "new_sequence_overhead": ("for each sequence that begins", 1e6, "µs"),
     "host_overhead": ("between steps", 1e6, "µs"),
     "host_overhead_per_sequence": ("between steps, for each sequence", 1e6, "µs"),
+    "host_overhead_per_new_sequence": ("between steps, for each that begins", 1e6, "µs"),
+    "wake_overhead": ("for a step after idle time", 1e6, "µs"),
 }
 
 
@@ -128,13 +130,13 @@ def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader)
     lines += ["", f"{'':<44}{'fitted':>12}{'before':>12}"]
     for name, (title, scale, unit) in NAMES.items():
         before, after = _value(base, name) * scale, _value(hardware, name) * scale
-        is_told = name in fit.told or name.startswith("host") or (before != after and name not in _FITTED)
+        is_told = name in fit.told or name not in _FITTED
         note = "" if is_told else "   (the log does not tell)"
         lines.append(f"{title:<44}{f'{after:.3g} {unit}':>12}{f'{before:.3g} {unit}':>12}{note}")
     return "\n".join(lines)
 
 
-_FITTED = tuple(name for name in NAMES if not name.startswith("host"))
+_FITTED = tuple(name for name in NAMES if not name.startswith(("host", "wake")))
 
 
 def _error_line(name: str, errors: Errors) -> str:

@@ -123,7 +123,8 @@ def _time_to_first_token(plan: MemoryPlan, cost: CostModel, num_tokens: int) -> 
     """The steps of one prompt, cut into chunks of the token budget."""
     scheduler = plan.config.scheduler
     chunk = min(scheduler.max_num_batched_tokens, scheduler.max_prefill_chunk or num_tokens)
-    hardware, total = cost.hardware, 0.0
+    hardware = cost.hardware
+    total = hardware.wake_overhead + hardware.host_overhead_per_new_sequence
     for start in range(0, num_tokens, chunk):
         count = min(chunk, num_tokens - start)
         is_last = start + count == num_tokens

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from quire.errors import UserError
 from quire.executors.step_log import StepRecord
 from quire.simulator.cost import CostModel, Precision
-from quire.simulator.hardware import CACHED, Hardware
+from quire.simulator.hardware import CACHED, IDLE_SECONDS, Hardware
 from quire.simulator.shape import ModelShape
 from quire.simulator.work import StepWork, Windows
 from quire.step import StepPlan
@@ -28,6 +28,8 @@ from quire.step import StepPlan
 Vector = npt.NDArray[np.float64]
 
 MIN_STEPS = 30
+MIN_IDLE = 5
+"""Steps after idle time, for what they take longer."""
 MAX_STEPS = 1500
 """Of a longer log so many are fitted, taken evenly."""
 FEWEST_ROWS = 3
@@ -76,11 +78,13 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """A step: what it computed and what it took. gap: seconds on the host before it, None where it may be idle time."""
+    """A step: what it computed and what it took. gap: seconds on the host before it, None where it may be idle time.
+    follows_idle: nothing ran for IDLE_SECONDS before it."""
 
     work: StepWork
     seconds: float
     gap: float | None
+    follows_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
         swaps = bool(record.num_swapped_in or record.num_swapped_out)
         if record.tokens and not swaps and not was_swapping:
             gap = record.gap if record.num_carried else None
-            found.append(Sample(work_of(record, windows), record.seconds, gap))
+            follows_idle = not record.num_carried and record.gap > IDLE_SECONDS
+            found.append(Sample(work_of(record, windows), record.seconds, gap, follows_idle))
         was_swapping = swaps
     return found
 
@@ -149,15 +154,16 @@ def calibrate(
 
     Raises UserError when there are too few steps to say anything.
     """
-    if len(samples) < MIN_STEPS:
-        raise UserError(f"a calibration needs {MIN_STEPS} steps, and the log has {len(samples)} that can be used")
+    awake = [sample for sample in samples if not sample.follows_idle]
+    if len(awake) < MIN_STEPS:
+        raise UserError(f"a calibration needs {MIN_STEPS} steps, and the log has {len(awake)} that can be used")
 
     def predict(values: Vector, works: Sequence[StepWork]) -> Vector:
         cost = CostModel(shape, with_values(hardware, values), precision=precision)
         cost.block_tokens = block_tokens
         return np.array([cost.step_seconds(work) for work in works])
 
-    chosen = _evenly(samples, MAX_STEPS)
+    chosen = _evenly(awake, MAX_STEPS)
     works, measured = [sample.work for sample in chosen], np.array([sample.seconds for sample in chosen])
     logarithms = np.log(measured)
     start = np.log([_start(parameter, hardware) for parameter in PARAMETERS])
@@ -165,13 +171,19 @@ def calibrate(
     predicted = predict(np.exp(values), works)
     values = _rescaled(values, float(_usual(measured, predicted)))
     every = predict(np.exp(values), [sample.work for sample in samples])
+    seconds, follows_idle = (
+        np.array(each) for each in zip(*((s.seconds, s.follows_idle) for s in samples), strict=True)
+    )
     fitted = _with_host(with_values(hardware, np.exp(values)), chosen)
+    if follows_idle.sum() >= MIN_IDLE:
+        late = float(np.median((seconds - every)[follows_idle]))
+        fitted = replace(fitted, wake_overhead=max(0.0, late))
+    every = every + fitted.wake_overhead * follows_idle
     told = {
         parameter.name
         for parameter, column in zip(PARAMETERS, jacobian.T, strict=True)
         if float(np.quantile(np.abs(column), 0.95)) > TOLD
     }
-    seconds = np.array([sample.seconds for sample in samples])
     is_decode = np.array([sample.work.num_chunks == 0 for sample in samples])
     return Fit(
         hardware=fitted,
@@ -285,28 +297,42 @@ def _rescaled(values: Vector, scale: float) -> Vector:
 
 
 def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The host's overhead from the gaps before steps: so much each, and for each sequence. Where no step waited for the
-    host (queue_depth 2) it stays."""
-    pairs = [(sample.work.num_sequences, sample.gap) for sample in samples if sample.gap is not None]
-    if len(pairs) < MIN_STEPS or sum(gap for _, gap in pairs) <= 0:
+    """The host's overhead from the gaps before steps: so much each, for each sequence, and for each that begins. Where
+    no step waited for the host (queue_depth 2) it stays."""
+    rows = [(s.work.num_sequences, s.work.num_new, s.gap) for s in samples if s.gap is not None]
+    if len(rows) < MIN_STEPS or sum(gap for _, _, gap in rows) <= 0:
         return hardware
-    sequences, gaps = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
-    inside = gaps <= np.quantile(gaps, 0.99)
-    sequences, gaps = sequences[inside], gaps[inside]
-    columns = np.stack([np.ones_like(sequences), sequences], axis=1)
+    sequences, new, gaps = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    columns = np.stack([np.ones_like(gaps), sequences, new], axis=1)
+    inside = gaps <= max(np.quantile(gaps, 0.99), np.quantile(gaps[new > 0], 0.9) if (new > 0).any() else 0.0)
+    columns, gaps = columns[inside], gaps[inside]
     weights = np.ones_like(gaps)
-    fixed = each = 0.0
+    found = np.zeros(3)
     for _ in range(20):
-        fixed, each = np.linalg.lstsq(columns * weights[:, None], gaps * weights, rcond=None)[0]
-        if each < 0 or np.ptp(sequences) == 0:
-            fixed, each = float(np.average(gaps, weights=weights**2)), 0.0
-        elif fixed < 0:
-            fixed, each = 0.0, float((gaps * sequences).sum() / (sequences**2).sum())
-        off = np.abs(gaps - fixed - each * sequences)
+        found = _not_negative(columns * weights[:, None], gaps * weights)
+        off = np.abs(gaps - columns @ found)
         bend = USUAL * 1.4826 * max(float(np.median(off)), 1e-7)
         weights = np.sqrt(np.minimum(1.0, bend / np.maximum(off, 1e-12)))
-    scale = gaps.sum() / max(NO_TIME, (fixed + each * sequences).sum())
-    return replace(hardware, host_overhead=float(fixed * scale), host_overhead_per_sequence=float(each * scale))
+    fixed, each, beginning = found * gaps.sum() / max(NO_TIME, float((columns @ found).sum()))
+    return replace(
+        hardware,
+        host_overhead=float(fixed),
+        host_overhead_per_sequence=float(each),
+        host_overhead_per_new_sequence=float(beginning),
+    )
+
+
+def _not_negative(columns: Vector, values: Vector) -> Vector:
+    """Least squares, a column that would count negatively (or says nothing) left out."""
+    kept = [index for index in range(columns.shape[1]) if np.any(columns[:, index])]
+    found = np.zeros(columns.shape[1])
+    while kept:
+        part = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
+        if part.min() >= 0:
+            found[kept] = part
+            break
+        del kept[int(part.argmin())]
+    return found
 
 
 def _errors(measured: Vector, predicted: Vector) -> Errors:

@@ -21,6 +21,7 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.simulator.cost import CostModel
+from quire.simulator.hardware import IDLE_SECONDS
 from quire.simulator.memory import activation_bytes
 from quire.simulator.tokens import Streams
 from quire.simulator.work import StepWork
@@ -102,9 +103,16 @@ class SimulatedExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         cost, hardware = self._cost, self._cost.hardware
         work = StepWork.of(plan, cost.windows)
-        self._clock.advance(hardware.host_overhead + work.num_sequences * hardware.host_overhead_per_sequence)
+        idle = self._clock.now() - self._device_free
+        self._clock.advance(
+            hardware.host_overhead
+            + work.num_sequences * hardware.host_overhead_per_sequence
+            + work.num_new * hardware.host_overhead_per_new_sequence
+        )
         begin = max(self._clock.now(), self._device_free)
         model = cost.step_seconds(work, overlapped=self._is_overlapped)
+        if idle > IDLE_SECONDS:
+            model += hardware.wake_overhead
         end = begin + model
         swapped = begin
         if work.num_swapped_out or work.num_swapped_in:

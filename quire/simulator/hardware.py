@@ -29,6 +29,8 @@ DTYPE_BYTES = {
 _COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
 
 
+IDLE_SECONDS = 0.005
+"""After so long without work threads sleep and caches hold something else."""
 CACHED = 8.0
 """Most that is taken for a share of a memory's bandwidth: what stays in a cache is read faster than memory is."""
 
@@ -67,7 +69,8 @@ class Hardware:
     direction to host memory; pcie_latency: seconds that each copy costs besides, however small.
     launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
     between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
-    host_overhead_per_sequence: those for each sequence of the step.
+    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_new_sequence: for one that gets
+    a row in it. wake_overhead: seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
 
     node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
     and direction for each device, and network_latency.
@@ -97,6 +100,8 @@ class Hardware:
     token_overhead: float = 0.0
     sequence_overhead: float = 0.0
     new_sequence_overhead: float = 0.0
+    host_overhead_per_new_sequence: float = 0.0
+    wake_overhead: float = 0.0
     source: str = ""
     kind: str = "gpu"
 

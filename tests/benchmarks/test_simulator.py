@@ -49,6 +49,8 @@ def test_what_is_predicted_is_what_happens(tmp_path: Path) -> None:
         sequence_overhead=4e-5,
         host_overhead=8e-4,
         host_overhead_per_sequence=3e-5,
+        host_overhead_per_new_sequence=1e-3,
+        wake_overhead=5e-3,
     )
     precision = Precision.of(shape)
     cost = CostModel(shape, true, Layout(), precision)

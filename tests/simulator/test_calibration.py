@@ -37,6 +37,7 @@ TRUE = replace(
     new_sequence_overhead=2e-2,
     host_overhead=4e-4,
     host_overhead_per_sequence=2e-5,
+    host_overhead_per_new_sequence=3e-4,
 )
 SHAPE = replace(find_shape("opt-125m"), dtype="bfloat16", expert_dtype="bfloat16")
 
@@ -56,7 +57,7 @@ def logged(num_steps: int, seconds: Callable[[StepWork], float], *, seed: int = 
             step=step,
             at=0.0,
             seconds=0.0,
-            gap=4e-4 + 2e-5 * len(starts),
+            gap=4e-4 + 2e-5 * len(starts) + 3e-4 * (len(starts) - count),
             starts=starts,
             tokens=tokens,
             num_sampled=len(starts),
@@ -89,6 +90,7 @@ def test_numbers_come_back() -> None:
     assert found.new_sequence_overhead == pytest.approx(2e-2, rel=0.1)
     assert found.host_overhead == pytest.approx(4e-4, rel=0.01)
     assert found.host_overhead_per_sequence == pytest.approx(2e-5, rel=0.02)
+    assert found.host_overhead_per_new_sequence == pytest.approx(3e-4, rel=0.02)
 
 
 def test_disturbed_steps_do_not_count() -> None:
@@ -140,7 +142,11 @@ def test_idle_time_is_no_overhead() -> None:
     records = logged(300, true_cost().step_seconds)
     for record in records[::4]:
         record.num_carried, record.gap = 0, 10.0
-    assert fitted(records).hardware.host_overhead == pytest.approx(4e-4, rel=0.02)
+        record.seconds = 0.03 + true_cost().step_seconds(work_of(record, (None,)))
+    fit = fitted(records)
+    assert fit.hardware.host_overhead == pytest.approx(4e-4, rel=0.02)
+    assert fit.hardware.wake_overhead == pytest.approx(0.03, rel=0.1)
+    assert fit.all_steps.p95 < 0.06
 
 
 def test_too_few_steps() -> None:
