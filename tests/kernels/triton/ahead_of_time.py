@@ -35,6 +35,7 @@ from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.runtime import recorded_launches
+from tests.kernels.triton.sampling_calls import sampling_calls
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -116,7 +117,7 @@ def product_calls() -> Calls:
 def main() -> None:
     driver.set_active(AbsentGPU(int(sys.argv[1])))
     with recorded_launches(CompilingRecorder()):
-        for call in product_calls() + ([] if "products" in sys.argv[2:] else layer_calls()):
+        for call in product_calls() + ([] if "products" in sys.argv[2:] else layer_calls() + sampling_calls()):
             call()
 
 
