@@ -44,6 +44,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
 from quire.layers.device import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
+from tests.kernels.triton.sampling_calls import sampling_calls
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -183,7 +184,7 @@ def main() -> None:
     driver.set_active(AbsentGPU(capability))
     calls = product_calls() + attention_calls(capability)
     if "products" not in sys.argv[2:]:
-        calls += layer_calls() + row_calls()
+        calls += layer_calls() + row_calls() + sampling_calls()
     with recorded_launches(CompilingRecorder()):
         for call in calls:
             call()
