@@ -48,7 +48,7 @@ def expected(tiny: Tiny) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def together(tiny: Tiny) -> list[object]:
     """Tokens and log-probabilities of a batch whose prompts are computed in chunks, beside one another's tokens."""
-    outputs = run(tiny.llm, PROMPTS, greedy(NUM_TOKENS, logprobs=1))
+    outputs = run(tiny.llm, PROMPTS, greedy(NUM_TOKENS, logprobs=0))
     return exact(outputs)
 
 
@@ -66,8 +66,8 @@ def test_the_fastest_kernels_one_step_at_a_time(tiny: Tiny, expected: list[list[
 
 def test_the_same_bits_alone_and_with_a_prefix_hit(tiny: Tiny, together: list[object]) -> None:
     tiny.llm.reset_prefix_cache()
-    (missed,) = run(tiny.llm, PROMPTS[1:2], greedy(NUM_TOKENS, logprobs=1))
-    (hit,) = run(tiny.llm, PROMPTS[1:2], greedy(NUM_TOKENS, logprobs=1))
+    (missed,) = run(tiny.llm, PROMPTS[1:2], greedy(NUM_TOKENS, logprobs=0))
+    (hit,) = run(tiny.llm, PROMPTS[1:2], greedy(NUM_TOKENS, logprobs=0))
     assert (missed.num_cached_tokens, hit.num_cached_tokens) == (0, 12)
     assert exact([missed]) == exact([hit]) == together[1:2]
 
@@ -78,7 +78,7 @@ def test_the_same_bits_preempted(tiny: Tiny, together: list[object], options: di
     with open_engine(
         tiny.directory, batch_invariant=True, num_blocks_override=num_blocks, enable_prefix_caching=False, **options
     ) as llm:
-        outputs = run(llm, PROMPTS, greedy(NUM_TOKENS, logprobs=1))
+        outputs = run(llm, PROMPTS, greedy(NUM_TOKENS, logprobs=0))
         stats = llm.stats()
     assert stats["preemptions_total"] > 0
     assert stats["swap_preemptions_total"] == (stats["preemptions_total"] if options else 0)
