@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
+from quire.models.interface import CausalLM
 from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.device.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
+from quire.worker.device.inputs import DeviceInputs
 from quire.worker.device.runner import DeviceModelRunner
 from quire.worker.device.state import StepState
 
@@ -43,6 +48,21 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
     mixed = StepPlan(-2, seq_ids, [0, length], [length, 1], [1], [1])
     decoding = StepPlan(-1, seq_ids, [length, length + 1], [1, 1], seq_ids, seq_ids)
     return [prompts, mixed, decoding, StepPlan(0, [], [], [], [], [], released=rows)]
+
+
+def warm_up_attention(
+    model: CausalLM, backend: TritonAttention, inputs: DeviceInputs, longest: int, max_tokens: int
+) -> None:
+    """Forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
+
+    longest: tokens that a sequence may have. max_tokens: of a step.
+    """
+    for query_len in backend.query_lengths_to_compile():
+        num_tokens = 2 * query_len + 1
+        if num_tokens <= max_tokens:
+            batch, token_ids = inputs.padding(2, num_tokens)
+            batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
+            model.forward(token_ids, batch.positions, backend.plan(batch))
 
 
 def warm_up(

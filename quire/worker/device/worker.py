@@ -37,7 +37,7 @@ from quire.worker.device.runner import Collect, DeviceModelRunner
 from quire.worker.device.state import StepState, make_state
 from quire.worker.device.streams import make_streams
 from quire.worker.device.transfers import StreamTransfers
-from quire.worker.device.warm_up import warm_up, warm_up_plans
+from quire.worker.device.warm_up import warm_up, warm_up_attention, warm_up_plans
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
 from quire.worker.kv_tensors import typed_pages
@@ -121,10 +121,11 @@ class DeviceWorker:
         settings = execution_settings(config.device, scheduler.max_num_seqs)
         state = make_state(config, layout, settings, self.streams)
         sampler = DeviceSampler(state.requests.sampling)
+        backend = self._make_backend(layout, pages)
         self._layout = layout
         self._runner = DeviceModelRunner(
             model=self._model,
-            passes=self._make_passes(self._make_backend(layout, pages), settings),
+            passes=self._make_passes(backend, settings),
             settings=settings,
             sampler=sampler,
             state=state,
@@ -133,6 +134,7 @@ class DeviceWorker:
             vocab_size=model.vocab_size,
         )
         if self.streams.device.type == "cuda":  # the interpreter compiles nothing
+            warm_up_attention(self._model, backend, state.inputs, model.max_model_len, scheduler.max_num_batched_tokens)
             self._warm_up(self._runner, sampler, state, layout)
         self.streams.synchronize()
 
