@@ -37,7 +37,7 @@ def make_state(
     arena = RowArena(num_rows, max_model_len, block_size, num_groups, DeviceSamplingRows.WIDTH, streams.device)
     tables = BlockTables(num_groups, num_rows, max_model_len, block_size)
     sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
-    padded_seqs = max((num_rows, 2, *settings.full_sizes))
+    padded_seqs = max((num_rows, *settings.full_sizes))
     padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
     return StepState(
         arena=arena,

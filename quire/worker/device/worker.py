@@ -134,8 +134,7 @@ class DeviceWorker:
             vocab_size=model.vocab_size,
         )
         if self.streams.device.type == "cuda":  # the interpreter compiles nothing
-            warm_up_attention(self._model, backend, state.inputs, model.max_model_len, scheduler.max_num_batched_tokens)
-            self._warm_up(self._runner, sampler, state, layout)
+            self._warm_up(self._runner, backend, sampler, state, layout)
         self.streams.synchronize()
 
     @_enqueues
@@ -241,11 +240,19 @@ class DeviceWorker:
         return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host.pages))
 
     def _warm_up(
-        self, runner: DeviceModelRunner, sampler: DeviceSampler, state: StepState, layout: KVCacheLayout
+        self,
+        runner: DeviceModelRunner,
+        backend: TritonAttention,
+        sampler: DeviceSampler,
+        state: StepState,
+        layout: KVCacheLayout,
     ) -> None:
         assert self._model is not None, "load comes before allocate"
         model, scheduler = self._config.model, self._config.scheduler
-        plans = warm_up_plans(layout, scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
+        longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
+        if scheduler.max_num_seqs > 1:
+            warm_up_attention(self._model, backend, state.inputs, longest, max_num_tokens)
+        plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
         hidden = torch.zeros(2, model.hidden_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
         warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
 

@@ -67,7 +67,7 @@ class NoModel:
 def test_attention_is_compiled_for_every_length_that_a_step_can_have(
     make_driver: MakeDriver, executors: list[DeviceExecutor]
 ) -> None:
-    make_driver(max_num_seqs=1)
+    make_driver()
     lengths = Lengths()
     inputs = executors[0]._worker._runner._state.inputs
     warm_up_attention(NoModel(), lengths, inputs, 128, 512)  # type: ignore[arg-type]
