@@ -126,12 +126,12 @@ def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Clien
     totals: Counter[str] = Counter()
 
     @settings(
-        max_examples=8,
+        max_examples=5,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         phases=[Phase.explicit, Phase.generate],
         report_multiple_bugs=False,
     )
-    @given(engine=engines, script=st.lists(events, min_size=8, max_size=14))
+    @given(engine=engines, script=st.lists(events, min_size=6, max_size=10))
     def check(engine: dict[str, Any], script: list[Any]) -> None:
         options = dict(engine)
         model, spare = options.pop("model"), options.pop("spare")
