@@ -170,9 +170,7 @@ class DeviceWorker:
         self.streams.synchronize()
         self._disk.close()
         self._last = None
-        layout = self._layout
         self._release_pools()
-        self._layout = layout
         if level == 2:
             self._model, self._parked = None, None
         elif self._parked is None:
@@ -192,7 +190,11 @@ class DeviceWorker:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
             self._parked = None
-        self.allocate(self._layout)
+        try:
+            self.allocate(self._layout)
+        except BaseException:
+            self._release_pools()  # all of it is made again at the next try
+            raise
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -224,7 +226,7 @@ class DeviceWorker:
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
-        self._runner, self._layout = None, None
+        self._runner = None
         self._transfers, self._disk = NoTransfers(), NoDiskTier()
         if self._host_pool is not None:
             self._host_pool.close()
