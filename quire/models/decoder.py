@@ -51,7 +51,7 @@ class Decoder(ABC):
         fill_slots(self.slots, self._names, weights)
 
     def release_workspaces(self) -> None:
-        """There are none."""
+        return  # operators run one by one and keep nothing
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())

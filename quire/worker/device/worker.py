@@ -27,7 +27,7 @@ from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.execution_choice import ExecutionSettings, execution_settings
 from quire.worker.device.facts import device_limits, device_name
-from quire.worker.device.graph_capture import CudaGraphCapture
+from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graphs import ForwardPasses, PassShape
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.parking import ParkedWeights
@@ -171,9 +171,7 @@ class DeviceWorker:
         self.streams.synchronize()
         self._disk.close()
         self._last = None
-        layout = self._layout
         self._release_pools()
-        self._layout = layout
         if level == 2:
             self._model, self._parked = None, None
         elif self._parked is None:
@@ -193,7 +191,11 @@ class DeviceWorker:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
             self._parked = None
-        self.allocate(self._layout)
+        try:
+            self.allocate(self._layout)
+        except BaseException:
+            self._release_pools()  # all of it is made again at the next try
+            raise
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -225,7 +227,7 @@ class DeviceWorker:
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
-        self._runner, self._layout = None, None
+        self._runner = None
         self._transfers, self._disk = NoTransfers(), NoDiskTier()
         if self._host_pool is not None:
             self._host_pool.close()
@@ -281,7 +283,10 @@ class DeviceWorker:
             device=self.streams.device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return ForwardPasses(self._model, backend, shape, settings, CudaGraphCapture() if has_graphs else None)
+        return ForwardPasses(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
+
+    def _make_capture(self) -> GraphCapture:
+        return CudaGraphCapture()
 
     def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
         def wait() -> StepResult:
