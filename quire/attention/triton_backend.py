@@ -72,7 +72,8 @@ class TritonAttention:
         split = self._split_plan(batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
-        if batch.num_seqs == 1 or batch.max_seq_len < SPLITTING_PAYS:
+        no_short_ones = batch.num_tokens == batch.num_seqs * batch.max_query_len
+        if no_short_ones or batch.max_seq_len < SPLITTING_PAYS:
             split = None
         if self._batch_invariant:
             return fixed_tiles(self.shape, self._limits), split

@@ -34,9 +34,10 @@ from quire.worker.device.parking import ParkedWeights
 from quire.worker.device.pending import PendingStep, failed_step
 from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
 from quire.worker.device.runner import Collect, DeviceModelRunner
-from quire.worker.device.state import make_state
+from quire.worker.device.state import StepState, make_state
 from quire.worker.device.streams import make_streams
 from quire.worker.device.transfers import StreamTransfers
+from quire.worker.device.warm_up import warm_up, warm_up_plans
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
 from quire.worker.kv_tensors import typed_pages
@@ -119,17 +120,20 @@ class DeviceWorker:
                 self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
         settings = execution_settings(config.device, scheduler.max_num_seqs)
         state = make_state(config, layout, settings, self.streams)
+        sampler = DeviceSampler(state.requests.sampling)
         self._layout = layout
         self._runner = DeviceModelRunner(
             model=self._model,
             passes=self._make_passes(self._make_backend(layout, pages), settings),
             settings=settings,
-            sampler=DeviceSampler(state.requests.sampling),
+            sampler=sampler,
             state=state,
             pages=PageTable.of_pages(pages),
             transfers=self._transfers,
             vocab_size=model.vocab_size,
         )
+        if self.streams.device.type == "cuda":  # the interpreter compiles nothing
+            self._warm_up(self._runner, sampler, state, layout)
         self.streams.synchronize()
 
     @_enqueues
@@ -234,6 +238,15 @@ class DeviceWorker:
         files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
         return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host.pages))
 
+    def _warm_up(
+        self, runner: DeviceModelRunner, sampler: DeviceSampler, state: StepState, layout: KVCacheLayout
+    ) -> None:
+        assert self._model is not None, "load comes before allocate"
+        model, scheduler = self._config.model, self._config.scheduler
+        plans = warm_up_plans(layout, scheduler.max_num_seqs, model.max_model_len, scheduler.max_num_batched_tokens)
+        hidden = torch.zeros(2, model.hidden_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
+        warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
+
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
         config = self._config
         model = config.model
@@ -263,8 +276,9 @@ class DeviceWorker:
 
     def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
         def wait() -> StepResult:
-            result = collect()
-            result.disk = self._disk.end(plan)
+            with self.streams.computing():
+                result = collect()
+                result.disk = self._disk.end(plan)
             return result
 
         return wait
