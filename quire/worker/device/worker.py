@@ -27,7 +27,7 @@ from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.execution_choice import ExecutionSettings, execution_settings
 from quire.worker.device.facts import device_limits, device_name
-from quire.worker.device.graph_capture import CudaGraphCapture
+from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graphs import ForwardPasses, PassShape
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.parking import ParkedWeights
@@ -272,7 +272,10 @@ class DeviceWorker:
             device=self.streams.device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return ForwardPasses(self._model, backend, shape, settings, CudaGraphCapture() if has_graphs else None)
+        return ForwardPasses(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
+
+    def _make_capture(self) -> GraphCapture:
+        return CudaGraphCapture()
 
     def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
         def wait() -> StepResult:
