@@ -9,6 +9,8 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import (
+    MIDDLE_ROWS,
+    SMALL_ROWS,
     SPLITTING_PAYS,
     DeviceLimits,
     HeadShape,
@@ -78,6 +80,13 @@ class TritonAttention:
         if self._batch_invariant:
             return fixed_tiles(self.shape, self._limits), split
         return varlen_tiles(self.shape, batch.max_query_len, self._limits), split
+
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """Values of `max_query_len` that between them need every kernel, in batches of two or more sequences, one of
+        them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
+        if self._batch_invariant:
+            return 1, 2
+        return 1, *(rows // self.shape.group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS))
 
     def _split_plan(self, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
         if self._batch_invariant:

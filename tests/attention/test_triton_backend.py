@@ -176,3 +176,29 @@ def test_which_kernels_run(small_parts: None) -> None:
     varlen, split = kernels(pool.batch([(0, 1), (1, 20)]), None)
     assert varlen is not None
     assert split is None, "short sequences are as well off in the varlen kernel"
+
+
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_every_kernel_is_known_at_the_start(group: int, invariant: bool) -> None:
+    """No length of a chunk needs tiles that the lengths to compile do not."""
+    spec = FullAttentionSpec(1, 64, 2)
+    backend = TritonAttention(
+        KVCacheLayout(BLOCK, 4, *group_layers([spec])),
+        [torch.zeros(4, 2, BLOCK, 1, 64, dtype=torch.bfloat16)],
+        DeviceLimits(),
+        num_heads=group,
+        dtype=torch.bfloat16,
+        max_num_seqs=4,
+        max_model_len=4096,
+        batch_invariant=invariant,
+    )
+
+    def used(longest: int) -> set[Tiles]:
+        column = torch.zeros(3, dtype=torch.int32)
+        batch = DeviceBatch(2, longest + 1, longest, 4096, column, column, column, column, (column,), (column,))
+        varlen, split = backend.kernels(batch, None)
+        return {tiles for tiles in (varlen, split and split.tiles) if tiles is not None}
+
+    compiled = set().union(*(used(length) for length in backend.query_lengths_to_compile()))
+    assert compiled == set().union(*(used(length) for length in range(1, 300)))
