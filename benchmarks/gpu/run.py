@@ -39,6 +39,7 @@ SUITES = (
         TRITON_TESTS,
         *(f"--ignore={TRITON_TESTS}/test_{name}.py" for name in ("ahead_of_time", "attention", "qkv_write")),
     ),
+    ("tests/sampling/test_device_draw.py", "tests/sampling/test_device_sampler.py"),
     ("tests/gpu/test_engine.py", "-k", "transformers"),
     ("tests/gpu/test_engine.py", "-k", "not transformers"),
     ("tests/gpu/test_invariance.py",),
