@@ -294,7 +294,7 @@ def _pick_filtered_kernel(
                 kept = tl.where(weights >= lowest, amounts, 0)
                 cumulative = tl.cumsum(kept, 0)
                 total = tl.max(cumulative)
-                place_in_list = position_of(cumulative, fraction * total, total)
+                place_in_list = position_of(cumulative, kept, fraction * total, LISTED)
                 token = tl.sum(tl.where(tl.arange(0, LISTED) == place_in_list, listed, 0))
             else:
                 mass = tl.sum(tl.load(masses + place, mask=segments < NUM_SEGMENTS, other=0))
