@@ -23,7 +23,7 @@ import torch
 from quire.cli.parameters import count_parameters
 
 from benchmarks.gpu import records
-from benchmarks.gpu.idle import idle_shares, kernel_times
+from benchmarks.gpu.idle import idle_shares, kernel_times, settled
 from benchmarks.gpu.limits import Ceilings, Work, measure_ceilings
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
@@ -199,7 +199,7 @@ class Tasks:
                 times.__exit__(None, None, None)
 
         self._engine.run(work, seed=5, on_step=on_step)
-        return idle_shares(found)
+        return idle_shares(settled(found))
 
     def batch(self) -> Iterator[Record]:
         """The work that Transformers does as well, then many long requests, as far as they come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu.engine import MODES, decode_step_seconds, engine_setup, roofline_seconds
-from benchmarks.gpu.idle import idle_shares
+from benchmarks.gpu.idle import idle_shares, settled
 from benchmarks.gpu.limits import Ceilings, Work
 from benchmarks.gpu.shapes import QWEN3_8B
 from benchmarks.gpu.step_log import STEPS, ModelCost, NotedStep, RecordingExecutor, Step
@@ -56,6 +56,12 @@ def test_gaps_between_kernels() -> None:
     assert idle.num_kernels == 5
     with pytest.raises(ValueError, match="no kernel"):
         idle_shares([])
+
+
+def test_the_start_of_a_profile_does_not_count() -> None:
+    kernels = [(100.0 + index, 101.0 + index) for index in range(6)] + [(0.0, 1.0), (1.0, 2.0)]
+    assert idle_shares(kernels).all_gaps > 0.9
+    assert idle_shares(settled(kernels)).all_gaps == 0.0
 
 
 class FakeExecutor:
