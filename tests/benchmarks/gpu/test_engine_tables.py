@@ -100,15 +100,15 @@ def test_the_shape_is_that_of_qwen3_8b() -> None:
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from quire.cli.parameters import count_parameters
-
     from quire.config.hf_config import load_model_config
+    from quire.simulator.shape import ModelShape
 
     with TemporaryDirectory() as directory:
         path = str(QWEN3_8B.write(Path(directory)))
         config = load_model_config(path, dtype="auto", max_model_len=None, revision=None, config_only=True)
     assert config.dtype == "bfloat16"
-    assert count_parameters(config).total == 8_190_735_360
+    assert QWEN3_8B.layer_parameters + 2 * QWEN3_8B.head_parameters == 8_190_735_360
+    assert ModelShape.from_config(config).parameters() == 8_190_735_360
     assert QWEN3_8B.kv_bytes * QWEN3_8B.num_layers == 147_456
 
 
