@@ -48,12 +48,12 @@ SUITES = (
 """Side by side: most of their time is the compiler's, on the host."""
 ENGINE = ("benchmarks.gpu.engine", "--out", "{out}")
 PARTS = (
-    Part("tests", tuple(pytest_command(*words) for words in SUITES), seconds=170),
-    Part("kernels", (python("benchmarks.gpu.kernels", "--out", "{out}", "--seconds", "80"),), seconds=110),
+    Part("tests", tuple(pytest_command(*words) for words in SUITES), seconds=160),
+    Part("kernels", (python("benchmarks.gpu.kernels", "--out", "{out}", "--seconds", "110"),), seconds=130),
     Part("engine", (python(*ENGINE, "--mode", "full", "--tasks", "ladder,single,idle,batch"),), seconds=150),
-    Part("eager", (python(*ENGINE, "--mode", "eager", "--tasks", "ladder"),), seconds=50),
-    Part("piecewise", (python(*ENGINE, "--mode", "piecewise", "--tasks", "ladder"),), seconds=50),
-    Part("transformers", (python("benchmarks.gpu.transformers_peer", "--out", "{out}"),), seconds=60),
+    Part("eager", (python(*ENGINE, "--mode", "eager", "--tasks", "ladder"),), seconds=45),
+    Part("piecewise", (python(*ENGINE, "--mode", "piecewise", "--tasks", "ladder"),), seconds=45),
+    Part("transformers", (python("benchmarks.gpu.transformers_peer", "--out", "{out}"),), seconds=55),
 )
 
 
