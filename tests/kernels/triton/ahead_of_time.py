@@ -38,6 +38,7 @@ from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
@@ -111,6 +112,19 @@ def layer_calls() -> Calls:
     ]
 
 
+def row_calls() -> Calls:
+    """What a step changes in the rows, and its inputs, of two KV groups."""
+    int64 = partial(empty, dtype=torch.int64)
+    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
+    columns = StepColumns(int32(5), int32(5), int32(6))
+    tables = RowTables(40964, 256 * 40964, 256 * 2564, 2564)
+    return [
+        lambda: write_words(int32(10**6), int32(9), int32(9)),
+        lambda: copy_words(int32(10**6), int32(3, 3), 5000),
+        lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
+    ]
+
+
 def product_calls() -> Calls:
     """What multiplies matrices."""
     return [
@@ -169,7 +183,7 @@ def main() -> None:
     driver.set_active(AbsentGPU(capability))
     calls = product_calls() + attention_calls(capability)
     if "products" not in sys.argv[2:]:
-        calls += layer_calls()
+        calls += layer_calls() + row_calls()
     with recorded_launches(CompilingRecorder()):
         for call in calls:
             call()
