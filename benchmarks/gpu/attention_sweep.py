@@ -43,7 +43,7 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitScratch, split_attention
-from quire.kernels.triton.paged_attention import varlen_attention
+from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention
 
 VARLEN_TILES = [
     Tiles(block_m, block_n, num_warps, num_stages)
@@ -122,12 +122,12 @@ class Sweep:
         pages = random(num_blocks, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         query = random(described.num_tokens, shape.qkv_width)
         out = torch.empty_like(query[:, : shape.num_heads * shape.head_dim])
-        plan = candidate.plan
+        plan, work = candidate.plan, PagedAttention(query, pages, out, described, 0, self._layer)
         if plan is None:
-            return partial(varlen_attention, query, pages, out, described, 0, self._layer, candidate.tiles)
+            return partial(varlen_attention, work, candidate.tiles)
         rows = scratch_rows(plan, self._heads, batch.num_seqs)
         scratch = SplitScratch.allocate(rows, shape.head_dim, self._device)
-        return partial(split_attention, query, pages, out, described, 0, self._layer, plan, scratch)
+        return partial(split_attention, work, plan, scratch)
 
     def records(self, batch: Batch, ceilings: Ceilings, cache_bytes: int) -> Iterator[records.Record]:
         """One for each candidate. One that does not fit the card is a record, too."""

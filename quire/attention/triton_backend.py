@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -23,7 +22,7 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitScratch, split_attention
-from quire.kernels.triton.paged_attention import varlen_attention
+from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention
 from quire.kernels.triton.qkv_write import Rotation, prepare_heads
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.operations import HeadWeights
@@ -117,17 +116,15 @@ class TritonAttentionStep:
         if out is None:
             out = torch.empty(qkv.shape[0], layer.num_heads * layer.head_dim, dtype=qkv.dtype, device=qkv.device)
         prepare_heads(heads, qkv, rotation, pages, self._batch.slot_mapping[group])
-        self._attend(layer, group, qkv, pages, out)
+        self._attend(PagedAttention(qkv, pages, out, self._batch, group, layer))
         return out
 
-    def _attend(
-        self, layer: LayerAttention, group: int, qkv: torch.Tensor, pages: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _attend(self, work: PagedAttention) -> None:
+        layer = work.layer
         if layer.window not in self._kernels:
             self._kernels[layer.window] = self._backend.kernels(self._batch, layer.window)
         tiles, split = self._kernels[layer.window]
         if split is not None:
-            split_attention(qkv, pages, out, self._batch, group, layer, split, self._backend.scratch)
+            split_attention(work, split, self._backend.scratch)
         if tiles is not None:
-            skipped = 0 if split is None else split.tokens
-            varlen_attention(qkv, pages, out, self._batch, group, layer, tiles, skipped=skipped)
+            varlen_attention(work, tiles, skipped=0 if split is None else split.tokens)

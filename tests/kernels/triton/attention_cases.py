@@ -12,7 +12,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import HeadShape, SplitPlan, Tiles, scratch_rows
 from quire.kernels.triton.decode_attention import SplitScratch, split_attention
-from quire.kernels.triton.paged_attention import varlen_attention
+from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ class Case:
 
     def varlen(self, tiles: Tiles, skipped: int = 0) -> torch.Tensor:
         out = self.poisoned()
-        varlen_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks)
+        varlen_attention(self._work(out), tiles, skipped)
         return out
 
     def split(self, plan: SplitPlan) -> torch.Tensor:
@@ -111,8 +111,11 @@ class Case:
         )
         for part in (scratch.values, scratch.maxima, scratch.totals):
             part.fill_(NAN)
-        split_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, plan, scratch, sinks=self.sinks)
+        split_attention(self._work(out), plan, scratch)
         return out
+
+    def _work(self, out: torch.Tensor) -> PagedAttention:
+        return PagedAttention(self.qkv, self.pages, out, self.batch, 0, self.layer, self.sinks)
 
     @cached_property
     def expected(self) -> torch.Tensor:
