@@ -147,6 +147,7 @@ class Request:
         "beam_search",
         "bypass_prefix_cache",
         "cache_salt",
+        "end_token_ids",
         "eos_token_ids",
         "first_scheduled_time",
         "fork_position",
@@ -197,6 +198,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.eos_token_ids = frozenset(request.eos_token_ids)
         self.stop_token_ids = frozenset(request.params.stop_token_ids or ())
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when first scheduled; None before."""
         self.num_preemptions = 0

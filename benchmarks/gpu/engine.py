@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from quire.cli.parameters import count_parameters
 
 from benchmarks.gpu import records
 from benchmarks.gpu.idle import idle_shares, kernel_times
@@ -28,7 +29,6 @@ from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.step_log import STEPS, ModelCost, Step
 from benchmarks.gpu.workloads import BATCH_WORK, PEER_WORK, SINGLE_WORK, TINY_WORK, Workload
-from quire.cli.parameters import count_parameters
 from quire.config.options import EngineOptions
 from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
@@ -19,3 +20,5 @@ class EngineConfig:
     load: LoadConfig
     device: DeviceConfig
     seed: int
+    step_log: Path | None = None
+    """Where the executor's steps are logged, None: nowhere."""

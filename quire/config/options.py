@@ -48,6 +48,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cuda_graphs: str = "auto"
     cuda_graph_sizes: list[int] | None = None
     batch_invariant: bool = False
+    step_log: str | None = None
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, object]) -> EngineOptions:
@@ -63,7 +64,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"engine option: {error}") from None
 
 
-_PATHS = ("model", "tokenizer", "kv_offload_dir")
+_PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log")
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
@@ -101,4 +102,5 @@ HELP: dict[str, str] = {
     "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",
     "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
     "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
+    "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

@@ -87,6 +87,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             batch_invariant=options.batch_invariant or not is_accelerated,
         ),
         seed=options.seed,
+        step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
     )
 
 

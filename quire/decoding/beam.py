@@ -12,10 +12,10 @@ log-probability / length ** length_penalty, the end token counted), and when a s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import SequenceBlocks
 from quire.request import FinishReason, Request, Sequence
 from quire.step import Candidates, SequenceFork, TokenLogprobs
 
@@ -184,6 +184,14 @@ class BeamSearch:
         return self._score(best_cumulative, length) <= self.hypotheses[-1].score
 
 
+class BlockSharing(Protocol):
+    """What beams need of the KV cache (KVCacheManager)."""
+
+    def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks: ...
+
+    def free(self, blocks: SequenceBlocks) -> None: ...
+
+
 class Followed(NamedTuple):
     """What `follow` did, for the plan."""
 
@@ -195,7 +203,7 @@ class Followed(NamedTuple):
     """seq_id of every live beam -> its new token."""
 
 
-def follow(search: BeamSearch, children: list[Child], kv: KVCacheManager) -> Followed:
+def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Followed:
     """Make `children` the live beams: hand out places, share and free blocks, append the tokens.
 
     Preempted beams have no blocks; then only the tokens change, and nothing is reported.
@@ -234,7 +242,7 @@ def follow(search: BeamSearch, children: list[Child], kv: KVCacheManager) -> Fol
     return Followed(dropped, forks, chosen)
 
 
-def _copy(parent: Sequence, kv: KVCacheManager) -> tuple[list[int], SequenceBlocks | None, HashChain | None, int]:
+def _copy(parent: Sequence, kv: BlockSharing) -> tuple[list[int], SequenceBlocks | None, HashChain | None, int]:
     """Tokens, blocks, hash chain and number of computed tokens of a beam that begins as `parent` is."""
     blocks, chain = None, parent.chain
     if parent.blocks is not None:

@@ -22,10 +22,9 @@ from quire.engine.sleep import Sleep
 from quire.errors import EngineAsleepError, InsufficientMemoryError, QuireError, UserError
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import group_layers
-from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.stats import EngineStats
 from quire.step import DiskReport, StepResult
 
@@ -42,8 +41,17 @@ LAST_TRANSFERS = 100
 class EngineCore:
     """One model, one scheduler, one executor. Driven by one thread: `handle` messages, then `step` while `has_work`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: Clock) -> None:
-        """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Clock,
+        make_scheduler: SchedulerFactory = paged_scheduler,
+    ) -> None:
+        """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError.
+
+        make_scheduler: another policy over the same pool, for comparisons (quire/bench/baselines/).
+        """
         self._clock = clock
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
@@ -68,13 +76,8 @@ class EngineCore:
         )
         executor.allocate(layout)
         allocated = clock.now()
-        kv = KVCacheManager(
-            layout,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            enable_offload=config.cache.offload_dir is not None,
-        )
         costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
-        self.scheduler = Scheduler(config.scheduler, kv, costs)
+        self.scheduler: EngineScheduler = make_scheduler(config, layout, costs)
         if config.cache.offload_dir is not None:
             self._learn_what_is_stored()
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)

@@ -10,18 +10,26 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import ClientMessage, EngineOutputs
+from quire.executors.interface import Executor
+from quire.executors.step_log import StepLog
+from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 
 
-def build_core(options: EngineOptions, executor: str) -> EngineCore:
+def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerFactory = paged_scheduler) -> EngineCore:
     """Resolve the options, load the model and size the cache.
 
     Raises ConfigError, ModelLoadError or InsufficientMemoryError.
     executor: `"module:attribute"`, imported here, so that a front end in another process never imports torch.
+    make_scheduler: as for EngineCore.
     """
     config = resolve(options)
     module, _, attribute = executor.partition(":")
     make_executor = getattr(importlib.import_module(module), attribute)
-    return EngineCore(config, make_executor(config), SystemClock())
+    clock = SystemClock()
+    run_plans: Executor = make_executor(config)
+    if config.step_log is not None:
+        run_plans = StepLog(run_plans, config, config.step_log, clock)
+    return EngineCore(config, run_plans, clock, make_scheduler)
 
 
 def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:

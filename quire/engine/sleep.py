@@ -31,6 +31,8 @@ class Requests(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    def forget_rows(self) -> None: ...
+
 
 class Sleep:
     """level: 0 awake, 1 or 2 asleep."""
@@ -77,3 +79,4 @@ class Sleep:
         if not self._finish_transfers():
             raise UserError("the engine cannot sleep yet: blocks are still on their way to disk")
         scheduler.kv.reset_prefix_cache()
+        scheduler.forget_rows()

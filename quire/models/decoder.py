@@ -50,7 +50,7 @@ class Decoder(ABC):
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
 
-    def release_workspaces(self) -> None:
+    def release_workspaces(self) -> None:  # noqa: B027 (nothing to do is what most models do)
         """There are none."""
 
     def weight_bytes(self) -> int:

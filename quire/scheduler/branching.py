@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.decoding.beam import BeamSearch, Child, follow
-from quire.kv_cache.manager import KVCacheManager
+from quire.decoding.beam import BeamSearch, BlockSharing, Child, follow
 from quire.outputs import SequenceUpdate
 from quire.request import FinishReason, Request, Sequence
 from quire.step import SequenceFork
@@ -16,7 +15,7 @@ class Branching:
         self._branches: dict[int, SequenceFork] = {}
         self._chosen_tokens: dict[int, int] = {}
 
-    def follow(self, search: BeamSearch, children: list[Child], kv: KVCacheManager) -> list[Sequence]:
+    def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
         """Make `children` the live beams of a search. Returns the dead ones whose rows the workers drop first."""
         followed = follow(search, children, kv)
         dropped = [sequence for sequence in followed.dropped if self.forget(sequence)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.kv_cache.manager import Growth
+from quire.kv_cache.manager import Growth, SequenceBlocks
 from quire.kv_cache.offload import TierOrders
 from quire.request import Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
@@ -80,20 +80,36 @@ class PlanBuilder:
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
-        start = sequence.num_computed_tokens
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
+
+    def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
+        """The same for who has just looked at the sequence. start: its computed tokens; known: its tokens, those in
+        flight included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
-        sequence.num_computed_tokens = start + num_tokens
-        if start + num_tokens == len(sequence.token_ids) + sequence.num_pending_tokens:
-            self.sample(sequence, len(self.sequences) - 1)
+        sequence.num_computed_tokens = end = start + num_tokens
+        if end == known:
+            self.samples.append(sequence)
+            self.sample_from.append(len(self.sequences) - 1)
+            sequence.num_pending_tokens += 1
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
         """Draw a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
+
+    def filled(self, block_size: int) -> list[tuple[Sequence, SequenceBlocks | None, int]]:
+        """See `InFlight.filled`."""
+        columns = zip(self.sequences, self.start_positions, self.num_tokens, strict=True)
+        return [
+            (sequence, sequence.blocks, start + count)
+            for sequence, start, count in columns
+            if start % block_size + count >= block_size
+        ]
 
     def mark(self) -> Mark:
         return Mark(

@@ -191,6 +191,11 @@ class Scheduler:
         """The same, without waiting for earlier ones."""
         return self.has_transfers and not self.kv.tiers.must_wait
 
+    def forget_rows(self) -> None:
+        """The workers have dropped all rows, while no request lives."""
+        assert not self.has_requests, "rows of live requests"
+        self._released = []
+
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
         """Add what the tiers below the device have to move; None when the plan is then still empty."""
         tiers = self.kv.tiers
@@ -208,7 +213,7 @@ class Scheduler:
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
             sequences=builder.sequences,
-            blocks=[sequence.blocks for sequence in builder.sequences],
+            filled=builder.filled(self.kv.block_size),
             samples=builder.samples,
             forked=builder.forked,
             resumed=builder.resumed,
@@ -230,31 +235,33 @@ class Scheduler:
             self.kv.tiers.update(result.disk)
         updates = []
         any_finished = False
+        all_logprobs = result.logprobs
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
-            if sequence.request.beam_search is not None:
-                ended = self._take_candidates(sequence.request, sequence, result.candidates[position], now)
+            request, token_ids = sequence.request, sequence.token_ids
+            if request.beam_search is not None:
+                ended = self._take_candidates(request, sequence, result.candidates[position], now)
                 any_finished |= bool(ended)
                 updates += ended
                 continue
-            if sequence.request.pin and sequence.blocks is None:
+            if request.pin and sequence.blocks is None:
                 continue  # preempted meanwhile: without its blocks there is nothing to pin, so it runs again
-            sequence.token_ids.append(token_id)
-            update = SequenceUpdate(sequence.request.request_id, sequence.index, [token_id])
-            if result.logprobs and position in result.logprobs:
-                update.logprobs = [result.logprobs[position]]
-            finish = finish_reason(sequence, token_id)
-            if finish is not None:
+            token_ids.append(token_id)
+            update = SequenceUpdate(request.request_id, sequence.index, [token_id])
+            if all_logprobs and position in all_logprobs:
+                update.logprobs = [all_logprobs[position]]
+            if token_id in request.end_token_ids or len(token_ids) >= sequence.max_total_tokens:
                 any_finished = True
-                update.finish_reason, update.stop_reason = finish
-                self._finish(sequence, finish[0])
+                update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
+                self._finish(sequence, reason[0])
+                describe(update, request, now)
             # A stop string may end it at any token, which only the front end sees.
-            if finish is not None or sequence.num_output_tokens == 1 or sequence.request.params.stop:
-                describe(update, sequence.request, now)
+            elif len(token_ids) == request.num_prompt_tokens + 1 or request.params.stop:
+                describe(update, request, now)
             updates.append(update)
-        self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
+        self._stats.generation_tokens_total += sum([len(update.new_token_ids) for update in updates])
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
@@ -299,19 +306,22 @@ class Scheduler:
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         preempted = False
-        request, mark = None, builder.mark()
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            index += 1
+        place = builder.place
+        request: Request | None = None
+        mark: Mark | None = None
+        for index, sequence in enumerate(running, start=1):  # which preemption shortens, behind this one
             if sequence.request is not request:
-                request, mark = sequence.request, builder.mark()
-            known = len(sequence.token_ids) + sequence.num_pending_tokens
+                request = sequence.request
+                # Of a single sequence there is nothing to take back: it is scheduled after it has grown.
+                mark = builder.mark() if len(request.sequences) > 1 else None
+            num_pending = sequence.num_pending_tokens
+            known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
             num_tokens = known - start
+            if num_tokens <= 0:
+                continue
             # A beam's next token is chosen by an update, never by the workers.
-            is_final = request.beam_search is not None or known >= sequence.max_total_tokens
-            if num_tokens <= 0 or (sequence.num_pending_tokens and is_final):
+            if num_pending and (request.beam_search is not None or known >= sequence.max_total_tokens):
                 continue
             if num_tokens > 1:
                 # Everybody behind keeps at least one token of the budget, so a long prompt starves nobody.
@@ -328,15 +338,15 @@ class Scheduler:
                 while growth is None:
                     victim = running[-1].request
                     preempted = True
-                    if victim is request:
+                    if victim is request and mark is not None:
                         self._roll_back(builder, mark)
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
                     growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
-            builder.schedule(sequence, num_tokens)
-            if sequence.num_computed_tokens == request.fork_position:
+            place(sequence, start, num_tokens, known)
+            if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
         return preempted
 
@@ -482,13 +492,9 @@ class Scheduler:
 
     def _commit(self, in_flight: InFlight) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
-        plan, size = in_flight.plan, self.kv.block_size
-        columns = (in_flight.sequences, in_flight.blocks, plan.start_positions, plan.num_tokens)
-        for sequence, blocks, start, count in zip(*columns, strict=True):
-            if sequence.blocks is None or sequence.blocks is not blocks:
-                continue
-            if start // size != (start + count) // size:
-                self.kv.commit(sequence.blocks, sequence.token_ids, start + count)
+        for sequence, blocks, end in in_flight.filled:
+            if blocks is not None and sequence.blocks is blocks:
+                self.kv.commit(blocks, sequence.token_ids, end)
         for sequence, num_computed in in_flight.resumed:
             if sequence.blocks is not None:
                 self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)

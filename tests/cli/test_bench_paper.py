@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire.bench.paper.figures import rows
-from quire.bench.paper.workloads import ALPACA, SHAREGPT
 from quire.cli import bench_paper
 from quire.cli.main import main
+from quire.simulator.workloads import ALPACA, SHAREGPT
 
 
 def test_without_engine_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

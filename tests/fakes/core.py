@@ -20,6 +20,7 @@ from quire.kv_cache.layout import block_bytes, group_layers
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason
 from quire.sampling_params import SamplingParams
+from quire.scheduler.interface import SchedulerFactory, paged_scheduler
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
@@ -80,9 +81,11 @@ def make_config(
 class CoreClient:
     """Feeds an EngineCore and keeps every sequence's tokens, log-probabilities and end."""
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, make_scheduler: SchedulerFactory = paged_scheduler
+    ) -> None:
         self.clock = VirtualClock()
-        self.core = EngineCore(config, executor, self.clock)
+        self.core = EngineCore(config, executor, self.clock, make_scheduler)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}

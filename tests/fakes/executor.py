@@ -169,9 +169,10 @@ class FakeExecutor:
         return self.num_idle_calls <= self.idle_work
 
     def sleep(self, level: int) -> None:
-        """Everything that blocks hold is gone."""
-        assert not self._rows, "it sleeps while sequences live"
+        """Everything that blocks hold is gone, and so are the rows."""
         self.asleep = level
+        self._rows.clear()
+        self._owners.clear()
         self._slots.clear()
         self._host_slots.clear()
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.bench.paper.measure import Usage, beam_search, sampling
-from quire.bench.paper.workloads import ALPACA, SHAREGPT, Shape
 from quire.sampling_params import SamplingParams
+from quire.simulator.workloads import ALPACA, SHAREGPT, Shape
 
 WIDTHS = (2, 4, 6)
 

@@ -93,7 +93,7 @@ def _prepare_kernel(
     tl.store(token_ids + index, token_id.to(tl.int64), mask=in_batch)
     tl.store(positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
     table = arena + tables + row * block_width
-    for group in tl.static_range(NUM_GROUPS):
+    for _group in tl.static_range(NUM_GROUPS):
         block = tl.load(table + position // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
         slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(slots + index, slot, mask=in_batch)

@@ -6,11 +6,13 @@ import torch
 
 from quire.kernels.triton.attention_tiles import DeviceLimits
 
+INTERPRETED_MULTIPROCESSORS = 8
+
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """What decides the shapes of kernels. In the interpreter those of an H200, so that its choices are tested."""
+    """What decides the shapes of kernels. The interpreter runs one program at a time: work is cut into few of them."""
     if device.type != "cuda":
-        return DeviceLimits()
+        return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits((properties.major, properties.minor), properties.multi_processor_count)
 

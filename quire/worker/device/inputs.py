@@ -87,7 +87,7 @@ class DeviceInputs:
     def prepare(
         self, columns: HostColumns, on_device: StepColumns, num_seqs: int, num_tokens: int
     ) -> tuple[DeviceBatch, torch.Tensor]:
-        """Enqueue the kernel; returns the batch and its token ids ([T] int64). num_seqs, num_tokens: padding included."""
+        """Enqueue the kernel; returns the batch and its token ids, [T] int64. num_seqs, num_tokens: with padding."""
         buffers = self._buffers
         prepare_inputs(
             self._arena.words,

@@ -10,8 +10,8 @@ from quire.step import StepResult
 
 
 class PendingStep(Future[StepResult]):
-    """The future of one plan. Nobody completes it: `result` and `exception` wait for the device, on the caller's thread,
-    so that a future nobody asks is never done.
+    """The future of one plan. Nobody completes it: `result` and `exception` wait for the device, on the caller's
+    thread, so that a future nobody asks is never done.
 
     Steps run in order on the device, and end in order as well, whichever is asked for: when an earlier step has failed,
     this one ran over rows that lack a token, so that it has no result.
@@ -27,8 +27,10 @@ class PendingStep(Future[StepResult]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is known to have failed."""
-        return self.done() and super().exception() is not None
+        """Whether it, or a step before it, is known to have failed."""
+        if self.done():
+            return super().exception() is not None
+        return self._previous is not None and self._previous.has_failed
 
     def result(self, timeout: float | None = None) -> StepResult:
         """Wait; return the result, or raise what went wrong. There is no timeout: what a device does cannot be left."""

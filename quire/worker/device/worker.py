@@ -263,8 +263,9 @@ class DeviceWorker:
 
     def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
         def wait() -> StepResult:
-            result = collect()
-            result.disk = self._disk.end(plan)
+            with self.streams.computing():
+                result = collect()
+                result.disk = self._disk.end(plan)
             return result
 
         return wait

@@ -95,6 +95,7 @@ def test_the_shape_is_that_of_qwen3_8b() -> None:
     from tempfile import TemporaryDirectory
 
     from quire.cli.parameters import count_parameters
+
     from quire.config.hf_config import load_model_config
 
     with TemporaryDirectory() as directory:

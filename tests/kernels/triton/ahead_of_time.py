@@ -34,6 +34,7 @@ from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import recorded_launches
 from tests.kernels.triton.sampling_calls import sampling_calls
 
@@ -104,6 +105,19 @@ def layer_calls() -> Calls:
     ]
 
 
+def row_calls() -> Calls:
+    """What a step changes in the rows, and its inputs, of two KV groups."""
+    int64 = partial(empty, dtype=torch.int64)
+    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
+    columns = StepColumns(int32(5), int32(5), int32(6))
+    tables = RowTables(40964, 256 * 40964, 256 * 2564, 2564)
+    return [
+        lambda: write_words(int32(10**6), int32(9), int32(9)),
+        lambda: copy_words(int32(10**6), int32(3, 3), 5000),
+        lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
+    ]
+
+
 def product_calls() -> Calls:
     """What multiplies matrices."""
     return [
@@ -117,7 +131,8 @@ def product_calls() -> Calls:
 def main() -> None:
     driver.set_active(AbsentGPU(int(sys.argv[1])))
     with recorded_launches(CompilingRecorder()):
-        for call in product_calls() + ([] if "products" in sys.argv[2:] else layer_calls() + sampling_calls()):
+        others = [] if "products" in sys.argv[2:] else layer_calls() + row_calls() + sampling_calls()
+        for call in product_calls() + others:
             call()
 
 

@@ -1,0 +1,232 @@
+"""What `quire simulate` prints, writes and plots, by what is asked."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quire.bench import report
+from quire.cli.bench_mode import options_json
+from quire.errors import UserError
+from quire.simulator import plots
+from quire.simulator import rates as rates_module
+from quire.simulator import sweep as sweep_module
+from quire.simulator.metrics import LATENCIES, PERCENTILES, Metrics
+from quire.simulator.scenario import Scenario
+from quire.utils.sizes import format_bytes
+
+MILLISECONDS = 1e3
+NAMES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "latency": "latency",
+    "normalized_latency": "normalised latency (per output token)",
+}
+
+
+def prepare_plots(directory: Path) -> None:
+    """Raise UserError now rather than after a long run."""
+    plots.check_matplotlib()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {str(directory)!r}: {error.strerror}", param="plot") from None
+
+
+def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
+    """One run."""
+    metrics = scenario.run(namespace.rate, num_processes=namespace.processes)
+    _print_run(scenario, metrics)
+    _write(namespace, scenario, {"result": _json(scenario, metrics)})
+    if namespace.plot is not None:
+        plots.plot_memory(namespace.plot / "memory.png", metrics, title=_title(scenario))
+    return 0 if metrics.num_finished else 1
+
+
+def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
+    """A run at each rate."""
+    asked = _parse_rates(namespace.rates)
+    runs = {}
+    with report.progress_bar("rates", len(asked)) as tick:
+        for rate in asked:
+            runs[rate] = scenario.run(rate, num_processes=namespace.processes)
+            tick()
+    _print_rates(scenario, runs)
+    _write(namespace, scenario, {"rates": [{"rate": rate, **_json(scenario, runs[rate])} for rate in asked]})
+    _plot_rates(scenario, runs, namespace.plot)
+    return 0
+
+
+def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
+    """The highest rate that keeps the objectives."""
+    with report.progress_bar("rates tried", 0) as tick:
+
+        def run_at(rate: float) -> Metrics:
+            metrics = scenario.run(rate, num_processes=namespace.processes)
+            tick()
+            return metrics
+
+        found = rates_module.find_rate(run_at, scenario.holds, start=namespace.rate or 1.0)
+    runs = {trial.rate: trial.metrics for trial in found.trials}
+    _print_rates(scenario, dict(sorted(runs.items())))
+    per_device = found.rate / scenario.cost.layout.num_devices
+    print(f"highest rate that holds: {found.rate:.3g} requests/s ({per_device:.3g} on each device)")
+    trials = [{"rate": each.rate, "holds": each.holds, **_json(scenario, each.metrics)} for each in found.trials]
+    _write(namespace, scenario, {"rate": found.rate, "rate_per_device": per_device, "trials": trials})
+    _plot_rates(scenario, runs, namespace.plot)
+    return 0
+
+
+def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
+    """Every layout."""
+    num_devices = namespace.gpus or scenario.cost.layout.num_devices
+    candidates = sweep_module.layouts(scenario, num_devices)
+    results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
+    front = sweep_module.pareto_front([point for result in results for point in result.points])
+    table = Table(title=f"{_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
+    columns = ["layout", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
+    if scenario.objectives:
+        columns += ["requests/s that hold", "each GPU"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for result in results:
+        best = max(result.points, key=lambda point: point.tokens_per_device)
+        row = [
+            str(result.layout),
+            f"{best.tokens_per_device:,.0f}",
+            f"{best.tpot * MILLISECONDS:,.1f}",
+            f"{max(point.interactivity for point in result.points):,.1f}",
+            str(sum(point in front for point in result.points)),
+        ]
+        if scenario.objectives:
+            rate = result.found_rate
+            row += ["none", ""] if rate is None else [f"{rate:,.3g}", f"{rate / num_devices:,.3g}"]
+        table.add_row(*row)
+    report.console().print(table)
+    _write(namespace, scenario, {"layouts": [_layout_json(scenario, result, front) for result in results]})
+    if namespace.plot is not None:
+        plots.plot_pareto(namespace.plot / "pareto.png", results, title=_title(scenario))
+    return 0
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _title(scenario: Scenario) -> str:
+    cost = scenario.cost
+    return f"{cost.shape.name} on {cost.hardware.title}, {cost.layout}"
+
+
+def _print_run(scenario: Scenario, metrics: Metrics) -> None:
+    stats, duration = metrics.stats, metrics.end or float("nan")
+    blocks = f"{metrics.num_blocks:,} of {scenario.settings.block_size} tokens"
+    rows = [
+        ("requests finished", f"{metrics.num_finished:,} of {metrics.num_requests:,}"),
+        ("requests refused", f"{metrics.num_refused:,}"),
+        ("simulated time", f"{metrics.end:,.1f} s"),
+        ("request throughput", f"{metrics.num_finished / duration:,.2f} requests/s"),
+        ("output throughput", f"{metrics.num_output_tokens / duration:,.1f} tokens/s"),
+        ("total throughput", f"{(metrics.num_input_tokens + metrics.num_output_tokens) / duration:,.1f} tokens/s"),
+        ("batched requests, mean", f"{metrics.mean_running:,.1f}"),
+        ("KV blocks", blocks),
+        ("KV use, mean", f"{metrics.mean_kv_usage:.1%}"),
+        ("preemptions", f"{stats.preemptions_total:,} ({stats.swap_preemptions_total:,} swapped)"),
+        ("prefix-cache hits", f"{stats.prefix_cache_hits_total:,} tokens"),
+        ("steps", f"{metrics.num_steps:,}"),
+        ("weights on each device", format_bytes(scenario.cost.weight_bytes_per_device)),
+    ]
+    if scenario.objectives:
+        share = metrics.num_slo_met / metrics.num_finished if metrics.num_finished else 0.0
+        rows.append(("requests that met all objectives", f"{share:.1%}"))
+        rows.append((f"P{scenario.percentile:g} keeps them", "yes" if scenario.holds(metrics) else "no"))
+    report.print_rows(_title(scenario), rows)
+    table = Table(title="Latency in milliseconds", title_justify="left")
+    for column in ("", "mean", *(f"p{percent:g}" for percent in PERCENTILES), "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in LATENCIES:
+        found = metrics.latencies[name].as_json()
+        if found:
+            values = [found["mean"], *(found[f"p{percent:g}"] for percent in PERCENTILES), found["max"]]
+            table.add_row(NAMES[name], *(f"{value * MILLISECONDS:,.2f}" for value in values))
+    report.console().print(table)
+
+
+def _print_rates(scenario: Scenario, runs: Mapping[float, Metrics]) -> None:
+    table = Table(title=_title(scenario), title_justify="left")
+    columns = ["requests/s", "ms/token", "TTFT p99 ms", "TPOT p99 ms", "tokens/s", "batched", "KV use", "preempted"]
+    for column in [*columns, *(["holds"] if scenario.objectives else [])]:
+        table.add_column(column, justify="right")
+    for rate, metrics in runs.items():
+        latencies = metrics.latencies
+        row = [
+            f"{rate:.3g}",
+            f"{latencies['normalized_latency'].mean * MILLISECONDS:,.2f}",
+            f"{latencies['ttft'].percentile(99) * MILLISECONDS:,.1f}",
+            f"{latencies['tpot'].percentile(99) * MILLISECONDS:,.2f}",
+            f"{metrics.num_output_tokens / metrics.end if metrics.end else 0:,.0f}",
+            f"{metrics.mean_running:,.1f}",
+            f"{metrics.mean_kv_usage:.1%}",
+            f"{metrics.stats.preemptions_total:,}",
+        ]
+        if scenario.objectives:
+            row.append("yes" if scenario.holds(metrics) else "no")
+        table.add_row(*row)
+    report.console().print(table)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _json(scenario: Scenario, metrics: Metrics) -> dict[str, Any]:
+    entry = metrics.as_json()
+    if scenario.objectives:
+        entry["holds"] = scenario.holds(metrics)
+    return entry | {"series": metrics.series.rows(metrics.num_blocks)}
+
+
+def _layout_json(
+    scenario: Scenario, result: sweep_module.LayoutResult, front: list[sweep_module.Point]
+) -> dict[str, Any]:
+    points = [
+        {
+            "rate": point.rate,
+            "tpot": point.tpot,
+            "ttft": point.ttft,
+            "tokens_per_second": point.tokens_per_second,
+            "tokens_per_device": point.tokens_per_device,
+            "on_front": point in front,
+        }
+        for point in result.points
+    ]
+    return {"layout": asdict(result.layout), "points": points, "rate": result.found_rate}
+
+
+def _write(namespace: argparse.Namespace, scenario: Scenario, result: dict[str, Any]) -> None:
+    what = {
+        "model": scenario.cost.shape.name,
+        "gpu": scenario.cost.hardware.name,
+        "layout": asdict(scenario.cost.layout),
+    }
+    report.write_json(
+        namespace.json, {"benchmark": "simulate", "options": options_json(namespace), "simulated": what} | result
+    )
+
+
+def _plot_rates(scenario: Scenario, runs: Mapping[float, Metrics], directory: Path | None) -> None:
+    if directory is not None:
+        plots.plot_latency(directory / "latency.png", runs, title=_title(scenario))
+
+
+def _parse_rates(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < float("inf") for rate in found):
+        raise UserError(f"--rates: expected numbers above 0 with commas between them, not {text!r}", param="rates")
+    return found

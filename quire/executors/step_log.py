@@ -1,0 +1,238 @@
+"""A log of the steps of a run: what each computed, how long it took, and how long the executor waited for it.
+
+The file is JSON lines. The first says what ran (`header`); each other line is one plan, with its columns as they are,
+so that any model of the cost of a step can be fitted to it later. `StepLog` wraps an executor; without the option
+there is none, and the core drives the executor itself.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from quire.clock import Clock
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError, UserError
+from quire.executors.interface import Executor
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.logging import get_logger
+from quire.scheduler.preemption import PreemptionCosts
+from quire.step import StepPlan, StepResult
+
+logger = get_logger(__name__)
+
+VERSION = 1
+BUFFER_BYTES = 1 << 18
+FLUSH_SECONDS = 1.0
+"""What was logged longer ago than this is in the file when the next step ends."""
+
+
+Entry = TypeVar("Entry")
+
+
+class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The first line. weights: what the layers' matrices are stored in. backend: what the executor says of itself."""
+
+    version: int
+    model: str
+    architecture: str
+    weights: str
+    kv_cache_dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    queue_depth: int
+    num_threads: int
+    backend: str
+
+
+class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One step. Times in seconds.
+
+    at: when the plan was handed over, since the first one. seconds: from then, or from the end of the step before if
+    that came later, to this step's end. gap: from the end of the step before to the handing over, 0 when the plan was
+    there earlier (queue_depth 2): what the engine does between steps, and, when nothing was running, the wait for a
+    request. num_carried: sequences of the batch that had a row before; with none of them `gap` may be idle time.
+    starts, tokens: the plan's `start_positions` and `num_tokens`. Copies and swaps are counted in blocks.
+    """
+
+    step: int
+    at: float
+    seconds: float
+    gap: float
+    starts: list[int]
+    tokens: list[int]
+    num_sampled: int
+    num_carried: int
+    num_copies: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+
+
+def read_step_log(path: Path) -> tuple[StepLogHeader, list[StepRecord]]:
+    """A whole log; a last line that was cut short is left out. Raises UserError naming the file and the line."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read the step log {str(path)!r}: {error.strerror}", param="log") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        del lines[-1]
+    header = _decoded(path, 1, lines[0] if lines else b"", StepLogHeader)
+    if header.version != VERSION:
+        raise UserError(f"{str(path)!r} is a step log of version {header.version}, not {VERSION}", param="log")
+    return header, [_decoded(path, number, line, StepRecord) for number, line in enumerate(lines[1:], 2)]
+
+
+def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError as error:  # a ValidationError is one
+        raise UserError(f"{str(path)!r}, line {number}, is not of a step log: {error}", param="log") from None
+
+
+class StepLog:
+    """Implements `Executor` by another one, and writes a line for each plan that it runs.
+
+    Writing costs some microseconds a step, in which the next plan waits. A plan that fails is not logged.
+    """
+
+    def __init__(self, executor: Executor, config: EngineConfig, path: Path, clock: Clock) -> None:
+        """Open the file, emptying it. Raises ConfigError when it cannot be written."""
+        self._executor = executor
+        self._config = config
+        self._clock = clock
+        self._encoder = msgspec.json.Encoder()
+        self._began: float | None = None
+        self._ended = 0.0
+        self._next_flush = 0.0
+        try:
+            self._file: BinaryIO | None = path.open("wb", buffering=BUFFER_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cannot write the step log {str(path)!r}: {error.strerror}", param="step_log") from None
+
+    def load(self) -> list[LayerSpec]:
+        return self._executor.load()
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        return self._executor.profile(max_num_batched_tokens, max_num_seqs)
+
+    def allocate(self, layout: KVCacheLayout) -> None:
+        self._executor.allocate(layout)
+        self._write(self._header(layout), flush=True)
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        return self._executor.measure_preemption_costs()
+
+    def describe(self) -> str:
+        return self._executor.describe()
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        handed_over = self._clock.now()
+        future = self._executor.execute(plan)
+
+        def end(future: Future[StepResult]) -> None:
+            if future.exception() is None:
+                self._end(plan, handed_over)
+
+        # Called at once where the plan has run inside `execute`, else on the thread that ran it, step by step.
+        future.add_done_callback(end)
+        return future
+
+    def idle(self) -> bool:
+        return self._executor.idle()
+
+    def sleep(self, level: int) -> None:
+        self._executor.sleep(level)
+
+    def wake_up(self) -> None:
+        self._executor.wake_up()
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+        self._close()
+
+    def _end(self, plan: StepPlan, handed_over: float) -> None:
+        now = self._clock.now()
+        if self._began is None:
+            self._began = self._ended = handed_over
+        record = StepRecord(
+            step=plan.step_id,
+            at=handed_over - self._began,
+            seconds=now - max(handed_over, self._ended),
+            gap=max(0.0, handed_over - self._ended),
+            starts=plan.start_positions,
+            tokens=plan.num_tokens,
+            num_sampled=len(plan.sample_seq_ids),
+            num_carried=_num_carried(plan),
+            num_copies=len(plan.block_copies),
+            num_swapped_out=len(plan.swap_out),
+            num_swapped_in=len(plan.swap_in),
+        )
+        self._ended = now
+        is_due = now >= self._next_flush
+        if is_due:
+            self._next_flush = now + FLUSH_SECONDS
+        self._write(record, flush=is_due)
+
+    def _header(self, layout: KVCacheLayout) -> StepLogHeader:
+        model, scheduler = self._config.model, self._config.scheduler
+        return StepLogHeader(
+            version=VERSION,
+            model=model.name,
+            architecture=model.architecture,
+            weights=model.dtype if model.quantization is None else f"int{model.quantization.bits}",
+            kv_cache_dtype=model.kv_cache_dtype,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            block_size=layout.block_size,
+            num_blocks=layout.num_usable_blocks,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            queue_depth=scheduler.queue_depth,
+            num_threads=self._config.device.num_threads,
+            backend=self._executor.describe(),
+        )
+
+    def _write(self, entry: StepLogHeader | StepRecord, *, flush: bool) -> None:
+        """A full disk ends the log, not the engine."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(self._encoder.encode(entry) + b"\n")
+            if flush:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("the end of the step log is lost: %s", error.strerror)
+        self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("the step log ends here: %s", error.strerror)
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what is buffered cannot be written either
+                file.close()
+
+
+def _num_carried(plan: StepPlan) -> int:
+    """Sequences of the batch that had a row before this plan."""
+    new = {new.seq_id for new in plan.new_sequences}
+    return len(plan.seq_ids) - len(new.intersection(plan.seq_ids))

@@ -1,0 +1,109 @@
+"""What the engine core asks of its scheduler, and how it gets one.
+
+The product has one scheduler, `quire.scheduler.scheduler.Scheduler`. The protocol exists because the paper's baselines
+(quire/bench/baselines/) drive the same engine core, real or simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.snapshot import KVSnapshot
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest
+from quire.scheduler.preemption import PreemptionCosts
+from quire.scheduler.scheduler import Scheduler
+from quire.stats import EngineStats
+from quire.step import StepPlan, StepResult
+
+
+class PrefixCache(Protocol):
+    """The part of the KV cache that the engine core speaks to itself."""
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached content; returns the number of blocks set free."""
+        ...
+
+
+class EngineScheduler(Protocol):
+    """Plans steps and takes their results, in order; `schedule` and `update` alternate freely otherwise."""
+
+    @property
+    def kv(self) -> PrefixCache: ...
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request lives, running or waiting."""
+        ...
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether cached blocks are to be moved, although no request may be here."""
+        ...
+
+    @property
+    def can_transfer(self) -> bool:
+        """The same, without waiting for earlier ones."""
+        ...
+
+    def longest_sequence(self, limit: int) -> int:
+        """The longest sequence, up to `limit` tokens, that the pool can hold."""
+        ...
+
+    def add(self, source: EngineRequest, now: float) -> None:
+        """Queue a request. Raises UserError when it is refused."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences, now. Unknown ids are ignored."""
+        ...
+
+    def expire(self, now: float) -> list[SequenceUpdate]:
+        """End the requests whose time is over."""
+        ...
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, None when nothing can be computed now."""
+        ...
+
+    def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
+        """A plan that computes nothing and moves cached blocks, if there are any to move."""
+        ...
+
+    def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
+        """Take the result of the oldest plan in flight."""
+        ...
+
+    def unpin(self, name: str) -> int:
+        """Give up a pinned prefix. Raises UserError for unknown ones."""
+        ...
+
+    def forget_rows(self) -> None:
+        """The workers have dropped all rows, while no request lives."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def snapshot(self) -> KVSnapshot: ...
+
+    def check(self) -> None:
+        """Assert all invariants."""
+        ...
+
+
+SchedulerFactory: TypeAlias = Callable[[EngineConfig, KVCacheLayout, PreemptionCosts | None], EngineScheduler]
+"""(configuration, the pool that was allocated, measured costs where the preemption mode needs them) -> scheduler."""
+
+
+def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None) -> Scheduler:
+    """The product's own: continuous batching over a paged pool."""
+    kv = KVCacheManager(
+        layout,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        enable_offload=config.cache.offload_dir is not None,
+    )
+    return Scheduler(config.scheduler, kv, costs)

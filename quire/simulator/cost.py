@@ -1,0 +1,418 @@
+"""What a step takes: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
+
+Each limit is taken with its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so their
+times add up:
+
+- matrix products (projections, MLPs, experts, output projection): 2 operations for each weight and row; weights are
+  read once a step, rows are read and written. A product of few rows is slower by `half_rows`. Of a mixture of experts
+  the expected number of distinct experts is read, routing being even.
+- attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
+  values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
+  chunk, and multiplies queries by the kept vector itself for single tokens.
+- the rest of a layer (norms, residuals, activations) and the sampler move bytes.
+- tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
+  the network). ep > 1: tokens go to their experts' devices and back instead of the second one.
+- pp > 1: the step is cut into micro-batches of its sequences; a stage takes the layers of the largest one. See
+  `step_seconds`.
+- every kernel costs `launch_overhead`, every token and sequence what the profile says besides.
+
+Host overhead and swapping are no part of it: they run beside the device (quire/simulator/executor.py).
+docs/decisions/0018-cost-model.md says what is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.errors import UserError
+from quire.simulator.hardware import DTYPE_BYTES, Hardware
+from quire.simulator.layout import Layout
+from quire.simulator.shape import QUANTIZED, ModelShape
+from quire.simulator.work import StepWork
+
+KERNELS_PER_LAYER = 10
+KERNELS_PER_STEP = 12
+"""Embedding, last norm, output projection and sampling."""
+ROW_PASSES = 8
+"""Times that a layer reads or writes a row of the residual stream outside its matrix products: two norms and two
+additions, each in and out."""
+LOGIT_BYTES = 4
+LOGIT_PASSES = 4
+"""Times that the sampler reads or writes the logits of a row."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """weights: what the matrices of the layers are stored in; experts, tables: the same of experts and of the
+    vocabulary's tables. activations: what is computed in, where weights are 16-bit or wider; narrower ones set the peak
+    themselves. kv: what keys and values are stored in."""
+
+    weights: str
+    activations: str
+    kv: str
+    experts: str = ""
+    tables: str = ""
+
+    @classmethod
+    def of(cls, shape: ModelShape, dtype: str | None = None, kv_dtype: str | None = None) -> Precision:
+        """dtype, kv_dtype: None: weights as stored, the rest as wide as they are computed in."""
+        weights = dtype or shape.dtype
+        if weights not in DTYPE_BYTES:
+            raise UserError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {weights!r}", param="dtype")
+        activations = weights if DTYPE_BYTES[weights] >= 2 else "bfloat16"
+        kv = kv_dtype or activations
+        if kv not in DTYPE_BYTES or DTYPE_BYTES[kv] < 1:
+            raise UserError(f"kv_cache_dtype {kv!r} is not known to the cost model", param="kv_cache_dtype")
+        experts = dtype or shape.expert_dtype or weights
+        tables = activations if weights in QUANTIZED else weights
+        return cls(weights, activations, kv, experts, tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix products of one name on one device: seconds at the peak for each row, and of the bytes: once a step
+    (the weights), and for each row."""
+
+    name: str
+    per_row: float
+    weights: float
+    row_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of the layers of one window on one device: seconds at the peak for each pair of a chunk's token and a
+    position, and for each position that a single token reads; and of the bytes, for each position read and, of chunks,
+    for each of their tokens."""
+
+    chunk_pair: float
+    decode_pair: float
+    kept: float
+    chunk_row: float
+
+
+class CostModel:
+    """The cost of steps of one model on one replica of a layout. Everything that depends on the model and the device
+    alone is computed once, so that a step costs microseconds."""
+
+    def __init__(
+        self, shape: ModelShape, hardware: Hardware, layout: Layout | None = None, precision: Precision | None = None
+    ) -> None:
+        """Raises UserError when the model cannot be laid out so, or the device lacks the dtype."""
+        self.shape = shape
+        self.hardware = hardware
+        self.layout = layout or Layout()
+        self.precision = precision or Precision.of(shape)
+        self.windows = tuple(dict.fromkeys(shape.windows))
+        self.block_tokens = 16
+        """Tokens of a block, for copies of blocks."""
+        _check(shape, self.layout)
+        self._bandwidth = hardware.bandwidth * hardware.factors.bandwidth
+        self._row_size = DTYPE_BYTES[self.precision.activations]
+        self._kv_size = DTYPE_BYTES[self.precision.kv]
+        self._layers = shape.layers_per_stage(self.layout.pp)
+        self._moe_layers = min(self._layers, -(-shape.num_moe_layers * self._layers // shape.num_layers))
+        self._half_rows = hardware.half_rows
+        self._products = _merged(self._dense_products())
+        self._logits = self._logits_product()
+        self._attention = [self._attention_of(shape.windows.count(window)) for window in self.windows]
+        self._constant, self._per_token, self._per_sampled = self._linear_parts()
+        self._set_up_experts()
+
+    # -- what callers ask -------------------------------------------------------------------------------------------
+
+    def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
+        """Seconds from the first kernel of a step to its results.
+
+        With pp > 1 the sequences of a step are cut into m micro-batches that follow each other through the stages. A
+        step by itself takes (m + pp - 1) times the longest stage: (pp - 1) of them are the bubble; m is chosen to make
+        that least. overlapped: the next step is in flight, so its micro-batches enter the pipeline where this step's
+        leave it, and a step takes m >= pp stages, without a bubble.
+        """
+        pp = self.layout.pp
+        if pp == 1:
+            return self._stage_seconds(work)
+        best = float("inf")
+        for m in range(1, max(1, min(pp, work.num_sequences)) + 1):
+            stage = self._stage_seconds(_share(work, m))
+            best = min(best, stage * (max(m, pp) if overlapped else m + pp - 1))
+        return best
+
+    def breakdown(self, work: StepWork) -> dict[str, float]:
+        """Operator -> seconds, of one pipeline stage (the longest: with the output projection). They add up to what
+        `step_seconds` computes without names."""
+        tokens, sampled, seconds = work.num_tokens, work.num_sampled, dict[str, float]()
+        if not tokens:
+            return seconds
+        for product in self._products:
+            seconds[product.name] = self._product_seconds(product, tokens)
+        if self._moe_layers:
+            seconds["experts"] = self._expert_seconds(tokens)
+        chunk_tokens = tokens - work.num_decodes
+        for index, attention in enumerate(self._attention):
+            if work.num_chunks:
+                pairs, context = work.prefill_pairs[index], work.prefill_context[index]
+                moved = context * attention.kept + chunk_tokens * attention.chunk_row
+                _add(seconds, "prefill attention", max(pairs * attention.chunk_pair, moved))
+            if work.num_decodes:
+                _add(seconds, "decode attention", work.decode_context[index] * self._decode_position(attention))
+        for name, value in self._per_token.items():
+            seconds[name] = tokens * value
+        if sampled:
+            seconds["logits"] = self._product_seconds(self._logits, sampled)
+            for name, value in self._per_sampled.items():
+                _add(seconds, name, sampled * value)
+        for name, value in self._constant.items():
+            _add(seconds, name, value)
+        _add(seconds, "per sequence", work.num_sequences * self.hardware.sequence_overhead)
+        if work.num_copied_blocks:
+            seconds["block copies"] = self._copies(work)
+        return {name: value for name, value in seconds.items() if value}
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the whole model, once."""
+        shape, precision = self.shape, self.precision
+        tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
+        routed = shape.routed_parameters
+        rest = shape.parameters() - tables - routed
+        return (
+            rest * DTYPE_BYTES[precision.weights]
+            + tables * DTYPE_BYTES[precision.tables or precision.weights]
+            + routed * DTYPE_BYTES[precision.experts or precision.weights]
+        )
+
+    @property
+    def weight_bytes_per_device(self) -> float:
+        """Of the largest pipeline stage: its share of the layers, and a table of the vocabulary at each end."""
+        shape, layout, precision = self.shape, self.layout, self.precision
+        tables = shape.embedding_parameters * (1 if shape.is_tied or layout.pp > 1 else 2)
+        all_tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
+        routed = shape.routed_parameters
+        rest = shape.parameters() - all_tables - routed
+        share = self._layers / shape.num_layers
+        table_size = DTYPE_BYTES[precision.tables or precision.weights]
+        dense = rest * share * DTYPE_BYTES[precision.weights] + tables * table_size
+        experts = routed * share * DTYPE_BYTES[precision.experts or precision.weights]
+        return dense / layout.tp + experts / max(layout.ep, layout.tp)
+
+    # -- a step, without names --------------------------------------------------------------------------------------
+
+    def _stage_seconds(self, work: StepWork) -> float:
+        """The sum of `breakdown`."""
+        tokens, sampled = work.num_tokens, work.num_sampled
+        if not tokens:
+            return 0.0
+        rows = tokens + self._half_rows
+        total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
+        for per_row, weights, row_bytes in self._flat_products:
+            by_peak, by_bandwidth = rows * per_row, weights + tokens * row_bytes
+            total += by_peak if by_peak > by_bandwidth else by_bandwidth
+        if self._moe_layers:
+            total += self._expert_seconds(tokens)
+        if work.num_decodes:
+            for context, seconds in zip(work.decode_context, self._flat_decode, strict=True):
+                total += context * seconds
+        if work.num_chunks:
+            chunk_tokens = tokens - work.num_decodes
+            for index, attention in enumerate(self._attention):
+                by_peak = work.prefill_pairs[index] * attention.chunk_pair
+                by_bandwidth = work.prefill_context[index] * attention.kept + chunk_tokens * attention.chunk_row
+                total += by_peak if by_peak > by_bandwidth else by_bandwidth
+        if sampled:
+            total += sampled * self._sum_per_sampled + self._product_seconds(self._logits, sampled)
+        if work.num_copied_blocks:
+            total += self._copies(work)
+        return total
+
+    def _product_seconds(self, product: Product, rows: float) -> float:
+        return max((rows + self._half_rows) * product.per_row, product.weights + rows * product.row_bytes)
+
+    def _expert_seconds(self, tokens: float) -> float:
+        """All layers' routed experts. Each token picks `num_active` of them, all alike likely; with ep > 1 the tokens
+        of all replicas that share the experts meet there, as many from each."""
+        picks = tokens * self._picks
+        touched = self._num_local_experts * (1 - math.pow(self._missed, tokens * self._replicas_together))
+        by_peak = (picks + touched * self._half_rows) * self._expert.per_row
+        by_bandwidth = touched * self._expert.weights + picks * self._expert.row_bytes
+        return max(by_peak, by_bandwidth) + tokens * self._exchange
+
+    @staticmethod
+    def _decode_position(attention: Attention) -> float:
+        return max(attention.decode_pair, attention.kept)
+
+    def _copies(self, work: StepWork) -> float:
+        """Copy-on-write of blocks, read and written."""
+        block = self.block_tokens * self._layers * self.shape.kv_elements(self.layout.tp) * self._kv_size
+        return 2 * work.num_copied_blocks * block / self._bandwidth
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def _product(self, name: str, weights: float, width: float, layers: float, dtype: str) -> Product:
+        """weights: elements on this device in one layer. width: elements of a row, read and written."""
+        rate = self.hardware.peak(dtype) * self.hardware.factors.compute
+        return Product(
+            name,
+            per_row=layers * 2 * weights / rate,
+            weights=layers * weights * DTYPE_BYTES[dtype] / self._bandwidth,
+            row_bytes=layers * width * self._row_size / self._bandwidth,
+        )
+
+    def _dense_products(self) -> Iterator[Product]:
+        shape, tp, layers, dtype = self.shape, self.layout.tp, self._layers, self.precision.weights
+        for _, inputs, outputs in shape.attention_projections():
+            yield self._product("projections", inputs * outputs / tp, inputs + outputs / tp, layers, dtype)
+        dense = layers - self._moe_layers
+        if dense:
+            yield from self._mlp("mlp", shape.intermediate, dense)
+        if shape.experts is not None and self._moe_layers:
+            router = shape.hidden * shape.experts.num_experts
+            yield self._product("router", router, shape.hidden, self._moe_layers, self.precision.activations)
+            if shape.experts.shared_intermediate:
+                yield from self._mlp("shared experts", shape.experts.shared_intermediate, self._moe_layers)
+
+    def _mlp(self, name: str, width: int, layers: int) -> Iterator[Product]:
+        hidden, tp, dtype = self.shape.hidden, self.layout.tp, self.precision.weights
+        up = (2 if self.shape.is_gated else 1) * width / tp
+        yield self._product(name, hidden * up, hidden + up, layers, dtype)
+        yield self._product(name, hidden * width / tp, hidden + width / tp, layers, dtype)
+
+    def _logits_product(self) -> Product:
+        shape, tp = self.shape, self.layout.tp
+        dtype = self.precision.tables or self.precision.weights
+        return self._product("logits", shape.embedding_parameters / tp, shape.hidden + shape.vocab / tp, 1, dtype)
+
+    def _set_up_experts(self) -> None:
+        """One device's experts: which it holds, how many tokens come to them, what it takes to bring them."""
+        experts, layout = self.shape.experts, self.layout
+        if experts is None or not self._moe_layers:
+            return
+        whole = layout.ep > 1
+        parts = 1 if whole else layout.tp
+        width = 2 * self.shape.hidden + (2 if self.shape.is_gated else 1) * 2 * experts.intermediate / parts
+        dtype = self.precision.experts or self.precision.weights
+        self._expert = self._product("experts", self.shape.expert_parameters / parts, width, self._moe_layers, dtype)
+        self._missed = 1 - experts.num_active / experts.num_experts
+        self._num_local_experts = experts.num_experts / (layout.ep if whole else 1)
+        self._picks = experts.num_active / (layout.tp if whole else 1)
+        self._replicas_together = layout.replicas_together
+        self._exchange = 0.0
+        if whole:
+            row = self.shape.hidden * self._row_size
+            self._exchange = self._moe_layers * 2 * self._picks * row * self._seconds_per_byte_exchanged()
+
+    def _seconds_per_byte_exchanged(self) -> float:
+        """Of what a device sends to experts elsewhere: over the link within the node, over the network beyond."""
+        hardware, ep = self.hardware, self.layout.ep
+        near, factor = min(ep, hardware.node_size), hardware.factors.link
+        over_link = (near - 1) / ep / (hardware.link_bandwidth * factor)
+        over_network = (ep - near) / ep / (hardware.network_bandwidth * factor)
+        return max(over_link, over_network)
+
+    def _attention_of(self, num_layers: int) -> Attention:
+        """Of the layers of one window; the largest stage has its share of them."""
+        shape, tp, factors = self.shape, self.layout.tp, self.hardware.factors
+        latent, layers = shape.latent, num_layers * self._layers / shape.num_layers
+        if latent is None:
+            chunk_pair = decode_pair = 4 * shape.head_dim
+            row = 2 * shape.head_dim
+        else:
+            row = latent.nope_dim + latent.rope_dim + latent.value_dim
+            chunk_pair, decode_pair = 2 * row, 2 * (latent.token_elements + latent.kv_rank)
+        heads = shape.num_heads / tp
+        rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
+        bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
+        return Attention(
+            chunk_pair=layers * heads * chunk_pair / rate,
+            decode_pair=layers * heads * decode_pair / rate,
+            kept=layers * shape.kv_elements(tp) * self._kv_size / bandwidth,
+            chunk_row=layers * heads * row * self._row_size / bandwidth,
+        )
+
+    def _linear_parts(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """What costs the same in every step, for every token, and for every sampled row: name -> seconds."""
+        shape, hardware, layers = self.shape, self.hardware, self._layers
+        row = shape.hidden * self._row_size
+        num_kernels = layers * KERNELS_PER_LAYER + KERNELS_PER_STEP
+        constant = {"launches": num_kernels * hardware.launch_overhead}
+        per_token = {
+            "elementwise": layers * ROW_PASSES * row / self._bandwidth,
+            "embedding": 2 * row / self._bandwidth,
+            "per token": hardware.token_overhead,
+        }
+        per_sampled = {"sampling": shape.vocab * LOGIT_BYTES * LOGIT_PASSES / self._bandwidth}
+        latency, link = self._link()
+        tp = self.layout.tp
+        if tp > 1:
+            share = (tp - 1) / tp
+            reduces = 2 * layers - (self._moe_layers if self.layout.ep > 1 else 0)
+            constant["all-reduce"] = (reduces + 1) * latency
+            per_token["all-reduce"] = reduces * 2 * share * row / link
+            per_sampled["all-reduce"] = shape.vocab * self._row_size * share / link
+        if self.layout.ep > 1 and self._moe_layers:
+            far = self.layout.ep > hardware.node_size
+            constant["exchange"] = self._moe_layers * 2 * (hardware.network_latency if far else hardware.link_latency)
+        if self.layout.pp > 1:
+            constant["hand-over"], per_token["hand-over"] = latency, row / link
+        self._sum_constant = sum(constant.values())
+        self._sum_per_token, self._sum_per_sampled = sum(per_token.values()), sum(per_sampled.values())
+        self._per_sequence = hardware.sequence_overhead
+        self._flat_products = [(each.per_row, each.weights, each.row_bytes) for each in self._products]
+        self._flat_decode = [self._decode_position(attention) for attention in self._attention]
+        return constant, per_token, per_sampled
+
+    def _link(self) -> tuple[float, float]:
+        """(latency, bytes per second) between the devices of one layer or, with pp > 1 over nodes, of two stages."""
+        hardware, factor = self.hardware, self.hardware.factors.link
+        if self.layout.tp > hardware.node_size:
+            return hardware.network_latency, hardware.network_bandwidth * factor
+        return hardware.link_latency, hardware.link_bandwidth * factor
+
+
+def _merged(products: Iterator[Product]) -> list[Product]:
+    """Products of one name as one, which is exact as long as the same limit holds for all of them: they have the same
+    operations for each byte of weights."""
+    found: dict[str, Product] = {}
+    for each in products:
+        other = found.get(each.name, Product(each.name, 0.0, 0.0, 0.0))
+        found[each.name] = Product(
+            each.name, other.per_row + each.per_row, other.weights + each.weights, other.row_bytes + each.row_bytes
+        )
+    return list(found.values())
+
+
+def _add(seconds: dict[str, float], name: str, value: float) -> None:
+    seconds[name] = seconds.get(name, 0.0) + value
+
+
+def _share(work: StepWork, m: int) -> StepWork:
+    """A micro-batch: one of `m` even parts of a step."""
+    if m == 1:
+        return work
+    return StepWork(
+        num_tokens=-(-work.num_tokens // m),
+        num_sequences=-(-work.num_sequences // m),
+        num_sampled=-(-work.num_sampled // m),
+        num_chunks=-(-work.num_chunks // m),
+        num_decodes=-(-work.num_decodes // m),
+        decode_context=[-(-value // m) for value in work.decode_context],
+        prefill_context=[-(-value // m) for value in work.prefill_context],
+        prefill_pairs=[-(-value // m) for value in work.prefill_pairs],
+        num_copied_blocks=-(-work.num_copied_blocks // m),
+    )
+
+
+def _check(shape: ModelShape, layout: Layout) -> None:
+    """Raise UserError for a layout that the model cannot have."""
+    if shape.num_heads % layout.tp:
+        raise UserError(f"tp={layout.tp} does not divide the {shape.num_heads} heads of {shape.name}", param="tp")
+    if layout.tp > shape.num_kv_heads and layout.tp % shape.num_kv_heads and shape.latent is None:
+        raise UserError(
+            f"tp={layout.tp} is no multiple of the {shape.num_kv_heads} key-value heads of {shape.name}", param="tp"
+        )
+    if layout.pp > shape.num_layers:
+        raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
+    if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):
+        raise UserError(f"ep={layout.ep} does not share out the experts of {shape.name}", param="ep")

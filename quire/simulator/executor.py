@@ -1,0 +1,145 @@
+"""An executor without a device: plans in, made-up tokens out, and a virtual clock that moves by what steps cost.
+
+Two timelines. The host (engine core and scheduler) is the clock itself: `execute` moves it by the host's overhead. The
+device runs plans one after the other: a plan begins when it has been handed over and the one before it is done. Taking
+a result moves the clock to the end of its step. With a queue depth of 1 the device therefore waits while the host
+plans; with 2 the host plans while the device computes.
+
+Swapping runs beside the model, over the host link, as it does on a worker: a plan's swap_out, then its swap_in, begin
+with the plan. The model waits for swap_out only where the plan hands out a block that it also saves, and the next plan
+waits for all of it (quire/step.py).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from quire.clock import VirtualClock
+from quire.errors import QuireError
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.scheduler.preemption import PreemptionCosts
+from quire.simulator.cost import CostModel
+from quire.simulator.memory import activation_bytes
+from quire.simulator.tokens import Streams
+from quire.simulator.work import StepWork
+from quire.step import Candidates, StepPlan, StepResult
+
+
+class SimulatedFuture(Future[StepResult]):
+    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment."""
+
+    def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
+        super().__init__()
+        self._clock = clock
+        self._ready = ready
+        self._step_result = result
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        remaining = self._ready - self._clock.now()
+        if remaining > 0:
+            self._clock.advance(remaining)
+        return self._step_result
+
+
+class SimulatedExecutor:
+    """Implements `Executor`."""
+
+    def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1) -> None:
+        """queue_depth: the engine's; with more than one step in flight, pipeline stages are filled by the next step."""
+        self._cost = cost
+        self._clock = clock
+        self._is_overlapped = queue_depth > 1
+        self._streams = Streams()
+        self._device_free = 0.0
+        self._layout: KVCacheLayout | None = None
+        self._swap_seconds = 0.0
+        self.busy_seconds = 0.0
+        """Of the device, since the start."""
+        self.swap_seconds = 0.0
+        """Of the host link."""
+        self.num_steps = 0
+
+    # -- the protocol -----------------------------------------------------------------------------------------------
+
+    def load(self) -> list[LayerSpec]:
+        return self._cost.shape.layer_specs(self._cost.precision.kv, self._cost.layout)
+
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """The device's memory without the weights, and an estimate of the activations. A run sizes its pool before
+        (`EngineSettings.config`), so that the core does not ask."""
+        weights = int(self._cost.weight_bytes_per_device)
+        return MemoryProfile(
+            available=int(self._cost.hardware.memory) - weights,
+            activations=activation_bytes(self._cost, max_num_batched_tokens, max_num_seqs),
+            weights=weights,
+        )
+
+    def allocate(self, layout: KVCacheLayout) -> None:
+        self._layout = layout
+        self._cost.block_tokens = layout.block_size
+        hardware = self._cost.hardware
+        copies = layout.layers_per_group
+        bandwidth = hardware.pcie_bandwidth * hardware.factors.pcie
+        self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
+
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        """What the cost model says of a block's copy, and of a token of a long chunk."""
+        num_tokens = 1024
+        chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
+        kinds = len(self._cost.windows)
+        chunk.decode_context = [0] * kinds
+        chunk.prefill_context = [num_tokens] * kinds
+        chunk.prefill_pairs = [num_tokens * (num_tokens + 1) // 2] * kinds
+        return PreemptionCosts(
+            seconds_per_block=self._swap_seconds, seconds_per_token=self._cost.step_seconds(chunk) / num_tokens
+        )
+
+    def describe(self) -> str:
+        return f"simulated {self._cost.hardware.title}, {self._cost.layout}"
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        cost, hardware = self._cost, self._cost.hardware
+        work = StepWork.of(plan, cost.windows)
+        self._clock.advance(hardware.host_overhead + work.num_sequences * hardware.host_overhead_per_sequence)
+        begin = max(self._clock.now(), self._device_free)
+        model = cost.step_seconds(work, overlapped=self._is_overlapped)
+        end = begin + model
+        swapped = begin
+        if work.num_swapped_out or work.num_swapped_in:
+            saved = begin + work.num_swapped_out * self._swap_seconds
+            if work.waits_for_swap:
+                end = saved + model
+            swapped = saved + work.num_swapped_in * self._swap_seconds
+            self.swap_seconds += swapped - begin
+        self._device_free = max(end, swapped)
+        self.busy_seconds += model
+        self.num_steps += 1
+        # Who computes nothing waits for what it moves.
+        ready = end if work.num_tokens else self._device_free
+        return SimulatedFuture(self._clock, ready, self._result(plan))
+
+    def idle(self) -> bool:
+        """Nothing can wait: there is nothing to prepare."""
+        return False
+
+    def sleep(self, level: int) -> None:
+        """A simulated device keeps its memory."""
+        raise QuireError("a simulated engine does not sleep")
+
+    def wake_up(self) -> None:
+        """It never slept."""
+
+    def shutdown(self) -> None:
+        """There is nothing to release."""
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        streams = self._streams
+        streams.follow(plan)
+        result = StepResult(plan.step_id, streams.sample(plan))
+        for index, token_ids, scores in streams.beams(plan):
+            result.candidates[index] = Candidates(token_ids, scores)
+        return result

@@ -1,0 +1,226 @@
+"""Many replicas behind a router, in one process or in several.
+
+Time goes in windows. The router shares out the requests of a window by what the replicas reported at its beginning;
+then every replica serves its own up to the window's end and reports again. Between two reports no replica depends on
+another, so that they can run side by side; and what comes out does not depend on how many processes there are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from quire.engine.core import EngineCore
+from quire.errors import QuireError
+from quire.simulator.cost import CostModel
+from quire.simulator.metrics import Metrics
+from quire.simulator.replica import EngineSettings, MakeCore, Replica
+from quire.simulator.router import make_router
+from quire.simulator.trace import TraceRequest
+
+REPORT_SECONDS = 0.25
+"""Between two reports of the replicas to the router."""
+UNREPORTED_SECONDS = 60.0
+"""Length of a window when the router needs no reports."""
+
+Shares = Sequence[list[TraceRequest]]
+"""Per replica, the requests of a window."""
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What every replica of a fleet is made of; travels to other processes. See `Replica`."""
+
+    cost: CostModel
+    settings: EngineSettings
+    make_core: MakeCore = EngineCore
+    objectives: Mapping[str, float] = field(default_factory=dict)
+
+    def build(self) -> Replica:
+        return Replica(self.cost, self.settings, make_core=self.make_core, objectives=self.objectives)
+
+
+class Group(Protocol):
+    """Some of the replicas, here or in another process. `begin` a window, `end` it, ..., `finish`."""
+
+    def begin(self, shares: Shares, until: float) -> None:
+        """Serve a window."""
+        ...
+
+    def end(self) -> list[int]:
+        """Wait for the window; per replica the requests that have not ended."""
+        ...
+
+    def finish(self) -> list[Metrics]:
+        """Serve what is left; per replica the results."""
+        ...
+
+    def close(self) -> None:
+        """Give up, at any time. Idempotent."""
+        ...
+
+
+def simulate_fleet(
+    requests: Iterable[TraceRequest],
+    spec: ReplicaSpec,
+    num_replicas: int,
+    *,
+    router: str = "round-robin",
+    num_processes: int = 1,
+    report_seconds: float = REPORT_SECONDS,
+) -> list[Metrics]:
+    """Serve a trace by several replicas; per replica what came of it (`merged` adds them up).
+
+    The result is the same for any number of processes. Raises UserError for an unknown router, and what a replica's
+    start can fail with.
+    """
+    chooser = make_router(router, num_replicas)
+    window = report_seconds if chooser.needs_reports else UNREPORTED_SECONDS
+    groups = _groups(spec, num_replicas, min(num_processes, num_replicas))
+    try:
+        for until, arrived in _windows(requests, window):
+            shares: list[list[TraceRequest]] = [[] for _ in range(num_replicas)]
+            for request in arrived:
+                shares[chooser.choose(request)].append(request)
+            for number, group in enumerate(groups):
+                group.begin(shares[number :: len(groups)], until)
+            num_live = [0] * num_replicas
+            for number, group in enumerate(groups):
+                num_live[number :: len(groups)] = group.end()
+            chooser.learn(num_live)
+        return _in_order([group.finish() for group in groups], num_replicas)
+    finally:
+        for group in groups:
+            group.close()
+
+
+def merged(results: Sequence[Metrics]) -> Metrics:
+    """The results of all replicas as one; theirs are not changed."""
+    total = Metrics()
+    for result in results:
+        total.merge(result)
+    return total
+
+
+def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
+    """Replica i belongs to group i modulo their number."""
+    if num_processes <= 1:
+        return [LocalGroup(spec, num_replicas)]
+    counts = [len(range(number, num_replicas, num_processes)) for number in range(num_processes)]
+    groups: list[Group] = []
+    try:
+        for count in counts:
+            groups.append(ProcessGroup(spec, count))
+    except BaseException:
+        for group in groups:
+            group.close()
+        raise
+    return groups
+
+
+def _in_order(results: Sequence[list[Metrics]], num_replicas: int) -> list[Metrics]:
+    return [results[number % len(results)][number // len(results)] for number in range(num_replicas)]
+
+
+def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple[float, list[TraceRequest]]]:
+    """(end of a window, the requests that arrive in it). The empty ones between two requests are one."""
+    until, arrived = seconds, list[TraceRequest]()
+    for request in requests:
+        if request.arrival >= until:
+            yield until, arrived
+            arrived = []
+            begin = seconds * int(request.arrival / seconds)
+            if begin > until:
+                yield begin, []
+            until = begin + seconds
+        arrived.append(request)
+    yield until, arrived
+
+
+class LocalGroup:
+    """Replicas of this process, one after the other."""
+
+    def __init__(self, spec: ReplicaSpec, count: int) -> None:
+        self._replicas = [spec.build() for _ in range(count)]
+
+    def begin(self, shares: Shares, until: float) -> None:
+        for replica, share in zip(self._replicas, shares, strict=True):
+            for request in share:
+                replica.advance(request.arrival)
+                replica.offer(request)
+            replica.advance(until)
+
+    def end(self) -> list[int]:
+        return [replica.num_live for replica in self._replicas]
+
+    def finish(self) -> list[Metrics]:
+        results = []
+        for replica in self._replicas:
+            replica.advance(float("inf"))
+            results.append(replica.finish())
+        return results
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ProcessGroup:
+    """Replicas of a process of their own."""
+
+    def __init__(self, spec: ReplicaSpec, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, spec, count), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, shares: Shares, until: float) -> None:
+        self._send((shares, until))
+
+    def end(self) -> list[int]:
+        answer: list[int] = self._receive()
+        return answer
+
+    def finish(self) -> list[Metrics]:
+        self._send(None)
+        answer: list[Metrics] = self._receive()
+        return answer
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _send(self, message: object) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            self._receive()  # says why
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            raise QuireError("a process of the simulator ended before its time") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(pipe: Connection, spec: ReplicaSpec, count: int) -> None:
+    """The other process: answers every window with the loads, the end with the results, an error with itself."""
+    try:
+        group = LocalGroup(spec, count)
+        while (message := pipe.recv()) is not None:
+            group.begin(*message)
+            pipe.send(group.end())
+        pipe.send(group.finish())
+    except EOFError:
+        return  # given up
+    except Exception as error:
+        pipe.send(error)

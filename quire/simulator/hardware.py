@@ -1,0 +1,169 @@
+"""Devices as data: what the manufacturers' public data sheets say, and how much of it is reached.
+
+`hardware.json` holds the profiles. A data sheet's numbers are limits; `Factors` says which share of them real kernels
+reach. There is one set of factors for a device, whatever is simulated: a calibration replaces it (docs/simulator.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire.errors import UserError, nearest_name
+
+PROFILES = Path(__file__).with_name("hardware.json")
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "mxfp4": 0.53125,
+}
+"""Bytes of an element (mxfp4: with its scales). Products of 4-bit weights are computed in 16 bits."""
+_COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
+
+
+CACHED = 8.0
+"""Most that is taken for a share of a memory's bandwidth: what stays in a cache is read faster than memory is."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Shares of the limits that are reached, each above 0 and at most 1 (of bandwidths of memory: CACHED).
+
+    compute: of the peak, by matrix products. bandwidth: of the memory's, by matrix products that read weights and by
+    element-wise operators. attention_compute, attention_bandwidth: the same of attention, whose keys and values lie in
+    blocks. link: of the link's bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
+    """
+
+    compute: float = 0.7
+    bandwidth: float = 0.8
+    attention_compute: float = 0.45
+    attention_bandwidth: float = 0.65
+    link: float = 0.7
+    pcie: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            most = CACHED if name.endswith("bandwidth") else 1
+            if not 0 < value <= most:
+                raise UserError(f"the factor {name} must be above 0 and at most {most:g}, not {value:g}", param=name)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device, in bytes, operations and seconds.
+
+    memory: bytes, with the data sheet's decimal GB (what a driver reports may be some percent more). bandwidth: bytes
+    per second of the device memory. peaks: dtype -> dense matrix operations per second, without structured sparsity,
+    accumulating in float32 (or int32). link_bandwidth: bytes per second and direction that a device can send to its
+    peers in one all-reduce; link_latency: seconds before the first byte of one. pcie_bandwidth: bytes per second and
+    direction to host memory; pcie_latency: seconds that each copy costs besides, however small.
+    launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
+    between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
+    host_overhead_per_sequence: those for each sequence of the step.
+
+    node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
+    and direction for each device, and network_latency.
+    half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
+    token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides.
+    source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
+    """
+
+    name: str
+    title: str
+    memory: float
+    bandwidth: float
+    peaks: Mapping[str, float] = field(hash=False)
+    link_bandwidth: float
+    link_latency: float
+    pcie_bandwidth: float
+    pcie_latency: float
+    launch_overhead: float
+    host_overhead: float
+    host_overhead_per_sequence: float
+    factors: Factors = Factors()
+    node_size: int = 8
+    network_bandwidth: float = 5e10
+    network_latency: float = 1e-5
+    half_rows: float = 0.0
+    token_overhead: float = 0.0
+    sequence_overhead: float = 0.0
+    source: str = ""
+    kind: str = "gpu"
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second of matrix products in a dtype. Raises UserError for one that the device lacks."""
+        name = _COMPUTED_AS.get(dtype, dtype)
+        if name not in self.peaks:
+            raise UserError(f"{self.title} does not multiply {dtype} (it knows {', '.join(self.peaks)})", param="dtype")
+        return self.peaks[name]
+
+    def with_factors(self, **changes: float) -> Hardware:
+        """The same device with other shares of its limits."""
+        return replace(self, factors=replace(self.factors, **changes))
+
+
+def find(name: str) -> Hardware:
+    """The profile of a name, in any case of letters, or of a JSON file (as `quire simulate calibrate` writes it).
+
+    Raises UserError, for a name with the nearest one suggested.
+    """
+    known = profiles()
+    if name.lower() in known:
+        return known[name.lower()]
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        return read_profile(path)
+    nearest = nearest_name(name.lower(), known)
+    raise UserError(f"unknown device {name!r}{nearest} (known: {', '.join(known)}, or a file *.json)", param="gpu")
+
+
+@cache
+def profiles() -> Mapping[str, Hardware]:
+    """All profiles, by name."""
+    return {name: from_json(name, entry) for name, entry in json.loads(PROFILES.read_text("utf-8")).items()}
+
+
+def read_profile(path: Path) -> Hardware:
+    """The one profile of a file. Raises UserError naming the file."""
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read hardware profile {str(path)!r}: {error.strerror}", param="gpu") from None
+    except ValueError as error:
+        raise UserError(f"hardware profile {str(path)!r} is not valid JSON: {error}", param="gpu") from None
+    if not isinstance(entries, dict) or len(entries) != 1 or not isinstance(next(iter(entries.values())), dict):
+        raise UserError(f"hardware profile {str(path)!r} must hold one profile under its name", param="gpu")
+    ((name, entry),) = entries.items()
+    return from_json(name, entry)
+
+
+def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
+    """A profile from its entry. Raises UserError for keys that are unknown or missing, and for wrong values."""
+    values = dict(entry)
+    factors = values.pop("factors", {})
+    try:
+        hardware = Hardware(name=name, factors=Factors(**factors), **values)
+        numbers = [*vars(hardware.factors).values(), *hardware.peaks.values()]
+        numbers += [value for key, value in vars(hardware).items() if key not in _NOT_NUMBERS]
+        if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+            raise TypeError("every value must be a number, and none less than zero")
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"hardware profile {name!r}: {error}", param="gpu") from None
+    return hardware
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    """A profile as a file of profiles has it, under its name."""
+    entry = {key: value for key, value in vars(hardware).items() if key != "name"}
+    return {hardware.name: entry | {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}}
+
+
+_NOT_NUMBERS = ("name", "title", "source", "kind", "peaks", "factors")

@@ -1,0 +1,39 @@
+"""What a device's memory holds: weights, activations, and the rest for the KV cache."""
+
+from __future__ import annotations
+
+from quire.errors import InsufficientMemoryError
+from quire.simulator.cost import CostModel
+from quire.utils.sizes import format_bytes
+
+LOGIT_BYTES = 4
+NUM_LOGIT_COPIES = 3
+"""The sampler's working set, in copies of the logits: as computed, filtered, and sorted."""
+
+
+def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """An estimate of what a step at its full budget keeps at once on a device: the residual stream three times, the
+    wider of attention and MLP, and the sampler's logits. The engine measures it."""
+    shape, tp = cost.shape, cost.layout.tp
+    width = shape.intermediate
+    if shape.experts is not None:
+        width = max(width, shape.experts.num_active * shape.experts.intermediate)
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    row = 3 * shape.hidden + max(attention, 3 * width) / tp
+    logits = NUM_LOGIT_COPIES * max_num_seqs * shape.vocab * LOGIT_BYTES
+    return int(2 * max_num_batched_tokens * row + logits)
+
+
+def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """What is left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
+    arithmetic, when nothing is."""
+    hardware = cost.hardware
+    weights = int(cost.weight_bytes_per_device)
+    activations = activation_bytes(cost, max_num_batched_tokens, max_num_seqs)
+    left = int(hardware.memory * utilization) - weights - activations
+    if left <= 0:
+        raise InsufficientMemoryError(
+            f"{cost.shape.name} does not fit {hardware.title} with {cost.layout}: of {format_bytes(hardware.memory)} x "
+            f"{utilization:g} the weights take {format_bytes(weights)} and activations {format_bytes(activations)}"
+        )
+    return left

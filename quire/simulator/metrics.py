@@ -1,0 +1,273 @@
+"""What came of a simulated run: latencies as distributions, and the state of a replica over time, in flat memory.
+
+Of a request: TTFT is arrival to first token; latency arrival to last token; TPOT the rest of the latency for each
+further token; normalised latency the latency for each output token (the paper's measure, §6.1; of several sequences,
+the output is that of one).
+
+A distribution keeps every value while there are few, then counts them in bins that are 0.5 % wide: percentiles are off
+by at most that much, and mean, extremes and count stay exact. Distributions of several replicas merge.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.stats import EngineStats
+
+EXACT = 100_000
+"""Values that a distribution keeps as they are."""
+BIN_WIDTH = math.log(1.005)
+NUM_BINS = 1024
+"""Moments of a time series, at most; with more, neighbours are merged."""
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+LATENCIES = ("ttft", "tpot", "latency", "normalized_latency")
+
+
+class Distribution:
+    """Of one quantity, values of at least 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.lowest = math.inf
+        self.highest = 0.0
+        self._values: array[float] | None = array("d")
+        self._bins: Counter[int] = Counter()
+        """Number of a bin (of the value's logarithm) -> values in it; used when there are too many to keep."""
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.lowest = min(self.lowest, value)
+        self.highest = max(self.highest, value)
+        if self._values is None:
+            self._bins[_bin(value)] += 1
+            return
+        self._values.append(value)
+        if len(self._values) > EXACT:
+            self._begin_bins()
+
+    def merge(self, other: Distribution) -> None:
+        """Take in another one's values."""
+        self.count += other.count
+        self.total += other.total
+        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+        if self._values is not None and other._values is not None:
+            self._values.extend(other._values)
+            if len(self._values) > EXACT:
+                self._begin_bins()
+            return
+        self._begin_bins()
+        self._bins.update(other._bins if other._values is None else map(_bin, other._values))
+
+    def _begin_bins(self) -> None:
+        if self._values is not None:
+            self._bins.update(map(_bin, self._values))
+            self._values = None
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    def percentile(self, percent: float) -> float:
+        """The value below which so many percent lie, interpolated linearly; NaN when there are none."""
+        if not self.count:
+            return math.nan
+        if self._values is not None:
+            ordered = sorted(self._values)
+            position = (len(ordered) - 1) * percent / 100
+            low = math.floor(position)
+            high = min(low + 1, len(ordered) - 1)
+            return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+        rank = (self.count - 1) * percent / 100
+        for number in sorted(self._bins):
+            rank -= self._bins[number]
+            if rank < 0:
+                return min(max(_middle(number), self.lowest), self.highest)
+        return self.highest
+
+    def share_below(self, limit: float) -> float:
+        """Share of the values that are at most `limit`; 1 when there are none."""
+        if not self.count:
+            return 1.0
+        if self._values is not None:
+            return sum(value <= limit for value in self._values) / self.count
+        return sum(count for number, count in self._bins.items() if _middle(number) <= limit) / self.count
+
+    def as_json(self) -> dict[str, float]:
+        """Seconds. Empty when there are no values."""
+        if not self.count:
+            return {}
+        values = {"mean": self.mean, "min": self.lowest, "max": self.highest}
+        return values | {f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES}
+
+
+def _bin(value: float) -> int:
+    return math.floor(math.log(value) / BIN_WIDTH) if value > 0 else -(1 << 40)
+
+
+def _middle(number: int) -> float:
+    return math.exp((number + 0.5) * BIN_WIDTH) if number > -(1 << 40) else 0.0
+
+
+@dataclass
+class Moments:
+    """Averages over time of a bin of a time series, each weighted by how long it held."""
+
+    seconds: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    used_blocks: float = 0.0
+    preemptions: int = 0
+    tokens: int = 0
+
+    def add(self, other: Moments) -> None:
+        self.seconds += other.seconds
+        self.running += other.running
+        self.waiting += other.waiting
+        self.used_blocks += other.used_blocks
+        self.preemptions += other.preemptions
+        self.tokens += other.tokens
+
+
+class TimeSeries:
+    """The state of a replica in bins of equal width, which doubles whenever there are too many."""
+
+    def __init__(self, width: float = 1.0) -> None:
+        self.width = width
+        self.bins: list[Moments] = []
+
+    def add(self, start: float, moments: Moments) -> None:
+        """Integrals (value times seconds) over an interval that begins at `start`. A step is short beside a bin: it
+        counts where it begins."""
+        number = int(start / self.width)
+        while number >= NUM_BINS:
+            self._widen()
+            number = int(start / self.width)
+        while number >= len(self.bins):
+            self.bins.append(Moments())
+        self.bins[number].add(moments)
+
+    def merge(self, other: TimeSeries) -> None:
+        """Add another replica's."""
+        while self.width < other.width:
+            self._widen()
+        ratio = self.width / other.width
+        for number, moments in enumerate(other.bins):
+            self.add((number + 0.5) / ratio * self.width, moments)
+
+    def _widen(self) -> None:
+        merged = []
+        for number in range(0, len(self.bins), 2):
+            moments = self.bins[number]
+            for after in self.bins[number + 1 : number + 2]:
+                moments.add(after)
+            merged.append(moments)
+        self.bins, self.width = merged, 2 * self.width
+
+    def rows(self, num_blocks: int) -> list[dict[str, float]]:
+        """Per bin: its start, and the averages over its time; of idle time, nothing ran. num_blocks: of all replicas
+        that were merged."""
+        return [
+            {
+                "time": number * self.width,
+                "running": moments.running / self.width,
+                "waiting": moments.waiting / self.width,
+                "kv_usage": moments.used_blocks / self.width / num_blocks,
+                "preemptions": moments.preemptions,
+                "output_tokens_per_second": moments.tokens / self.width,
+            }
+            for number, moments in enumerate(self.bins)
+        ]
+
+
+@dataclass
+class Metrics:
+    """All that is kept of a run. Times in seconds of the simulated clock."""
+
+    latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in LATENCIES})
+    series: TimeSeries = field(default_factory=TimeSeries)
+    num_requests: int = 0
+    """Arrived."""
+    num_finished: int = 0
+    num_refused: int = 0
+    num_input_tokens: int = 0
+    """Of finished requests."""
+    num_output_tokens: int = 0
+    """Of all sequences of finished requests."""
+    num_slo_met: int = 0
+    """Finished requests that met every objective."""
+    end: float = 0.0
+    """When the last request finished."""
+    num_steps: int = 0
+    busy_seconds: float = 0.0
+    """In which the device computed."""
+    step_seconds: float = 0.0
+    """In which a step was on its way: what averages over steps are taken over."""
+    running_seconds: float = 0.0
+    """Integral of the requests that run, over `step_seconds`."""
+    kv_seconds: float = 0.0
+    """Integral of the share of blocks in use."""
+    num_blocks: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+    """Counters of the engine; of several replicas, sums of what only grows."""
+
+    def merge(self, other: Metrics) -> None:
+        """Take in another replica's run."""
+        for name, distribution in other.latencies.items():
+            self.latencies[name].merge(distribution)
+        self.series.merge(other.series)
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.end = max(self.end, other.end)
+        for name in EngineStats.__struct_fields__:
+            if name.endswith("_total"):
+                setattr(self.stats, name, getattr(self.stats, name) + getattr(other.stats, name))
+
+    @property
+    def mean_running(self) -> float:
+        """Requests that run side by side, averaged over the time in which any does (Fig. 13)."""
+        return self.running_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def mean_kv_usage(self) -> float:
+        return self.kv_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: seconds, tokens, requests, rates per second of simulated time."""
+        duration = self.end or math.nan
+        return {
+            "num_requests": self.num_requests,
+            "num_finished": self.num_finished,
+            "num_refused": self.num_refused,
+            "duration": self.end,
+            "request_throughput": self.num_finished / duration,
+            "output_throughput": self.num_output_tokens / duration,
+            "input_tokens": self.num_input_tokens,
+            "output_tokens": self.num_output_tokens,
+            "mean_batched_requests": self.mean_running,
+            "mean_kv_usage": self.mean_kv_usage,
+            "device_busy": self.busy_seconds / self.step_seconds if self.step_seconds else 0.0,
+            "steps": self.num_steps,
+            "num_blocks": self.num_blocks,
+            "preemptions": self.stats.preemptions_total,
+            "swap_preemptions": self.stats.swap_preemptions_total,
+            "recomputed_tokens": self.stats.recomputed_tokens_total,
+            "prefix_cache_hit_rate": self._hit_rate(),
+            "num_slo_met": self.num_slo_met,
+            **{name: distribution.as_json() for name, distribution in self.latencies.items()},
+        }
+
+    def _hit_rate(self) -> float:
+        queries = self.stats.prefix_cache_queries_total
+        return self.stats.prefix_cache_hits_total / queries if queries else 0.0
+
+
+_SUMS = (
+    "num_requests", "num_finished", "num_refused", "num_input_tokens", "num_output_tokens", "num_slo_met", "num_steps",
+    "busy_seconds", "step_seconds", "running_seconds", "kv_seconds", "num_blocks",
+)  # fmt: skip

@@ -1,0 +1,102 @@
+"""PNG plots. matplotlib is an optional part of the installation (`pip install quire[bench]`), imported here only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quire.errors import UserError
+from quire.simulator.metrics import Metrics
+from quire.simulator.sweep import LayoutResult, pareto_front
+
+WIDTH, HEIGHT, DOTS = 7.0, 4.0, 150
+"""Inches, and dots for each."""
+MILLISECONDS = 1e3
+
+
+def check_matplotlib() -> None:
+    """Raise UserError now rather than after a long run."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("plots need matplotlib: pip install 'quire[bench]'", param="plot") from None
+
+
+@contextmanager
+def figure(path: Path, *, rows: int = 1, title: str = "") -> Iterator[list[Any]]:
+    """The axes of a new figure, one below the other; written to `path` when the block ends.
+
+    Raises UserError when matplotlib is missing or the file cannot be written.
+    """
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(WIDTH, HEIGHT * (1 + 0.6 * (rows - 1))), dpi=DOTS, layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots(rows, 1, sharex=rows > 1, squeeze=False)[:, 0]
+    if title:
+        drawn.suptitle(title)
+    yield list(axes)
+    for each in axes:
+        each.grid(visible=True, alpha=0.3)
+        if each.get_legend_handles_labels()[0]:
+            each.legend(fontsize="small")
+    try:
+        drawn.savefig(path)
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param="plot") from None
+
+
+def plot_latency(path: Path, runs: Mapping[float, Metrics], *, title: str = "") -> None:
+    """Latency against rate: requests a second -> what came of it."""
+    rates = sorted(runs)
+    with figure(path, rows=3, title=title) as axes:
+        for axis, name, label in zip(
+            axes,
+            ("normalized_latency", "ttft", "tpot"),
+            ("normalised latency\n(ms/token)", "time to first\ntoken (ms)", "time per output\ntoken (ms)"),
+            strict=True,
+        ):
+            found = [runs[rate].latencies[name] for rate in rates]
+            axis.plot(rates, [MILLISECONDS * each.mean for each in found], marker="o", label="mean")
+            axis.plot(rates, [MILLISECONDS * each.percentile(99) for each in found], marker="^", label="P99")
+            axis.set_ylabel(label)
+            axis.set_yscale("log")
+        axes[-1].set_xlabel("request rate (requests/s)")
+
+
+def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
+    """Share of KV blocks in use, requests that run and wait, and preemptions, over time."""
+    rows = metrics.series.rows(metrics.num_blocks)
+    times = [row["time"] for row in rows]
+    with figure(path, rows=3, title=title) as axes:
+        axes[0].fill_between(times, [100 * row["kv_usage"] for row in rows], alpha=0.5)
+        axes[0].set_ylim(0, 100)
+        axes[0].set_ylabel("KV blocks\nin use (%)")
+        axes[1].plot(times, [row["running"] for row in rows], label="running")
+        axes[1].plot(times, [row["waiting"] for row in rows], label="waiting")
+        axes[1].set_ylabel("requests")
+        axes[2].bar(times, [row["preemptions"] for row in rows], width=metrics.series.width, align="edge")
+        axes[2].set_ylabel("preemptions")
+        axes[2].set_xlabel("time (s)")
+
+
+def plot_pareto(path: Path, results: Sequence[LayoutResult], *, title: str = "") -> None:
+    """Output tokens a second of a device against those that a user sees (1/TPOT), and which points no other beats."""
+    with figure(path, title=title) as (axis,):
+        for result in results:
+            points = [(point.interactivity, point.tokens_per_device) for point in result.points]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=str(result.layout))
+        front = pareto_front([point for result in results for point in result.points])
+        axis.plot(
+            [point.interactivity for point in front],
+            [point.tokens_per_device for point in front],
+            color="black",
+            linestyle="--",
+            label="Pareto front",
+        )
+        axis.set_xlabel("tokens/s of one user (1/TPOT)")
+        axis.set_ylabel("output tokens/s of one GPU")

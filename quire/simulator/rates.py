@@ -1,0 +1,72 @@
+"""The highest rate that keeps the objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.errors import QuireError
+from quire.simulator.metrics import Metrics
+
+PRECISION = 0.02
+LOWEST_RATE = 1e-4
+HIGHEST_RATE = 1e6
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rate that was tried, and whether it holds."""
+
+    rate: float
+    holds: bool
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class FoundRate:
+    """rate: requests a second, the highest that held; the next one tried, at most PRECISION higher, did not."""
+
+    rate: float
+    metrics: Metrics
+    trials: tuple[Trial, ...]
+
+
+def find_rate(
+    run: Callable[[float], Metrics],
+    holds: Callable[[Metrics], bool],
+    *,
+    start: float = 1.0,
+    precision: float = PRECISION,
+) -> FoundRate:
+    """Double (or halve) the rate from `start` on until it no longer holds (or does), then halve the interval.
+
+    Raises QuireError when no rate holds, or every one does: then the objectives do not bind.
+    """
+    trials: list[Trial] = []
+
+    def attempt(rate: float) -> bool:
+        metrics = run(rate)
+        trials.append(Trial(rate, holds(metrics), metrics))
+        return trials[-1].holds
+
+    low = high = start
+    if attempt(start):
+        while trials[-1].holds:
+            low, high = high, 2 * high
+            if high > HIGHEST_RATE:
+                raise QuireError(f"every rate up to {low:g} requests/s keeps the objectives: they do not bind")
+            attempt(high)
+    else:
+        while not trials[-1].holds:
+            low, high = low / 2, low
+            if low < LOWEST_RATE:
+                raise QuireError(f"not even {high:.2g} requests/s keep the objectives")
+            attempt(low)
+    while high / low > 1 + precision:
+        middle = (low * high) ** 0.5
+        if attempt(middle):
+            low = middle
+        else:
+            high = middle
+    best = next(trial for trial in trials if trial.rate == low)
+    return FoundRate(low, best.metrics, tuple(trials))

@@ -1,0 +1,380 @@
+"""One replica: the product's engine core, scheduler and KV cache on a virtual clock, with an executor that computes
+nothing, and requests that arrive by a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from quire.clock import Clock, VirtualClock
+from quire.config.cache import CacheConfig
+from quire.config.device import DeviceConfig
+from quire.config.engine import EngineConfig
+from quire.config.load import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import AddRequest
+from quire.executors.interface import Executor
+from quire.outputs import SequenceUpdate
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.simulator.cost import CostModel
+from quire.simulator.executor import SimulatedExecutor
+from quire.simulator.memory import kv_cache_bytes
+from quire.simulator.metrics import Metrics, Moments
+from quire.simulator.shape import ModelShape
+from quire.simulator.tokens import prompt_tokens
+from quire.simulator.trace import TraceRequest
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 8192
+GPU_MEMORY_UTILIZATION = 0.9
+SWAP_SPACE = 4 * 2**30
+
+SIMULATED = "simulated"
+"""The architecture of a model of which the engine is told the shape only."""
+
+MakeCore = Callable[[EngineConfig, Executor, Clock], EngineCore]
+MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request from arrival to end, in seconds of the virtual clock. num_tokens: of the longest sequence;
+    num_generated: of all its sequences. num_cached: prompt tokens found in the prefix cache."""
+
+    request: TraceRequest
+    number: int
+    first_token: float
+    finish: float
+    num_tokens: int
+    num_generated: int
+    num_cached: int
+    num_preemptions: int
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.request.arrival
+
+    @property
+    def latency(self) -> float:
+        return self.finish - self.request.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """None for a single token, and for a beam search, whose tokens all come at its end."""
+        if self.num_tokens < 2 or self.request.beam_width:
+            return None
+        return (self.finish - self.first_token) / (self.num_tokens - 1)
+
+    @property
+    def normalized_latency(self) -> float:
+        return self.latency / max(1, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine's options as far as scheduling depends on them: names and meanings are EngineOptions', defaults those
+    of a GPU.
+
+    kv_cache_memory: bytes on each device; None: gpu_memory_utilization of the device's memory, less weights and
+    activations. swap_space: bytes of host memory for each device, where preempted requests are swapped.
+    """
+
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    max_prefill_chunk: int | None = None
+    queue_depth: int = 2
+    scheduling_policy: str = "priority"
+    priority_seconds: float = 10.0
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    num_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    swap_space: int = SWAP_SPACE
+
+    def config(self, cost: CostModel) -> EngineConfig:
+        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit."""
+        shape = cost.shape
+        longest = min(self.max_model_len or shape.max_model_len, shape.max_model_len)
+        return EngineConfig(
+            model=_model_config(shape, longest, cost),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                memory=self._kv_memory(cost),
+                memory_utilization=self.gpu_memory_utilization,
+                num_blocks_override=self.num_blocks_override,
+                enable_prefix_caching=self.enable_prefix_caching,
+                swap_space=0 if self.preemption_mode == "recompute" else self.swap_space,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
+                max_num_seqs=self.max_num_seqs,
+                max_prefill_chunk=self.max_prefill_chunk,
+                queue_depth=self.queue_depth,
+                scheduling_policy=self.scheduling_policy,
+                priority_seconds=self.priority_seconds,
+                preemption_mode=self.preemption_mode,
+            ),
+            load=LoadConfig(load_format="dummy", seed=0),
+            device=DeviceConfig(device="simulated", num_threads=1, attention_backend="torch"),
+            seed=0,
+        )
+
+    def _kv_memory(self, cost: CostModel) -> int | None:
+        if self.kv_cache_memory is not None or self.num_blocks_override is not None:
+            return self.kv_cache_memory
+        return kv_cache_bytes(
+            cost,
+            utilization=self.gpu_memory_utilization,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+
+def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> ModelConfig:
+    return ModelConfig(
+        name=shape.name,
+        path=Path(shape.name),
+        architecture=SIMULATED,
+        dtype=cost.precision.activations,
+        kv_cache_dtype=cost.precision.kv,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_model_len=max_model_len,
+        sliding_windows=shape.windows,
+        eos_token_ids=(),
+        hf=MappingProxyType({}),
+    )
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has not ended."""
+
+    request: TraceRequest
+    number: int
+    first_token: float = -1.0
+    num_left: int = 1
+    """Sequences that have not ended."""
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What a caller may look at while a run goes on; each function is called with what its name says."""
+
+    on_record: Callable[[Record], None] | None = None
+    """Every request that finished."""
+    on_refusal: Callable[[TraceRequest, str], None] | None = None
+    """Every request that the engine refused, and why."""
+    on_step: Callable[[EngineCore, float], None] | None = None
+    """After every step: the core, and the seconds that the step took. Makes a run slower."""
+
+
+class Replica:
+    """An engine core that requests are offered to in the order of their arrival, and that runs up to a given moment."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        settings: EngineSettings,
+        *,
+        make_core: MakeCore = EngineCore,
+        make_executor: MakeExecutor | None = None,
+        objectives: Mapping[str, float] = MappingProxyType({}),
+        observer: Observer | None = None,
+    ) -> None:
+        """make_core: builds the engine core (with another scheduler, for baselines). objectives: names of LATENCIES ->
+        seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
+        self.clock = VirtualClock()
+        if make_executor is None:
+            self.executor: Executor = SimulatedExecutor(cost, self.clock, queue_depth=settings.queue_depth)
+        else:
+            self.executor = make_executor(cost, self.clock, settings.queue_depth)
+        self.core = make_core(settings.config(cost), self.executor, self.clock)
+        self.metrics = Metrics(num_blocks=self.core.ready.num_blocks)
+        self._max_model_len = self.core.ready.max_model_len
+        self._objectives = dict(objectives)
+        self._observer = observer or Observer()
+        self._live: dict[str, _Live] = {}
+        self._num_offered = 0
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self._live)
+
+    def run(self, requests: Iterable[TraceRequest]) -> Metrics:
+        """Serve a whole trace, in the order of arrival."""
+        for request in requests:
+            self.advance(request.arrival)
+            self.offer(request)
+        self.advance(float("inf"))
+        return self.finish()
+
+    def advance(self, until: float) -> None:
+        """Make steps until the clock has reached a moment (the step that is under way then is finished), or nothing is
+        left to do; then the clock stands there, unless it is infinite."""
+        clock, core = self.clock, self.core
+        while clock.now() < until and core.has_work:
+            self.step()
+        if clock.now() < until < float("inf"):
+            clock.advance(until - clock.now())
+
+    def offer(self, request: TraceRequest) -> None:
+        """A request arrives. The clock may be past its arrival, by the rest of a step."""
+        number = self._num_offered
+        self._num_offered = number + 1
+        self.metrics.num_requests += 1
+        name = str(number)
+        self._live[name] = _Live(request, number, num_left=request.num_sequences)
+        max_tokens = min(request.output_tokens, self._max_model_len - request.input_tokens)
+        if max_tokens < 1:
+            self._refuse(name, f"{request.input_tokens} tokens exceed the longest sequence, {self._max_model_len}")
+            return
+        self.core.handle(
+            AddRequest(
+                EngineRequest(
+                    request_id=name,
+                    prompt_token_ids=prompt_tokens(
+                        number, request.input_tokens, request.prefix_group, request.prefix_tokens
+                    ),
+                    params=_params(request.n, request.beam_width),
+                    max_tokens=max_tokens,
+                    seed=number,
+                    priority=request.priority,
+                )
+            )
+        )
+
+    def finish(self) -> Metrics:
+        """The results. Checks that the engine is as it was: no request, no block in use."""
+        stats = self.core.stats()
+        assert not self._live, f"{len(self._live)} requests never ended"
+        assert stats.num_used_blocks == stats.num_pinned_blocks == 0, "blocks are in use, and no request is here"
+        self.core.scheduler.check()
+        self.core.shutdown()
+        metrics = self.metrics
+        metrics.stats = stats
+        metrics.num_steps = stats.steps_total
+        if isinstance(self.executor, SimulatedExecutor):
+            metrics.busy_seconds = self.executor.busy_seconds
+        return metrics
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step of the engine core, and what comes out of it."""
+        started = self.clock.now()
+        outputs = self.core.step()
+        now = self.clock.now()
+        num_tokens = self._take(outputs.updates, now)
+        for refusal in outputs.refusals:
+            self._refuse(refusal.request_id, refusal.message)
+        stats = outputs.stats
+        assert stats is not None, "a step reports its statistics"
+        seconds, metrics = now - started, self.metrics
+        if seconds:
+            metrics.step_seconds += seconds
+            metrics.running_seconds += seconds * stats.num_running
+            metrics.kv_seconds += seconds * stats.num_used_blocks / metrics.num_blocks
+            metrics.series.add(
+                started,
+                Moments(
+                    seconds,
+                    seconds * stats.num_running,
+                    seconds * stats.num_waiting,
+                    seconds * stats.num_used_blocks,
+                    stats.preemptions_total - metrics.stats.preemptions_total,
+                    num_tokens,
+                ),
+            )
+        metrics.stats = stats
+        if self._observer.on_step is not None:
+            self._observer.on_step(self.core, seconds)
+
+    def _take(self, updates: list[SequenceUpdate], now: float) -> int:
+        """Look at those updates that begin or end something; returns how many tokens all of them have."""
+        num_tokens = len(updates)
+        for update in updates:
+            if update.timing is None:
+                continue
+            live = self._live[update.request_id]
+            if live.first_token < 0:
+                live.first_token = now
+            if update.finish_reason is not None:
+                live.num_left -= 1
+                num_tokens += len(update.new_token_ids) - 1
+                if not live.num_left:
+                    self._end(live, update, now)
+        return num_tokens
+
+    def _end(self, live: _Live, update: SequenceUpdate, now: float) -> None:
+        request, metrics = live.request, self.metrics
+        del self._live[update.request_id]
+        num_tokens = min(request.output_tokens, self._max_model_len - request.input_tokens)
+        timing = update.timing
+        record = Record(
+            request=request,
+            number=live.number,
+            first_token=live.first_token,
+            finish=now,
+            num_tokens=num_tokens,
+            num_generated=num_tokens * request.num_sequences,
+            num_cached=update.num_cached_tokens,
+            num_preemptions=0 if timing is None else timing.num_preemptions,
+        )
+        metrics.num_finished += 1
+        metrics.num_input_tokens += request.input_tokens
+        metrics.num_output_tokens += record.num_generated
+        metrics.end = now
+        is_good = True
+        for name, distribution in metrics.latencies.items():
+            value = getattr(record, name)
+            if value is not None:
+                distribution.add(value)
+                is_good = is_good and value <= self._objectives.get(name, value)
+        metrics.num_slo_met += is_good
+        if self._observer.on_record is not None:
+            self._observer.on_record(record)
+
+    def _refuse(self, name: str, message: str) -> None:
+        live = self._live.pop(name)
+        self.metrics.num_refused += 1
+        if self._observer.on_refusal is not None:
+            self._observer.on_refusal(live.request, message)
+
+
+def simulate(
+    requests: Iterable[TraceRequest],
+    cost: CostModel,
+    settings: EngineSettings | None = None,
+    *,
+    make_core: MakeCore = EngineCore,
+    objectives: Mapping[str, float] = MappingProxyType({}),
+    observer: Observer | None = None,
+) -> Metrics:
+    """Serve a trace by one replica. Raises InsufficientMemoryError when the model does not fit the device."""
+    replica = Replica(cost, settings or EngineSettings(), make_core=make_core, objectives=objectives, observer=observer)
+    return replica.run(requests)
+
+
+@cache
+def _params(n: int, beam_width: int) -> SamplingParams:
+    """Only the length ends a sequence."""
+    if beam_width:
+        return SamplingParams(n=beam_width, use_beam_search=True, temperature=0.0, ignore_eos=True, detokenize=False)
+    return SamplingParams(n=n, temperature=1.0, ignore_eos=True, detokenize=False)

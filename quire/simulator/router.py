@@ -1,0 +1,124 @@
+"""Which replica a request goes to: decided by what a router can know, the replicas' reports and its own choices.
+
+Reports come at a fixed interval. Between two of them a router counts what it has sent since, and what has finished
+since it does not know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from quire.errors import UserError, nearest_name
+from quire.simulator.trace import TraceRequest
+
+SLACK = 1.25
+"""A replica takes requests of its prefixes while it has at most so many times the mean of the requests ..."""
+SLACK_REQUESTS = 4
+"""... and so many more."""
+
+
+class Router(Protocol):
+    """Chooses among replicas that are numbered from 0. Deterministic."""
+
+    needs_reports: bool
+    """Whether the choice depends on the reports at all."""
+
+    def choose(self, request: TraceRequest) -> int:
+        """The replica for a request; it counts as sent there."""
+        ...
+
+    def learn(self, num_live: Sequence[int]) -> None:
+        """Every replica reports how many requests it has that have not ended."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    needs_reports = False
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._next = 0
+
+    def choose(self, request: TraceRequest) -> int:
+        chosen = self._next
+        self._next = (chosen + 1) % self._num_replicas
+        return chosen
+
+    def learn(self, num_live: Sequence[int]) -> None:
+        """Nothing depends on it."""
+
+
+class LeastLoaded:
+    """The replica with the fewest requests; of equal ones the one after the last choice."""
+
+    needs_reports = True
+
+    def __init__(self, num_replicas: int) -> None:
+        self._loads = [0] * num_replicas
+        self._next = 0
+
+    def choose(self, request: TraceRequest) -> int:
+        loads, num_replicas = self._loads, len(self._loads)
+        order = (*range(self._next, num_replicas), *range(self._next))
+        chosen = min(order, key=loads.__getitem__)
+        self._next = (chosen + 1) % num_replicas
+        return self.send(chosen)
+
+    def send(self, replica: int) -> int:
+        """A request goes to a replica, whoever chose it."""
+        self._loads[replica] += 1
+        return replica
+
+    def learn(self, num_live: Sequence[int]) -> None:
+        self._loads = list(num_live)
+
+    @property
+    def loads(self) -> Sequence[int]:
+        return self._loads
+
+
+class PrefixAware:
+    """Requests of one prefix group go to the same replica, whose cache then holds the prefix, unless it has far more
+    than its share of the requests: then to the next one in the group's own order of all replicas (rendezvous hashing),
+    so that a popular prefix spreads over as few of them as it needs. Others go to the least loaded."""
+
+    needs_reports = True
+
+    def __init__(self, num_replicas: int) -> None:
+        self._least_loaded = LeastLoaded(num_replicas)
+
+    def choose(self, request: TraceRequest) -> int:
+        if request.prefix_group is None or not request.prefix_tokens:
+            return self._least_loaded.choose(request)
+        loads = self._least_loaded.loads
+        limit = SLACK * sum(loads) / len(loads) + SLACK_REQUESTS
+        order = sorted(range(len(loads)), key=lambda replica: _weight(request.prefix_group or "", replica))
+        chosen = next((replica for replica in order if loads[replica] <= limit), order[0])
+        return self._least_loaded.send(chosen)
+
+    def learn(self, num_live: Sequence[int]) -> None:
+        self._least_loaded.learn(num_live)
+
+
+def _weight(group: str, replica: int) -> bytes:
+    return hashlib.blake2b(f"{replica} {group}".encode(), digest_size=8).digest()
+
+
+ROUTERS: Mapping[str, type[RoundRobin] | type[LeastLoaded] | type[PrefixAware]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-aware": PrefixAware,
+}
+
+
+def make_router(name: str, num_replicas: int) -> Router:
+    """Raises UserError for a name that is not in ROUTERS."""
+    if name not in ROUTERS:
+        raise UserError(
+            f"unknown router {name!r}{nearest_name(name, ROUTERS)} (known: {', '.join(ROUTERS)})", param="router"
+        )
+    return ROUTERS[name](num_replicas)

@@ -1,0 +1,102 @@
+"""What is simulated, apart from the rate: requests, model, device, layout, engine, router. A rate makes a run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from quire.engine.core import EngineCore
+from quire.errors import UserError
+from quire.simulator.cost import CostModel
+from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
+from quire.simulator.metrics import Metrics
+from quire.simulator.replica import EngineSettings, MakeCore
+from quire.simulator.trace import TraceRequest, read_trace
+from quire.simulator.workloads import Arrivals, stream
+
+
+class Source(Protocol):
+    """Where requests come from."""
+
+    def requests(self, rate: float | None) -> Iterator[TraceRequest]:
+        """The requests, at so many a second (None: as they are); the same for the same rate."""
+        ...
+
+    def rate(self) -> float | None:
+        """Requests a second, as they are; None when there is no such thing."""
+        ...
+
+
+@dataclass(frozen=True)
+class TraceSource:
+    """A trace file. At another rate its arrivals are stretched, all alike."""
+
+    path: Path
+
+    def requests(self, rate: float | None) -> Iterator[TraceRequest]:
+        if rate is None:
+            yield from read_trace(self.path)
+            return
+        native = self.rate()
+        if native is None:
+            raise UserError(f"the requests of {self.path} arrive at one moment: they have no rate", param="rate")
+        for request in read_trace(self.path):
+            yield replace(request, arrival=request.arrival * native / rate)
+
+    def rate(self) -> float | None:
+        count, last = 0, 0.0
+        for request in read_trace(self.path):
+            count, last = count + 1, request.arrival
+        return count / last if last else None
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """A workload of `quire.simulator.workloads`. n, beam_width: of every request."""
+
+    name: str
+    arrivals: Arrivals
+    seed: int = 0
+    n: int = 1
+    beam_width: int = 0
+
+    def requests(self, rate: float | None) -> Iterator[TraceRequest]:
+        arrivals = self.arrivals if rate is None else replace(self.arrivals, rate=rate)
+        return stream(self.name, arrivals, self.seed, n=self.n, beam_width=self.beam_width)
+
+    def rate(self) -> float | None:
+        return self.arrivals.rate
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """objectives: name of LATENCIES -> seconds, each for `percentile` percent of the requests."""
+
+    source: Source
+    cost: CostModel
+    settings: EngineSettings = field(default_factory=EngineSettings)
+    router: str = "round-robin"
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    percentile: float = 99.0
+    make_core: MakeCore = EngineCore
+
+    def run(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
+        """Serve the requests at a rate (None: as they are) by all replicas of the layout."""
+        return merged(self.run_each(rate, num_processes=num_processes))
+
+    def run_each(self, rate: float | None = None, *, num_processes: int = 1) -> list[Metrics]:
+        """The same, per replica."""
+        spec = ReplicaSpec(self.cost, self.settings, self.make_core, dict(self.objectives))
+        return simulate_fleet(
+            self.source.requests(rate), spec, self.cost.layout.dp, router=self.router, num_processes=num_processes
+        )
+
+    def holds(self, metrics: Metrics) -> bool:
+        """Whether a run met all objectives, and served everybody."""
+        return metrics.num_refused == 0 and all(
+            metrics.latencies[name].percentile(self.percentile) <= limit
+            for name, limit in self.objectives.items()
+            if metrics.latencies[name].count
+        )

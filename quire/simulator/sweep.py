@@ -1,0 +1,148 @@
+"""Which layout of a number of devices serves best: every one that the model and its memory allow, at rising rates."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+from quire.errors import InsufficientMemoryError, QuireError, UserError
+from quire.simulator.cost import CostModel
+from quire.simulator.layout import Layout
+from quire.simulator.metrics import Metrics
+from quire.simulator.rates import find_rate
+from quire.simulator.scenario import Scenario
+from quire.simulator.work import StepWork
+
+GROWTH = 1.05
+"""A layout is saturated when twice the rate brings less than so many times the tokens."""
+MAX_POINTS = 14
+MAX_STAGES = 8
+SAMPLE, CONTEXT = 100, 512
+"""Requests that are looked at, and tokens of a context, to guess how long a request takes alone."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One layout at one rate. tpot: mean seconds; tokens_per_second: output of all devices."""
+
+    layout: Layout
+    rate: float
+    tpot: float
+    ttft: float
+    tokens_per_second: float
+    metrics: Metrics
+
+    @property
+    def interactivity(self) -> float:
+        """Tokens a second that one user sees."""
+        return 1 / self.tpot if self.tpot else float("inf")
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Output tokens a second of one device."""
+        return self.tokens_per_second / self.layout.num_devices
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """points: at rising rates, the last one saturated. found_rate: requests a second that keep the objectives (None:
+    there are no objectives, or not even the lowest rate does)."""
+
+    layout: Layout
+    points: tuple[Point, ...]
+    found_rate: float | None
+
+
+def layouts(scenario: Scenario, num_devices: int) -> list[Layout]:
+    """All layouts of exactly so many devices in which the model fits, tensor parallelism in powers of two and at most
+    MAX_STAGES stages. Raises UserError when there is none, and says why the last one was left out."""
+    found, reason = [], "there is none"
+    for layout in _candidates(num_devices):
+        try:
+            cost = _cost(scenario, layout)
+            scenario.settings.config(cost)
+        except (UserError, InsufficientMemoryError) as error:
+            reason = str(error)
+            continue
+        found.append(layout)
+    if not found:
+        raise UserError(f"no layout of {num_devices} devices: {reason}", param="sweep")
+    return found
+
+
+def sweep(scenario: Scenario, candidates: Sequence[Layout], *, num_processes: int = 1) -> list[LayoutResult]:
+    """Run every layout at rising rates, and find its rate if there are objectives; several layouts side by side."""
+    work = partial(run_layout, scenario)
+    if num_processes <= 1 or len(candidates) == 1:
+        return [work(layout) for layout in candidates]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_processes, len(candidates)), mp_context=context) as pool:
+        return list(pool.map(work, candidates))
+
+
+def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
+    """One layout: from a rate at which requests are alone, doubled until the layout is saturated."""
+    scenario = replace(scenario, cost=_cost(scenario, layout))
+    points: list[Point] = []
+    rate = _lowest_rate(scenario)
+    while len(points) < MAX_POINTS:
+        points.append(point(layout, rate, scenario.run(rate)))
+        if len(points) > 1 and points[-1].tokens_per_second < GROWTH * points[-2].tokens_per_second:
+            break
+        rate *= 2
+    found = None
+    if scenario.objectives:
+        try:
+            found = find_rate(scenario.run, scenario.holds, start=points[len(points) // 2].rate).rate
+        except QuireError:
+            found = None
+    return LayoutResult(layout, tuple(points), found)
+
+
+def point(layout: Layout, rate: float, metrics: Metrics) -> Point:
+    """What a run says of a layout."""
+    return Point(
+        layout=layout,
+        rate=rate,
+        tpot=metrics.latencies["tpot"].mean,
+        ttft=metrics.latencies["ttft"].mean,
+        tokens_per_second=metrics.num_output_tokens / metrics.end if metrics.end else 0.0,
+        metrics=metrics,
+    )
+
+
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both interactivity and tokens per device, by rising interactivity."""
+    front: list[Point] = []
+    for each in sorted(points, key=lambda point: (-point.interactivity, -point.tokens_per_device)):
+        if not front or each.tokens_per_device > front[-1].tokens_per_device:
+            front.append(each)
+    return front[::-1]
+
+
+def _candidates(num_devices: int) -> Iterator[Layout]:
+    tp = 1
+    while tp <= num_devices:
+        for pp in range(1, MAX_STAGES + 1):
+            if num_devices % (tp * pp) == 0:
+                yield Layout(tp=tp, pp=pp, dp=num_devices // (tp * pp))
+        tp *= 2
+
+
+def _cost(scenario: Scenario, layout: Layout) -> CostModel:
+    cost = scenario.cost
+    return CostModel(cost.shape, cost.hardware, layout, cost.precision)
+
+
+def _lowest_rate(scenario: Scenario) -> float:
+    """At which a replica is busy half of the time with one request."""
+    outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
+    cost, kinds = scenario.cost, len(scenario.cost.windows)
+    token = StepWork(num_tokens=1, num_sequences=1, num_sampled=1, num_decodes=1)
+    token.decode_context = [CONTEXT] * kinds
+    token.prefill_context = token.prefill_pairs = [0] * kinds
+    return 0.5 * cost.layout.dp * len(outputs) / (sum(outputs) * cost.step_seconds(token))

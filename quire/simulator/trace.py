@@ -1,0 +1,171 @@
+"""What arrives when: requests of a trace file, read as they are needed.
+
+JSON lines, one object a line, or CSV with a header. Columns: `arrival` (seconds from the start, not falling),
+`input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (how many of the input tokens all
+requests of the group share; default: all of them), `n` (sequences), `beam_width`, `priority`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quire.errors import UserError, nearest_name
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """arrival: seconds from the start. n: sequences of parallel sampling. beam_width: of a beam search, 0: none.
+    prefix_tokens: leading input tokens that all requests of `prefix_group` share; of a group whose requests share all
+    of them, each is a turn of a conversation, and its output belongs to the next turn's input."""
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    prefix_group: str | None = None
+    prefix_tokens: int = 0
+    n: int = 1
+    beam_width: int = 0
+    priority: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return self.beam_width or self.n
+
+
+REQUIRED = ("arrival", "input_tokens", "output_tokens")
+OPTIONAL = ("prefix_group", "prefix_tokens", "n", "beam_width", "priority")
+
+
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """The requests of a .jsonl or .csv file, one at a time. Raises UserError naming file and line."""
+    if path.suffix.lower() not in (".jsonl", ".csv"):
+        raise UserError(f"trace {str(path)!r}: expected a .jsonl or .csv file", param="trace")
+    try:
+        file = path.open(encoding="utf-8", newline="")
+    except OSError as error:
+        raise UserError(f"cannot read trace {str(path)!r}: {error.strerror}", param="trace") from None
+    with file:
+        entries = _json_lines(file, path) if path.suffix.lower() == ".jsonl" else _csv_lines(file, path)
+        last, found = 0.0, False
+        try:
+            for line, entry in entries:
+                request = _request(entry, path, line)
+                if request.arrival < last:
+                    _fail(path, line, f"arrival {request.arrival:g} comes before the line above ({last:g})")
+                last, found = request.arrival, True
+                yield request
+        except UnicodeDecodeError as error:
+            raise UserError(f"trace {str(path)!r} is not UTF-8 text: {error.reason}", param="trace") from None
+    if not found:
+        raise UserError(f"trace {str(path)!r} holds no requests", param="trace")
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write requests as JSON lines that `read_trace` reads."""
+    with path.open("w", encoding="utf-8") as file:
+        for request in requests:
+            entry = {name: getattr(request, name) for name in REQUIRED}
+            for name in OPTIONAL:
+                if getattr(request, name) != TraceRequest.__dataclass_fields__[name].default:
+                    entry[name] = getattr(request, name)
+            file.write(json.dumps(entry) + "\n")
+
+
+def _json_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, text in enumerate(file, start=1):
+        if not text.strip():
+            continue
+        try:
+            entry = json.loads(text)
+        except ValueError as error:
+            _fail(path, number, f"not valid JSON: {error}")
+        if not isinstance(entry, dict):
+            _fail(path, number, f"expected an object, not {type(entry).__name__}")
+        yield number, entry
+
+
+def _csv_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    rows = csv.reader(file)
+    header = [name.strip() for name in next(rows, [])]
+    _check_names(header, path, 1)
+    try:
+        for row in rows:
+            if not any(row):
+                continue
+            if len(row) != len(header):
+                _fail(path, rows.line_num, f"{len(row)} values for {len(header)} columns")
+            yield rows.line_num, {name: value.strip() for name, value in zip(header, row, strict=True) if value.strip()}
+    except csv.Error as error:
+        _fail(path, rows.line_num, str(error))
+
+
+def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
+    _check_names(entry, path, line)
+    arrival = _number(entry["arrival"], "arrival", path, line)
+    input_tokens = _integer(entry, "input_tokens", path, line, 1)
+    group = entry.get("prefix_group")
+    if group is not None and not isinstance(group, str | int):
+        _fail(path, line, f"prefix_group must be a name, not {group!r}")
+    if group is None and entry.get("prefix_tokens") is not None:
+        _fail(path, line, "prefix_tokens needs a prefix_group")
+    shared = 0 if group is None else _integer(entry, "prefix_tokens", path, line, 0, input_tokens)
+    if shared > input_tokens:
+        _fail(path, line, f"prefix_tokens ({shared}) exceeds input_tokens ({input_tokens})")
+    n, width = _integer(entry, "n", path, line, 1, 1), _integer(entry, "beam_width", path, line, 0, 0)
+    if width and n != 1:
+        _fail(path, line, "n and beam_width exclude each other")
+    return TraceRequest(
+        arrival=arrival,
+        input_tokens=input_tokens,
+        output_tokens=_integer(entry, "output_tokens", path, line, 1),
+        prefix_group=None if group is None else str(group),
+        prefix_tokens=shared,
+        n=n,
+        beam_width=width,
+        priority=_integer(entry, "priority", path, line, -100, 0),
+    )
+
+
+def _check_names(names: Iterable[str], path: Path, line: int) -> None:
+    known = (*REQUIRED, *OPTIONAL)
+    found = list(names)
+    for name in found:
+        if name not in known:
+            _fail(path, line, f"unknown column {name!r}{nearest_name(name, known)} (known: {', '.join(known)})")
+    for name in REQUIRED:
+        if name not in found:
+            _fail(path, line, f"{name} is missing")
+
+
+def _number(value: Any, name: str, path: Path, line: int) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        _fail(path, line, f"{name} must be a number of at least 0, not {value!r}")
+    return number
+
+
+def _integer(
+    entry: Mapping[str, Any], name: str, path: Path, line: int, minimum: int, default: int | None = None
+) -> int:
+    """A whole number, as such or as CSV has it."""
+    value = entry.get(name, default)
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+        _fail(path, line, f"{name} must be a whole number of at least {minimum}, not {value!r}")
+    return number
+
+
+def _fail(path: Path, line: int, message: str) -> NoReturn:
+    raise UserError(f"{path}:{line}: {message}", param="trace")

@@ -1,0 +1,99 @@
+"""What one plan computes, in numbers that a cost can be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.step import StepPlan
+
+Windows = Sequence[int | None]
+"""The distinct attention windows of a model's layers, None for full attention."""
+
+
+class StepWork(msgspec.Struct, kw_only=True):
+    """One step. The lists have one entry for each distinct window of the model.
+
+    A sequence that computes one token attends with it to its context, which is read once for it (`decode_context`). A
+    chunk of several tokens reads its context once for all of them (`prefill_context`) and compares each token with the
+    positions up to its own (`prefill_pairs`).
+    """
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_sampled: int = 0
+    num_chunks: int = 0
+    """Sequences that compute more than one token."""
+    num_decodes: int = 0
+    """Sequences that compute one."""
+    decode_context: list[int] = []
+    prefill_context: list[int] = []
+    prefill_pairs: list[int] = []
+    num_copied_blocks: int = 0
+    num_swapped_out: int = 0
+    """Blocks that go to the host."""
+    num_swapped_in: int = 0
+    waits_for_swap: bool = False
+    """The plan hands out blocks that it also saves: who writes them waits until they are saved."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
+        """What a plan computes. Sums over its columns; with windows, or chunks, a step of Python for each."""
+        starts, counts = plan.start_positions, plan.num_tokens
+        num_tokens, num_sequences = sum(counts), len(counts)
+        chunks: list[tuple[int, int]] = []
+        if num_tokens != num_sequences:
+            chunks = [(start, count) for start, count in zip(starts, counts, strict=True) if count > 1]
+        num_decodes = num_sequences - len(chunks)
+        decode_starts = starts
+        if chunks:
+            decode_starts = [start for start, count in zip(starts, counts, strict=True) if count == 1]
+        return cls(
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_sampled=len(plan.sample_seq_ids),
+            num_chunks=len(chunks),
+            num_decodes=num_decodes,
+            decode_context=[_decode_context(decode_starts, num_decodes, window) for window in windows],
+            prefill_context=[sum(_chunk_context(*chunk, window) for chunk in chunks) for window in windows],
+            prefill_pairs=[sum(_chunk_pairs(*chunk, window) for chunk in chunks) for window in windows],
+            num_copied_blocks=len(plan.block_copies),
+            num_swapped_out=len(plan.swap_out),
+            num_swapped_in=len(plan.swap_in),
+            waits_for_swap=bool(plan.swap_out) and _hands_out_saved(plan),
+        )
+
+
+def _decode_context(starts: Sequence[int], count: int, window: int | None) -> int:
+    """Positions that single tokens at `starts` read."""
+    if window is None:
+        return sum(starts) + count
+    return sum(start + 1 if start < window else window for start in starts)
+
+
+def _chunk_context(start: int, count: int, window: int | None) -> int:
+    """Positions that a chunk of tokens reads."""
+    end = start + count
+    return end if window is None else min(end, window - 1 + count)
+
+
+def _chunk_pairs(start: int, count: int, window: int | None) -> int:
+    """Pairs of a token of the chunk and a position that it attends to."""
+    end = start + count
+    if window is None or end <= window:
+        return count * start + count * (count + 1) // 2
+    if start >= window:
+        return count * window
+    inside = window - start
+    return inside * start + inside * (inside + 1) // 2 + (count - inside) * window
+
+
+def _hands_out_saved(plan: StepPlan) -> bool:
+    """Whether something that this plan writes to is a block that it saves first."""
+    saved = {block for block, _ in plan.swap_out}
+    written = {block for groups in plan.new_blocks.values() for blocks in groups for block in blocks}
+    written.update(block for new in plan.new_sequences for table in new.block_ids for block in table)
+    written.update(block for _, block in plan.block_copies)
+    written.update(block for _, block in plan.swap_in)
+    return not saved.isdisjoint(written)

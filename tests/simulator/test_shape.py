@@ -1,0 +1,254 @@
+"""Shapes against Transformers' own models, the engine's, and what is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.config.hf_config import FAMILIES as ENGINE_FAMILIES
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.errors import ModelLoadError, UserError
+from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
+from quire.models.loader import load_model
+from quire.simulator.families import ARCHITECTURES, FAMILIES
+from quire.simulator.layout import Layout
+from quire.simulator.shape import ModelShape, built_in, find_shape
+
+LLAMA = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+HEADS = LLAMA | {"head_dim": 12}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
+FIRST_DENSE = {"first_k_dense_replace": 1, "num_key_value_heads": 6}
+CHUNKS = {"attention_chunk_size": 16}
+OPT = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 101, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", LLAMA),
+    ("llama", LLAMA | {"tie_word_embeddings": True, "head_dim": 10}),
+    ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", LLAMA | {"sliding_window": 16}),
+    ("ministral", HEADS | {"sliding_window": 16}),
+    ("qwen2", LLAMA | {"tie_word_embeddings": True}),
+    ("qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+    ("qwen3", HEADS),
+    ("qwen3", HEADS | {"attention_bias": True}),
+    ("gpt2", GPT2),
+    ("gpt2", GPT2 | {"n_inner": 100, "tie_word_embeddings": False}),
+    ("opt", OPT),
+    ("opt", OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", OPT | {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
+    ("gemma", HEADS),
+    ("gemma2", HEADS | {"sliding_window": 16}),
+    ("gemma3_text", HEADS | {"sliding_window": 16, "num_hidden_layers": 7}),
+    ("gemma3_text", HEADS | {"sliding_window": 16, "sliding_window_pattern": 2}),
+    ("phi3", LLAMA | {"sliding_window": 16}),
+    ("olmo2", LLAMA),
+    ("olmo3", LLAMA | {"sliding_window": 16}),
+    ("granite", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    ("glm4", HEADS),
+    ("cohere", LLAMA | {"use_qk_norm": True}),
+    ("cohere2", LLAMA | {"sliding_window": 16}),
+    ("smollm3", LLAMA),
+    ("seed_oss", HEADS | {"attention_out_bias": False}),
+    ("starcoder2", LLAMA | {"sliding_window": None}),
+    ("gpt_neox", {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}),
+    ("mixtral", LLAMA | LOCAL),
+    ("granitemoe", LLAMA | LOCAL),
+    ("olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
+    ("qwen2_moe", LLAMA | MOE | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0, 3], "qkv_bias": False}),
+    ("qwen3_moe", HEADS | MOE),
+    ("gpt_oss", HEADS | LOCAL | {"sliding_window": 16}),
+    ("minimax_m2", HEADS | LOCAL),
+    ("glm4_moe", HEADS | ROUTED | {"first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True}),
+    ("deepseek_v2", LLAMA | ROUTED | LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
+    ("deepseek_v3", LLAMA | ROUTED | LATENT | {"first_k_dense_replace": 3, "num_key_value_heads": 6}),
+    (
+        "deepseek_v3",
+        LLAMA | ROUTED | LATENT | {"attention_bias": True} | FIRST_DENSE,
+    ),
+    ("llama4_text", HEADS | LOCAL | {"intermediate_size_mlp": 90, "interleave_moe_layer_step": 2} | CHUNKS),
+]
+
+
+def label(case: tuple[str, dict[str, Any]]) -> str:
+    return case[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
+    kind, fields = case
+    config = AutoConfig.for_model(kind, **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.from_config({"model_type": kind, **fields})
+    assert shape.is_known
+    assert shape.parameters() == sum(parameter.numel() for parameter in model.parameters())
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    tables = [table for table in tables if table is not model.get_output_embeddings().weight]
+    assert shape.looked_up_parameters == sum(table.numel() for table in tables)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and any(shape.windows):
+        assert [window is None for window in shape.windows] == [each == "full_attention" for each in kinds]
+    # What Transformers writes into a config.json is read the same.
+    assert ModelShape.from_config(json.loads(config.to_json_string(use_diff=False))) == shape
+
+
+def test_every_family_is_compared() -> None:
+    assert {kind for kind, _ in CASES} == set(FAMILIES)
+    assert set(ENGINE_FAMILIES) <= set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("LlamaForCausalLM", LLAMA | {"head_dim": 8}),
+        ("MistralForCausalLM", LLAMA | {"head_dim": 8, "sliding_window": 16}),
+        ("Qwen2ForCausalLM", LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+        ("Qwen3ForCausalLM", LLAMA),
+        ("GPT2LMHeadModel", GPT2),
+        ("OPTForCausalLM", OPT),
+    ],
+)
+def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "float32", **fields}))
+    options = EngineOptions(model=str(tmp_path), load_format="dummy", attention_backend="torch", max_model_len=40)
+    config = resolve(options)
+    shape = ModelShape.from_config(config.model)
+    model = load_model(config.model, config.load)
+    assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
+    specs = shape.layer_specs(config.model.kv_cache_dtype, Layout())
+    assert specs == layer_specs(config.model) == model.kv_specs()
+    assert shape.kv_bytes_per_token("float32") == sum(spec.token_bytes for spec in specs)
+    assert (shape.max_model_len, shape.windows) == (40, config.model.sliding_windows)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("opt-125m", 125.2e6, 123.5e6),
+        ("opt-13b", 12.853e9, 12.84e9),
+        ("opt-66b", 65.72e9, 65.69e9),
+        ("opt-175b", 174.6e9, 174.6e9),
+        ("llama-7b", 6.738e9, 6.607e9),
+        ("llama-2-70b", 68.98e9, 68.71e9),
+        ("llama-3-8b", 8.03e9, 7.505e9),
+        ("llama-3-70b", 70.55e9, 69.50e9),
+        ("llama-3.1-405b", 405.9e9, 403.7e9),
+        ("mistral-7b", 7.242e9, 7.111e9),
+        ("smollm2-135m", 134.5e6, 134.5e6),
+        ("qwen3-0.6b", 596.0e6, 596.0e6),
+        ("qwen3-235b-a22b", 235.1e9, 22.19e9 - 622e6),
+        ("mixtral-8x7b", 46.70e9, 12.88e9 - 131e6),
+        ("qwen2.5-7b", 7.616e9, 7.07e9),
+        ("qwen3-8b", 8.191e9, 7.568e9),
+        ("qwen3-30b-a3b", 30.53e9, 3.35e9 - 311e6),
+        ("gemma-3-27b", 27.01e9, 27.01e9),
+        ("gpt-oss-120b", 116.8e9, 5.13e9),
+        ("deepseek-v3", 671.0e9, 37.55e9 - 927e6),
+        ("kimi-k2", 1026.4e9, 32.86e9 - 1174e6),
+    ],
+)
+def test_published_counts(name: str, parameters: float, active: float) -> None:
+    """Model cards count the table of input embeddings among the active parameters; here it is looked up."""
+    shape = find_shape(name)
+    assert shape.parameters() == pytest.approx(parameters, rel=0.002)
+    assert shape.active_parameters() == pytest.approx(active, rel=0.005)
+
+
+def test_built_in_models_are_of_known_families() -> None:
+    assert all(find_shape(name).is_known for name in built_in())
+
+
+def test_what_is_kept_of_a_token() -> None:
+    assert find_shape("opt-13b").kv_bytes_per_token("float16") == 2 * 40 * 5120 * 2  # the paper, section 3
+    assert find_shape("llama-3-70b").kv_bytes_per_token("bfloat16", tp=8) == 80 * 2 * 128 * 2
+    assert find_shape("llama-3-70b").kv_bytes_per_token("bfloat16", tp=16) == 80 * 2 * 128 * 2  # a head on two devices
+    latent = find_shape("deepseek-v3")
+    assert latent.kv_bytes_per_token("bfloat16") == latent.kv_bytes_per_token("bfloat16", tp=8) == 61 * (512 + 64) * 2
+
+
+def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
+    specs = find_shape("gemma-3-27b").layer_specs("bfloat16", Layout(tp=2, pp=2))
+    assert len(specs) == 31
+    assert [isinstance(spec, FullAttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
+    assert isinstance(specs[0], SlidingWindowSpec)
+    assert (specs[0].window, specs[0].num_kv_heads, specs[0].token_bytes) == (1024, 8, 2 * 8 * 128 * 2)
+    assert find_shape("deepseek-v3").layer_specs("bfloat16", Layout(tp=8))[0].token_bytes == 576 * 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layers", "experts"),
+    [
+        ({"quant_method": "fp8"}, 1, 1),
+        ({"quant_method": "mxfp4"}, 2, 0.53125),
+        ({"quant_method": "gptq", "bits": 4}, 0.5, 0.5),
+    ],
+)
+def test_quantised_checkpoints(quantization: dict[str, Any], layers: float, experts: float) -> None:
+    fields = {"model_type": "mixtral", "torch_dtype": "bfloat16", **LLAMA, **LOCAL}
+    plain = ModelShape.from_config(fields)
+    shape = ModelShape.from_config(fields | {"quantization_config": quantization})
+    tables = plain.parameters() - plain.dense_parameters - plain.routed_parameters
+    assert plain.weight_bytes() == 2 * plain.parameters()
+    assert shape.weight_bytes() == shape.dense_parameters * layers + shape.routed_parameters * experts + 2 * tables
+    assert shape.weight_bytes("float32") == 4 * plain.parameters()
+
+
+def test_a_model_of_several_modalities_is_its_language_model() -> None:
+    inner = HEADS | {"model_type": "gemma3_text", "sliding_window": 16}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
+    assert ModelShape.from_config(whole).parameters() == ModelShape.from_config(inner).parameters()
+
+
+def test_an_unknown_family_is_read_by_its_keys_and_says_so() -> None:
+    shape = ModelShape.from_config(LLAMA | {"model_type": "new", "attention_bias": True})
+    assert not shape.is_known
+    known = ModelShape.from_config(LLAMA | {"model_type": "llama", "attention_bias": True})
+    assert shape.parameters() == known.parameters()
+
+
+def test_recurrent_layers_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match="recurrent layers"):
+        ModelShape.from_config(LLAMA | {"model_type": "jamba", "mamba_d_state": 16})
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="hidden_size"):
+        ModelShape.from_config({"model_type": "llama"}, "somewhere")
+    with pytest.raises(ModelLoadError, match="5 layers"):
+        ModelShape.from_config(
+            LLAMA | {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]}
+        )
+
+
+def test_models_are_found_by_name_and_by_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'llama-3-8b'"):
+        find_shape("llama3-8b")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    assert find_shape(str(tmp_path)) == find_shape(str(tmp_path / "config.json"))
