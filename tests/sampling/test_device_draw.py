@@ -100,15 +100,14 @@ def kept_on_device(
     sampling.scan(scores, batch.rows, words, buffers, shapes, random=False, filtered=Feature.FILTERS)
     filters.cutoff(batch.rows, words, len(logits), buffers, shapes, Feature.FILTERS)
     filters.collect(scores, batch.rows, words, buffers, shapes, Feature.FILTERS)
-    filters.pick_filtered(
-        scores, batch.rows, words, batch.positions, batch.token_table, buffers, shapes, Feature.FILTERS
-    )
+    filters.pick_filtered(scores, batch.rows, words, batch.histories, buffers, shapes, Feature.FILTERS)
     lowest = buffers.cutoffs[:, 2].cpu().numpy()
     kept = []
     for number, some in enumerate(params):
         temperature = np.maximum(np.float32(some.temperature), MIN_TEMPERATURE)
         weights = compute_weights(logits[None], temperature[None])[0, : len(logits)]
-        kept.append(set(np.flatnonzero((weights > 0) & (weights >= lowest[number])).tolist()))
+        # A GPU's exponentials are not NumPy's to the last bit.
+        kept.append(set(np.flatnonzero((weights > 0) & (weights >= lowest[number] * (1 - 1e-6))).tolist()))
         token, is_sound = buffers.chosen[number].tolist()
         assert is_sound
         assert token in kept[-1]
@@ -153,7 +152,8 @@ def test_a_share_that_is_reached_exactly_needs_no_more(device: torch.device) -> 
     logits = np.log(np.array([0.25, 1.0, 0.5, 0.125, 0.125])).astype(np.float32)
     weights = compute_weights(logits[None], np.ones(1, np.float32))[0, :5]
     assert weights.tolist() == [0.25, 1.0, 0.5, 0.125, 0.125], "sums are exact"
-    params = [SamplingParams(top_p=share) for share in (0.5, 0.75, 0.875, 0.75001)]
+    rounding = 0.0 if device.type == "cpu" else 1e-6  # compiled, exponentials are approximate
+    params = [SamplingParams(top_p=share - rounding) for share in (0.5, 0.75, 0.875, 0.75001)]
     assert kept_on_device(device, logits, params, SMALL) == [{1}, {1, 2}, {0, 1, 2}, {0, 1, 2}]
 
 

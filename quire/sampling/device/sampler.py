@@ -96,16 +96,16 @@ class DeviceSampler:
 
     def _edit(self, scores: torch.Tensor, batch: DeviceSampleBatch, used: int) -> None:
         """Change the scores in place, in this order, by the features that the batch uses."""
-        words, lists, positions = self._rows.words, self._rows.lists, batch.positions
+        words, lists, histories = self._rows.words, self._rows.lists, batch.histories
         if used & Feature.LOGIT_BIAS:
             rules.add_logit_bias(scores, batch.rows, lists.tensor())
         if used & PENALTIES:
             counts = self._zero_counts(*scores.shape)
-            penalties.apply_penalties(scores, batch.rows, words, positions, batch.token_table, counts)
+            penalties.apply_penalties(scores, batch.rows, words, histories, counts)
         if used & Feature.MIN_TOKENS:
-            rules.ban_stop_tokens(scores, batch.rows, words, positions, lists.tensor())
+            rules.ban_stop_tokens(scores, batch.rows, words, histories, lists.tensor())
         if used & Feature.BAD_WORDS:
-            rules.ban_sequences(scores, batch.rows, positions, batch.token_table, lists.tensor())
+            rules.ban_sequences(scores, batch.rows, histories, lists.tensor())
         if used & Feature.ALLOWED_TOKENS:
             rules.keep_allowed(scores, batch.rows, lists.tensor())
 
@@ -119,13 +119,13 @@ class DeviceSampler:
         draws = bool((plain & Feature.RANDOM).any())
         buffers = allocate_buffers(len(scores), vocab_size, shapes, scores.device, filtered=bool(filtered))
         sampling.scan(scores, rows, words, buffers, shapes, random=draws, filtered=filtered)
-        table = batch.token_table
+        histories = batch.histories
         if len(plain):
-            sampling.pick(scores, rows, words, batch.positions, table, buffers, shapes, random=draws, filtered=filtered)
+            sampling.pick(scores, rows, words, histories, buffers, shapes, random=draws, filtered=filtered)
         if filtered:
             filters.cutoff(rows, words, vocab_size, buffers, shapes, filtered)
             filters.collect(scores, rows, words, buffers, shapes, filtered)
-            filters.pick_filtered(scores, rows, words, batch.positions, table, buffers, shapes, filtered)
+            filters.pick_filtered(scores, rows, words, histories, buffers, shapes, filtered)
         return buffers.chosen
 
     def _rank(
