@@ -35,6 +35,9 @@ MAX_NUM_BATCHED_TOKENS = 8192
 GPU_MEMORY_UTILIZATION = 0.9
 SWAP_SPACE = 4 * 2**30
 
+SIMULATED = "simulated"
+"""The architecture of a model of which the engine is told the shape only."""
+
 MakeCore = Callable[[EngineConfig, Executor, Clock], EngineCore]
 MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
 
@@ -140,7 +143,7 @@ def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> Mod
     return ModelConfig(
         name=shape.name,
         path=Path(shape.name),
-        architecture="simulated",
+        architecture=SIMULATED,
         dtype=cost.precision.activations,
         kv_cache_dtype=cost.precision.kv,
         vocab_size=shape.vocab,
