@@ -1,12 +1,18 @@
-"""`quire bench paper --engine`: the paper's figures about sharing and waste, measured on the real engine."""
+"""`quire bench paper`: the paper's evaluation, simulated; with --engine what fits on this machine's real engine."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from quire.bench.paper.figure import FULL, QUICK, Figure
 from quire.bench.paper.figures import Row, rows
+from quire.bench.paper.gain import Gain
 from quire.bench.paper.measure import Usage, run, write_text
+from quire.bench.paper.run import FIGURES, plot, print_table, run_trials
 from quire.bench.paper.workloads import draw
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
 from quire.cli.parser import Parser
@@ -14,11 +20,13 @@ from quire.cli.session import import_executor
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import EngineCore
-from quire.errors import UserError
+from quire.errors import UserError, nearest_name
+from quire.simulator.plots import check_matplotlib
 from quire.simulator.workloads import ALPACA, LONGEST_INPUT, SHAREGPT, SIGMA
 
 NUM_REQUESTS = {ALPACA.name: 256, SHAREGPT.name: 32}
 NUM_REQUESTS_QUICK = {ALPACA.name: 64, SHAREGPT.name: 8}
+GAIN_REQUESTS, GAIN_REQUESTS_QUICK = 80, 24
 TEXT_TOKENS = 32 * LONGEST_INPUT
 MAX_NUM_SEQS = 96
 NUM_BLOCKS = 6000
@@ -27,36 +35,135 @@ NUM_BLOCKS = 6000
 
 def _flags(parser: Parser) -> None:
     group = parser.add_argument_group("benchmark options")
-    group.add_argument(
-        "--engine", action="store_true", help="run on the real engine with the bundled model (required for now)"
-    )
-    group.add_argument("--quick", action="store_true", help="a quarter of the requests; the numbers scatter more")
-    count_flag(group, "--seed", 0, "of the prompts and their order", minimum=0)
-    count_flag(group, "--threads", None, "compute threads (default: one per core)")
+    group.add_argument("--engine", action="store_true", help="run on the real engine of this machine, not simulated")
+    group.add_argument("--quick", action="store_true", help="a fraction of the requests; the numbers scatter more")
+    group.add_argument("--figures", metavar="NAMES", help=f"only these, as a list: {','.join(_names())}")
+    group.add_argument("--plots", metavar="DIR", type=Path, help="draw each figure into a PNG file there")
+    count_flag(group, "--processes", None, "simulations at a time (default: one per core)")
+    count_flag(group, "--seed", None, "of the prompts and their order, with --engine (0)", minimum=0)
+    count_flag(group, "--threads", None, "compute threads, with --engine (default: one per core)")
     json_flag(group)
 
 
+def _names() -> list[str]:
+    return [figure.name for figure in FIGURES]
+
+
 def _run(namespace: argparse.Namespace) -> int:
+    if namespace.engine:
+        _refuse(namespace, ("figures", "plots", "processes"), "is for the simulated figures: leave out --engine")
+        return _run_engine(namespace)
+    _refuse(namespace, ("seed", "threads"), "is for the real engine: add --engine")
+    return _run_simulated(namespace)
+
+
+def _refuse(namespace: argparse.Namespace, flags: Sequence[str], why: str) -> None:
+    for flag in flags:
+        if getattr(namespace, flag) is not None:
+            raise UserError(f"--{flag} {why}", param=flag)
+
+
+def _run_simulated(namespace: argparse.Namespace) -> int:
     from quire.bench import report
 
-    if not namespace.engine:
-        raise UserError(
-            "the figures that need a simulator are not there yet: quire bench paper --engine measures sharing and "
-            "waste (Fig. 2 and 15) on the real engine",
-            param="engine",
-        )
+    report.check_writable(namespace.json)
+    if namespace.plots is not None:
+        check_matplotlib()
+        namespace.plots.mkdir(parents=True, exist_ok=True)
+    figures = _chosen(namespace.figures)
+    scale = QUICK if namespace.quick else FULL
+    results = run_trials(figures, scale, namespace.processes)
+    table = []
+    for figure in figures:
+        rows = figure.rows(results, scale)
+        print_table(figure, rows)
+        table += rows
+        if namespace.plots is not None:
+            plot(figure, results, scale, namespace.plots)
+    result = {
+        "benchmark": "paper",
+        "options": options_json(namespace),
+        "rows": [
+            {"figure": row.figure, "quantity": row.quantity, "ours": row.ours, "paper": row.paper} for row in table
+        ],
+        "comments": [
+            {"figure": row.figure, "quantity": row.quantity, "unit": row.unit, "is_near": row.is_near, "why": row.why}
+            for row in table
+        ],
+    }
+    report.write_json(namespace.json, result)
+    return 0
+
+
+def _chosen(names: str | None) -> list[Figure]:
+    """The figures that are asked for, in the paper's order."""
+    wanted = _names() if names is None else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in _names():
+            nearest = nearest_name(name, _names())
+            raise UserError(f"unknown figure {name!r}{nearest} (known: {', '.join(_names())})", param="figures")
+    return [figure for figure in FIGURES if figure.name in wanted]
+
+
+def _run_engine(namespace: argparse.Namespace) -> int:
+    from quire.bench import report
+
     report.check_writable(namespace.json)
     counts = NUM_REQUESTS_QUICK if namespace.quick else NUM_REQUESTS
     table = rows()
     core = _core(namespace)
     try:
         with report.progress_bar("requests", sum(counts[row.shape.name] for row in table)) as tick:
-            usages = _measure(core, table, counts, namespace.seed, tick)
+            usages = _measure(core, table, counts, namespace.seed or 0, tick)
     finally:
         core.shutdown()
+    gains = _measure_gain(namespace)
     _print(table, usages)
-    report.write_json(namespace.json, {"benchmark": "paper", "options": options_json(namespace)} | _json(table, usages))
+    _print_gain(gains)
+    result = {"benchmark": "paper", "options": options_json(namespace), "gain": _gain_json(gains)}
+    report.write_json(namespace.json, result | _json(table, usages))
     return 0
+
+
+def _measure_gain(namespace: argparse.Namespace) -> list[Gain]:
+    from quire.bench import report
+    from quire.bench.paper import gain
+
+    work = gain.requests(GAIN_REQUESTS_QUICK if namespace.quick else GAIN_REQUESTS, namespace.seed or 0)
+    total = len(work) * len(gain.COMPARED)
+    with gain.dummy_model() as model, report.progress_bar("paged against contiguous", total) as tick:
+
+        def on_done(count: int) -> None:
+            for _ in range(count):
+                tick()
+
+        return gain.measure(model, DEFAULT_EXECUTOR, work, num_threads=namespace.threads, on_done=on_done)
+
+
+def _print_gain(gains: list[Gain]) -> None:
+    from rich.table import Table
+
+    from quire.bench import report
+
+    paged = gains[-1]
+    title = "Throughput on the engine: OPT-125M's shape, ShareGPT's lengths and the pool of Fig. 13a divided by four"
+    printed = Table(title=title, title_justify="left")
+    printed.add_column("scheduler")
+    for column in ("requests in the batch", "steps", "tokens/s", f"{paged.system} over it"):
+        printed.add_column(column, justify="right")
+    for each in gains:
+        printed.add_row(
+            each.system,
+            f"{each.mean_running:.1f}",
+            f"{each.num_steps:,}",
+            f"{each.throughput:,.1f}",
+            f"{paged.throughput / each.throughput:.2f}",
+        )
+    report.console().print(printed)
+
+
+def _gain_json(gains: list[Gain]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(each) | {"throughput": each.throughput} for each in gains]
 
 
 def _core(namespace: argparse.Namespace) -> EngineCore:
@@ -131,11 +238,12 @@ def _json(table: list[Row], usages: list[Usage]) -> dict[str, Any]:
 
 
 PAPER_MODE = Mode(
-    summary="the paper's figures about sharing and waste, on the real engine",
-    arguments="--engine [options]",
+    summary="the paper's evaluation: simulated, or what fits on the real engine",
+    arguments="[--engine] [options]",
     description=(
-        "Run workloads shaped like the paper's on the real engine with the bundled model, and print what sharing saves "
-        "and how much memory holds tokens beside the paper's numbers (Fig. 2, Fig. 15)."
+        "Simulate the paper's evaluation (Quire against Orca and FasterTransformer on the paper's servers), and print "
+        "ours / paper / ratio for each number. With --engine, run workloads of the same shape on the real engine of "
+        "this machine."
     ),
     add_flags=_flags,
     run=_run,

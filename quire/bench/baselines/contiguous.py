@@ -285,10 +285,10 @@ class ContiguousScheduler:
 
     def _schedule_next(self, builder: PlanBuilder, sequence: Sequence, num_total: int) -> None:
         """One more token of a sequence that is to have `num_total`, unless the one before must be known first."""
-        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        known, start = len(sequence.token_ids) + sequence.num_pending_tokens, sequence.num_computed_tokens
         is_final = sequence.request.beam_search is not None or known >= num_total
-        if known > sequence.num_computed_tokens and not (sequence.num_pending_tokens and is_final):
-            builder.schedule(sequence, known - sequence.num_computed_tokens)
+        if known > start and not (sequence.num_pending_tokens and is_final):
+            builder.place(sequence, start, known - start, known)
 
     def _copy(self, builder: PlanBuilder, due: _Copy) -> None:
         """Put a child's own blocks in the place of its parent's, and copy those that hold tokens.
@@ -322,12 +322,13 @@ class ContiguousScheduler:
             update = SequenceUpdate(sequence.request.request_id, sequence.index, [token_id])
             if result.logprobs and position in result.logprobs:
                 update.logprobs = [result.logprobs[position]]
-            finish = finish_reason(sequence, token_id)
-            if finish is not None:
-                update.finish_reason, update.stop_reason = finish
-                self._finish(sequence, finish[0])
-            if finish is not None or sequence.num_output_tokens == 1 or sequence.request.params.stop:
-                describe(update, sequence.request, now)
+            request = sequence.request
+            if token_id in request.end_token_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
+                update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
+                self._finish(sequence, reason[0])
+                describe(update, request, now)
+            elif sequence.num_output_tokens == 1 or request.params.stop:
+                describe(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
         if result.prompt_logprobs:

@@ -10,8 +10,10 @@ from quire.bench.baselines.contiguous import ContiguousScheduler
 from quire.bench.baselines.faster_transformer import FasterTransformerScheduler
 from quire.bench.baselines.orca import OrcaScheduler
 from quire.bench.baselines.reservation import Reservation, reserve_max, reserve_oracle, reserve_pow2
+from quire.bench.baselines.separate_prompts import SeparatePromptsScheduler
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.scheduler.preemption import PreemptionCosts
 
@@ -26,7 +28,15 @@ def _contiguous(
     return make(config, layout, reservation)
 
 
+def _prompts_apart(
+    config: EngineConfig, layout: KVCacheLayout, costs: PreemptionCosts | None
+) -> SeparatePromptsScheduler:
+    kv = KVCacheManager(layout, enable_prefix_caching=config.cache.enable_prefix_caching)
+    return SeparatePromptsScheduler(config.scheduler, kv, costs)
+
+
 PAGED = "Quire"
+PROMPTS_APART = "Quire, prompts apart"
 ORCA_MAX, ORCA_POW2, ORCA_ORACLE = "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"
 FASTER_TRANSFORMER = "FasterTransformer"
 
@@ -36,6 +46,7 @@ SYSTEMS: Mapping[str, SchedulerFactory] = MappingProxyType(
         ORCA_MAX: partial(_contiguous, OrcaScheduler, reserve_max),
         ORCA_POW2: partial(_contiguous, OrcaScheduler, reserve_pow2),
         ORCA_ORACLE: partial(_contiguous, OrcaScheduler, reserve_oracle),
+        PROMPTS_APART: _prompts_apart,
         PAGED: paged_scheduler,
     }
 )

@@ -1,0 +1,71 @@
+"""The paper's servers and the one cost model of all its figures (§6.1, Table 1).
+
+Nothing here is set per figure. Of the factors one is set by the paper's own measurement: `HOST_OVERHEAD`. The engine of
+2023 ran eager PyTorch under a Python scheduler; that Fig. 13a has 30.4 requests in flight at 2 requests/s of 338 tokens
+means, by Little's law, 45 ms a step, of which the device needs 32. All systems pay it alike, as all ran in one code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+
+from quire.simulator.cost import CostModel
+from quire.simulator.hardware import find
+from quire.simulator.layout import Layout
+from quire.simulator.replica import EngineSettings
+from quire.simulator.shape import find_shape
+
+GIB = 2**30
+HOST_OVERHEAD = 0.013
+"""Seconds between two steps in which the host plans and the device waits."""
+MAX_NUM_SEQS = 1024
+"""More than ever find room, so that memory alone limits a batch."""
+MAX_NUM_BATCHED_TOKENS = 2560
+MAX_MODEL_LEN = 2048
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model on its machine. kv_memory: bytes over all devices, as in Table 1 (which counts in GiB: 12 of them make
+    its 15.7 K slots); weights, slots: the paper's numbers, in GB and tokens."""
+
+    model: str
+    gpu: str
+    num_gpus: int
+    kv_memory: int
+    weights: float = 0.0
+    slots: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return self.model.upper().replace("LLAMA", "LLaMA").replace("B", "B")
+
+    @cache  # noqa: B019  the servers are few and live as long as the program
+    def cost(self) -> CostModel:
+        hardware = replace(find(self.gpu), host_overhead=HOST_OVERHEAD, host_overhead_per_sequence=0.0)
+        return CostModel(find_shape(self.model), hardware, Layout(tp=self.num_gpus))
+
+    def settings(self, **changes: object) -> EngineSettings:
+        """The engine as the paper runs it: recomputation, no prefix cache, blocks of 16."""
+        settings = EngineSettings(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            kv_cache_memory=self.kv_memory // self.num_gpus,
+            enable_prefix_caching=False,
+            scheduling_policy="fcfs",
+        )
+        return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+SERVERS: Mapping[str, Server] = MappingProxyType(
+    {
+        "opt-13b": Server("opt-13b", "a100-40g", 1, 12 * GIB, 26.0, 15_700),
+        "opt-66b": Server("opt-66b", "a100-40g", 4, 21 * GIB, 132.0, 9_700),
+        "opt-175b": Server("opt-175b", "a100-80g", 8, 264 * GIB, 346.0, 60_100),
+        "llama-13b": Server("llama-13b", "a100-40g", 1, 12 * GIB),
+    }
+)
