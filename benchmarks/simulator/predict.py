@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.metrics import percentile
+from quire.cli.calibrate import run as calibrate_run
 from quire.clock import Clock, SystemClock
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -36,9 +37,9 @@ from quire.engine.messages import AddRequest
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.simulator.calibration import Fit, calibrate, samples_of
+from quire.simulator.calibration import Fit
 from quire.simulator.cost import CostModel, Precision
-from quire.simulator.hardware import Hardware, find
+from quire.simulator.hardware import Hardware, find, to_json
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape, built_in, find_shape
 from quire.simulator.trace import TraceRequest
@@ -70,7 +71,7 @@ class Run:
     last_step: int
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled", help="bundled, smollm2-135m (random weights), or a directory")
     parser.add_argument("--calibrate-on", metavar="NAME:RATE", help="default: sharegpt, at a rate for the model")
@@ -80,7 +81,12 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, help="of the engine (default: one per core)")
     parser.add_argument("--queue-depth", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--profile", type=Path, help="write the profile fitted to all calibrated runs there")
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     usual = DEFAULTS.get(options.model, DEFAULTS["smollm2-135m"])
     workloads = (options.calibrate_on or usual[0], options.predict or usual[1])
     with tempfile.TemporaryDirectory(prefix="quire-predict-") as name:
@@ -95,6 +101,11 @@ def main() -> int:
         steps = [*steps_of(before, records), *steps_of(after, records)]
         rounds.append(compare(shape, base, header, steps, between))
         show(number, rounds[-1])
+    if options.profile:
+        steps = [record for run in runs[::2] for record in steps_of(run, records)]
+        fitted = calibrate_run(shape, base, header, steps).hardware
+        source = f"fitted to {len(steps):,} steps of {options.model} ({header.backend})"
+        options.profile.write_text(json.dumps(to_json(replace(fitted, source=source)), indent=2) + "\n")
     result = summary(rounds)
     show_summary(options.model, workloads, result)
     if options.json:
@@ -146,15 +157,17 @@ def drive(
     began = clock.now()
     waiting, live = list(reversed(requests)), dict[str, TraceRequest]()
     first, served = dict[str, float](), list[Served]()
+    slept_to = 0.0
     while waiting or live:
-        now = clock.now() - began
+        now = max(clock.now() - began, slept_to)
         while waiting and waiting[-1].arrival <= now:
             request = waiting.pop()
             name = f"{first_step}-{len(waiting)}"
             live[name] = request
             core.handle(AddRequest(engine_request(name, request, chance, vocab_size)))
         if not core.has_work:
-            sleep(max(0.0, waiting[-1].arrival - now))
+            slept_to = waiting[-1].arrival
+            sleep(slept_to - now)
             continue
         outputs = core.step()
         now = clock.now() - began
@@ -186,9 +199,8 @@ def compare(
     shape: ModelShape, base: Hardware, header: StepLogHeader, steps: Sequence[StepRecord], run: Run
 ) -> dict[str, Any]:
     """Fit to the steps, simulate the run's requests, and set both side by side."""
+    fit = calibrate_run(shape, base, header, steps)
     precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
-    windows = tuple(dict.fromkeys(shape.windows))
-    fit = calibrate(shape, base, precision, samples_of(steps, windows), block_tokens=header.block_size)
     predicted = predict(shape, fit, precision, run.requests, header.queue_depth)
     rows = {}
     for name, expected, found in zip(QUANTITIES, quantities(predicted), quantities(run.served), strict=True):
