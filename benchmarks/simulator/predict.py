@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.metrics import percentile
+from quire.cli.calibrate import run as calibrate_run
 from quire.clock import Clock, SystemClock
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
@@ -36,9 +37,9 @@ from quire.engine.messages import AddRequest
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.simulator.calibration import Fit, calibrate, samples_of
+from quire.simulator.calibration import Fit
 from quire.simulator.cost import CostModel, Precision
-from quire.simulator.hardware import Hardware, find
+from quire.simulator.hardware import Hardware, find, to_json
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape, built_in, find_shape
 from quire.simulator.trace import TraceRequest
@@ -80,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-threads", type=int, help="of the engine (default: one per core)")
     parser.add_argument("--queue-depth", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="write the profile fitted to all calibrated runs there")
     return parser
 
 
@@ -99,6 +101,11 @@ def main() -> int:
         steps = [*steps_of(before, records), *steps_of(after, records)]
         rounds.append(compare(shape, base, header, steps, between))
         show(number, rounds[-1])
+    if options.profile:
+        steps = [record for run in runs[::2] for record in steps_of(run, records)]
+        fitted = calibrate_run(shape, base, header, steps).hardware
+        source = f"fitted to {len(steps):,} steps of {options.model} ({header.backend})"
+        options.profile.write_text(json.dumps(to_json(replace(fitted, source=source)), indent=2) + "\n")
     result = summary(rounds)
     show_summary(options.model, workloads, result)
     if options.json:
@@ -192,9 +199,8 @@ def compare(
     shape: ModelShape, base: Hardware, header: StepLogHeader, steps: Sequence[StepRecord], run: Run
 ) -> dict[str, Any]:
     """Fit to the steps, simulate the run's requests, and set both side by side."""
+    fit = calibrate_run(shape, base, header, steps)
     precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
-    windows = tuple(dict.fromkeys(shape.windows))
-    fit = calibrate(shape, base, precision, samples_of(steps, windows), block_tokens=header.block_size)
     predicted = predict(shape, fit, precision, run.requests, header.queue_depth)
     rows = {}
     for name, expected, found in zip(QUANTITIES, quantities(predicted), quantities(run.served), strict=True):

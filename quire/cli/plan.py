@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
         plan, cost = _plan_for_devices(options, chosen, target, layout, namespace.tokens)
     else:
-        config = resolve(_replace_options(options, load_format="dummy"))
+        config = resolve(_replace_options(options, load_format="dummy", device="cpu"))
         plan = plan_engine(config, target.memory, _lengths(namespace.tokens, config.model.max_model_len))
         quantization = config.model.quantization
         stored = None if quantization is None else f"int{quantization.bits}"

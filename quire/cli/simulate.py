@@ -155,7 +155,9 @@ def engine_settings(chosen: Mapping[str, Any]) -> EngineSettings:
         raise UserError(f"max_model_len must be at least 2, not {max_model_len}", param="max_model_len")
     if "max_num_batched_tokens" not in chosen and isinstance(values["max_num_seqs"], int):
         values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values["max_num_seqs"])
-    config = resolve(EngineOptions.from_keywords({"model": BUNDLED_MODEL, "load_format": "dummy", **values}))
+    config = resolve(
+        EngineOptions.from_keywords({"model": BUNDLED_MODEL, "load_format": "dummy", "device": "cpu", **values})
+    )
     cache, scheduler = config.cache, config.scheduler
     return EngineSettings(
         max_model_len=max_model_len,

@@ -11,7 +11,8 @@ times add up:
   chunk, and multiplies queries by the kept vector itself for single tokens.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
-  the network). ep > 1: tokens go to their experts' devices and back instead of the second one.
+  the network). ep > 1: instead of the second one tokens go to their experts' devices and back, over the network once to
+  each node.
 - pp > 1: the step is cut into micro-batches of its sequences; a stage takes the layers of the largest one. See
   `step_seconds`.
 - every kernel costs `launch_overhead`, every token and sequence what the profile says besides.
@@ -298,18 +299,20 @@ class CostModel:
         self._num_local_experts = experts.num_experts / (layout.ep if whole else 1)
         self._picks = experts.num_active / (layout.tp if whole else 1)
         self._replicas_together = layout.replicas_together
-        self._exchange = 0.0
-        if whole:
-            row = self.shape.hidden * self._row_size
-            self._exchange = self._moe_layers * 2 * self._picks * row * self._seconds_per_byte_exchanged()
+        self._exchange = self._moe_layers * self._exchange_seconds(experts.num_active) / layout.tp if whole else 0.0
 
-    def _seconds_per_byte_exchanged(self) -> float:
-        """Of what a device sends to experts elsewhere: over the link within the node, over the network beyond."""
-        hardware, ep = self.hardware, self.layout.ep
-        near, factor = min(ep, hardware.node_size), hardware.factors.link
-        over_link = (near - 1) / ep / (hardware.link_bandwidth * factor)
-        over_network = (ep - near) / ep / (hardware.network_bandwidth * factor)
-        return max(over_link, over_network)
+    def _exchange_seconds(self, picks: int) -> float:
+        """Of one token in one layer on its way to its experts and back. Over the network it goes once to each node that
+        has one of them, and there over the link to each; it goes in the experts' precision, if that is narrower, and
+        comes back in that of the activations."""
+        hardware, factor = self.hardware, self.hardware.factors.link
+        there = min(self._row_size, max(1.0, DTYPE_BYTES[self.precision.experts or self.precision.weights]))
+        num_bytes = self.shape.hidden * (there + self._row_size)
+        near = min(self.layout.ep, hardware.node_size)
+        nodes = -(-self.layout.ep // near)
+        others = (nodes - 1) * (1 - (1 - 1 / nodes) ** picks)
+        over_network = others * num_bytes / (hardware.network_bandwidth * factor)
+        return max(over_network, picks * (near - 1) / near * num_bytes / (hardware.link_bandwidth * factor))
 
     def _attention_of(self, num_layers: int) -> Attention:
         """Of the layers of one window; the largest stage has its share of them."""

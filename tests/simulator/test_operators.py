@@ -196,7 +196,15 @@ def test_experts_spread_over_more_devices_are_read_less_and_visited() -> None:
     assert after["experts"] + after["exchange"] < 0.8 * before["experts"]
     experts = shape.routed_parameters
     assert narrow.weight_bytes_per_device - wide.weight_bytes_per_device == pytest.approx(experts / 8 - experts / 64)
-    # What goes where: every pick of a token but those that stay, there and back, beside two latencies a layer.
+    # A token goes to three other nodes in eight bits and comes back in sixteen, half of the way over the network.
+    one, two = ([(1000, 1)] * count for count in (1000, 2000))
+    beyond = CostModel(shape, replace(device, peaks=dict.fromkeys(device.peaks, math.inf)), Layout(tp=8, dp=8, ep=64))
+    extra = beyond.breakdown(work_of(beyond, two))["experts"] - beyond.breakdown(work_of(beyond, one))["experts"]
+    nodes = 7 * (1 - (7 / 8) ** 8)
+    sent = 58 * 1000 / 8 * nodes * 7168 * 3 / (device.network_bandwidth * device.factors.link)
+    read = 58 * 1000 * (2 * 7168 + 4 * 2048) * 2 / (device.bandwidth * device.factors.bandwidth)
+    assert extra == pytest.approx(sent + read, rel=0.01)
+    # The latencies: every pick of a token but those that stay, there and back, beside two latencies a layer.
     assert after["exchange"] == pytest.approx(2 * shape.num_moe_layers * device.network_latency)
 
 
