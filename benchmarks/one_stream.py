@@ -16,9 +16,9 @@ from quire import LLM, SamplingParams
 from quire.bench.kernels.run import READ
 from quire.bench.kernels.subjects.machine import Machine
 from quire.cli.memory_plan import stored_weight_bytes
-from quire.cli.parameters import count_parameters
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.simulator.shape import ModelShape
 
 PROMPT, NEW = 128, 64
 
@@ -40,8 +40,9 @@ def main() -> int:
     arguments = parser.parse_args()
     options = {"model": arguments.model, "quantization": arguments.quantization, "dtype": arguments.dtype}
     config = resolve(EngineOptions.from_keywords(options))
-    parameters = count_parameters(config.model)
-    weight_bytes = stored_weight_bytes(config.model, parameters) * parameters.read_per_step / parameters.total
+    shape = ModelShape.from_config(config.model)
+    share = 1 - shape.looked_up_parameters / shape.parameters()
+    weight_bytes = stored_weight_bytes(config.model, shape) * share
     read = Machine(config.device.cpu_isa, config.device.num_threads).limits()[READ]
     bandwidths, rates = [], []
     sizes = {"max_model_len": 1024, "kv_cache_memory": "256MiB"}

@@ -1,46 +1,67 @@
-"""`quire plan`: what a model needs and what fits, without loading its weights."""
+"""`quire plan`: what a model needs, what fits and how fast it would be, without loading its weights."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.cli.devices import DEVICES, GB, Device
+from quire.cli.checkpoint import read_checkpoint
 from quire.cli.engine_flags import add_engine_flags, engine_options
-from quire.cli.memory_plan import Concurrency, MemoryPlan, make_plan, pool_bytes, weight_format
-from quire.cli.parser import Parser
-from quire.config.engine import EngineConfig
+from quire.cli.memory_plan import Concurrency, MemoryPlan, plan_devices, plan_engine, pool_bytes
+from quire.cli.parser import Parser, given
+from quire.cli.simulate import DEFAULTS, engine_settings
+from quire.cli.simulate import OTHERS as NOT_SCHEDULING
+from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predict
+from quire.config.hf_config import FAMILIES, find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
-from quire.config.resolve import resolve
-from quire.errors import UserError, nearest_name
+from quire.config.resolve import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, CPU_MEMORY_UTILIZATION, resolve
+from quire.errors import ConfigError, UserError
+from quire.simulator.cost import CostModel, Precision
+from quire.simulator.hardware import Hardware, find, profiles
+from quire.simulator.layout import Layout
+from quire.simulator.replica import SIMULATED
+from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes
 from quire.worker.memory import available_memory
 
-GPU_MEMORY_UTILIZATION = 0.9
+GB = 10**9
 IRRELEVANT_OPTIONS = (
-    "tokenizer", "device", "seed", "load_format", "max_prefill_chunk", "queue_depth", "enable_prefix_caching",
-    "attention_backend", "matmul_precision", "num_threads", "step_log",
+    "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
+    "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init",
 )  # fmt: skip
+STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
+"""quantization -> what the cost model calls it."""
+CPU_DEFAULTS = {
+    "max_num_seqs": CPU_MAX_NUM_SEQS,
+    "max_num_batched_tokens": CPU_MAX_NUM_BATCHED_TOKENS,
+    "queue_depth": 1,
+    "gpu_memory_utilization": CPU_MEMORY_UTILIZATION,
+}
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="quire plan",
-        usage="quire plan [MODEL] [--gpu NAME | --memory SIZE] [options]",
-        description="Memory, KV blocks, concurrency and bounds on speed, from the configuration alone.",
+        usage="quire plan [MODEL] [--gpu NAME | --memory SIZE] [--tp N] [--pp N] [options]",
+        description="Memory, KV blocks, concurrency and predicted speed, from the configuration alone.",
     )
     group = parser.add_argument_group("plan options")
-    group.add_argument("--gpu", metavar="NAME", help=f"plan for this device: {', '.join(DEVICES)}")
     group.add_argument(
-        "--memory", metavar="SIZE", help="memory for weights and KV cache, such as 24GiB (default: the device's)"
+        "--gpu", metavar="NAME", help=f"plan for this device: a profile's JSON file, or {', '.join(profiles())}"
     )
     group.add_argument(
-        "--bandwidth", metavar="SIZE", help="memory bandwidth per second, such as 20GB, for the bounds on speed"
+        "--memory", metavar="SIZE", help="memory of a device, such as 24GiB (default: the device's, or what is free)"
     )
+    group.add_argument(
+        "--bandwidth", metavar="SIZE", help="memory bandwidth per second, such as 20GB (default: the device's)"
+    )
+    for flags, text in ((("--tp", "--tensor-parallel-size"), "devices that share each layer"),
+                        (("--pp", "--pipeline-parallel-size"), "pipeline stages")):  # fmt: skip
+        group.add_argument(*flags, metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument(
         "--tokens", metavar="N", type=int, action="append", default=[], help="length to report; may be repeated"
     )
@@ -51,90 +72,137 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
+    options = engine_options(namespace)
+    layout = Layout(tp=namespace.tp, pp=namespace.pp)
     target = _target(namespace)
-    config = _resolve(engine_options(namespace), for_gpu=namespace.gpu is not None)
-    plan = make_plan(config, target.memory, target.device, _lengths(namespace.tokens, config))
+    if target.is_profile or layout.devices_per_replica > 1 or not _runs_here(options):
+        chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
+        plan, cost = _plan_for_devices(options, chosen, target, layout, namespace.tokens)
+    else:
+        config = resolve(_replace_options(options, load_format="dummy"))
+        plan = plan_engine(config, target.memory, _lengths(namespace.tokens, config.model.max_model_len))
+        quantization = config.model.quantization
+        stored = None if quantization is None else f"int{quantization.bits}"
+        precision = Precision.of(plan.shape, stored or config.model.dtype, config.model.kv_cache_dtype)
+        cost = CostModel(plan.shape, target.device, layout, precision)
+    speeds: tuple[Speed, ...] = ()
+    if target.knows_speed:
+        speeds = predict(plan, cost) if target.is_profile else bounds(plan, cost)
+    report = Report(plan, target, layout, speeds)
     if namespace.json:
         import json
 
-        json.dump(as_dict(plan, target), sys.stdout, indent=2)
+        json.dump(as_dict(report), sys.stdout, indent=2)
         print()
     else:
-        print(as_text(plan, target))
+        print(as_text(report))
     return 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the model would run. device: None when no bandwidth is known."""
+    """Where the model would run. is_profile: device is a profile, whose factors make predictions; else it has the
+    bandwidth that was given, if any, and what it says are bounds."""
 
     title: str
     memory: int
-    device: Device | None
+    device: Hardware
+    is_profile: bool
+
+    @property
+    def knows_speed(self) -> bool:
+        return self.device.bandwidth < float("inf")
+
+
+@dataclass(frozen=True)
+class Report:
+    plan: MemoryPlan
+    target: Target
+    layout: Layout
+    speeds: tuple[Speed, ...]
 
 
 def _target(namespace: argparse.Namespace) -> Target:
     memory = None if namespace.memory is None else parse_bytes(namespace.memory, param="memory")
     bandwidth = None if namespace.bandwidth is None else parse_bytes(namespace.bandwidth, param="bandwidth")
     if namespace.gpu is not None:
-        if namespace.gpu.lower() not in DEVICES:
-            nearest = nearest_name(namespace.gpu.lower(), DEVICES)
-            raise UserError(f"unknown device {namespace.gpu!r}{nearest} (known: {', '.join(DEVICES)})", param="gpu")
-        device = DEVICES[namespace.gpu.lower()]
-        if bandwidth is not None:
-            device = replace(device, bandwidth=bandwidth)
-        return Target(device.title, int(device.memory) if memory is None else memory, device)
+        device = find(namespace.gpu)
+        device = replace(device, memory=memory or device.memory, bandwidth=bandwidth or device.bandwidth)
+        return Target(device.title, int(device.memory), device, is_profile=True)
     title = "this machine, memory available now" if memory is None else "memory as given"
     memory = available_memory() if memory is None else memory
-    given = None if bandwidth is None else Device(title, memory, bandwidth, peak=float("inf"))
-    return Target(title, memory, given)
+    return Target(title, memory, bandwidth_alone(memory, bandwidth or float("inf")), is_profile=False)
 
 
-def _resolve(options: EngineOptions, *, for_gpu: bool) -> EngineConfig:
-    """The engine's configuration, from config.json only. On a GPU `auto` means the checkpoint's dtype, and the share
-    of memory is the one that is usual there."""
-    options = replace_options(options, load_format="dummy")
-    if for_gpu and options.preemption_mode != "recompute":
-        raise UserError(
-            "swap space is host memory, and a plan for --gpu is about the device's: leave preemption_mode out",
+def _is_directory(model: str) -> bool:
+    """Whether a model is more than a shape: something that can lie beside a config.json."""
+    return model.lower() not in built_in() and not model.endswith(".json")
+
+
+def _runs_here(options: EngineOptions) -> bool:
+    """Whether the engine of this version runs the model, so that its own code can resolve the options."""
+    if not _is_directory(options.model):
+        return False
+    names = read_config(options.model, options.revision).get("architectures")
+    return not isinstance(names, list) or any(name in FAMILIES for name in names)
+
+
+def _plan_for_devices(
+    options: EngineOptions, chosen: Mapping[str, Any], target: Target, layout: Layout, tokens: Sequence[int]
+) -> tuple[MemoryPlan, CostModel]:
+    """By the shape of the model alone, with a device's defaults: the engine need not know the model. chosen: options
+    that matter to scheduling, as given."""
+    if options.preemption_mode != "recompute" or options.kv_offload_dir is not None:
+        raise ConfigError(
+            "swap space is host memory, and this plan is about that of the devices: leave preemption_mode and "
+            "kv_offload_dir out",
             param="preemption_mode",
         )
-    if for_gpu and options.gpu_memory_utilization is None:
-        options = replace_options(options, gpu_memory_utilization=GPU_MEMORY_UTILIZATION)
-    config = resolve(options)
-    if for_gpu and options.dtype == "auto":
-        stored = config.model.hf.get("dtype") or config.model.hf.get("torch_dtype")
-        dtype = stored if stored in DTYPE_BYTES else "float32"
-        config = resolve(replace_options(options, dtype=dtype))
-    return config
+    shape = find_shape(options.model, options.revision)
+    if options.quantization is not None and options.quantization not in STORED_AS:
+        raise ConfigError(f"quantization must be one of {', '.join(STORED_AS)}", param="quantization")
+    dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
+    kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
+    usual = CPU_DEFAULTS if target.device.kind == "cpu" else DEFAULTS
+    config = engine_settings({**usual, **chosen}).config(cost)
+    given_memory = options.kv_cache_memory is not None
+    config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))
+    checkpoint = None
+    if _is_directory(options.model):
+        checkpoint = read_checkpoint(find_model(options.model, revision=options.revision, config_only=True))
+    return plan_devices(cost, config, _lengths(tokens, config.model.max_model_len), checkpoint), cost
 
 
-def replace_options(options: EngineOptions, **changes: Any) -> EngineOptions:
+def _replace_options(options: EngineOptions, **changes: Any) -> EngineOptions:
     values = {name: getattr(options, name) for name in options.__struct_fields__}
     return EngineOptions.from_keywords(values | changes)
 
 
-def _lengths(tokens: Sequence[int], config: EngineConfig) -> list[int]:
-    longest = config.model.max_model_len
+def _lengths(tokens: Sequence[int], longest: int) -> list[int]:
     for num_tokens in tokens:
         if not 1 <= num_tokens <= longest:
             raise UserError(f"--tokens must be between 1 and max_model_len ({longest}), not {num_tokens}")
     return sorted({*tokens, longest})
 
 
-def as_text(plan: MemoryPlan, target: Target) -> str:
+def as_text(report: Report) -> str:
     """The report for people."""
+    plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
     kinds = ", ".join(f"{len(group.layers)} layers {_kind(group.spec)}" for group in layout.groups)
     rows = [
-        ("model", f"{model.name} ({model.architecture}, {model.num_layers} layers, {model.dtype})"),
-        ("parameters", f"{plan.parameters.total:,}"),
-        ("weights", f"{format_bytes(plan.weight_bytes)} as {weight_format(model)} ({weights})"),
+        ("model", f"{model.name} ({_architecture(plan)}, {model.num_layers} layers, {model.dtype})"),
+        ("parameters", _parameters(plan)),
+        ("weights", f"{format_bytes(plan.weight_bytes)} as {plan.weight_format} ({weights})"),
     ]
     if plan.checkpoint is not None:
         stored = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.checkpoint.bytes.items())
         rows.append(("checkpoint", f"{stored} in {plan.checkpoint.num_files} {plan.checkpoint.format} file(s)"))
+    if devices.devices_per_replica > 1:
+        share = format_bytes(plan.device_weight_bytes)
+        rows.append(("devices", f"{devices.devices_per_replica} ({devices}); each, at most, {share} of weights"))
     rows += [
         ("memory", f"{format_bytes(plan.total_memory)} ({target.title})"),
         ("activations", f"{format_bytes(plan.activation_bytes)} (estimate; the engine measures when it starts)"),
@@ -147,10 +215,24 @@ def as_text(plan: MemoryPlan, target: Target) -> str:
         swap_space = format_bytes(layout.num_host_blocks * layout.block_bytes)
         rows.append(("swap space", f"{swap_space} of host memory = {layout.num_host_blocks:,} blocks"))
     lines = [f"{name:<14}{value}" for name, value in rows]
-    lines += ["", f"Concurrency (share of free memory for the cache: {cache.memory_utilization:g})"]
+    of_what = "the memory for weights, activations and" if target.is_profile else "free memory for"
+    lines += ["", f"Concurrency (share of {of_what} the cache: {cache.memory_utilization:g})"]
     lines += [_concurrency_line(entry, plan.config.scheduler.max_num_seqs) for entry in plan.lengths]
-    lines += ["", *_bound_lines(plan, target)]
+    lines += ["", *_speed_lines(report)]
     return "\n".join(lines)
+
+
+def _architecture(plan: MemoryPlan) -> str:
+    """The engine's name of it or, for a plan by shape, that of the family."""
+    return plan.shape.family if plan.config.model.architecture == SIMULATED else plan.config.model.architecture
+
+
+def _parameters(plan: MemoryPlan) -> str:
+    shape = plan.shape
+    text = f"{shape.parameters():,}"
+    if shape.experts is not None:
+        text += f", of which each token is multiplied by {shape.active_parameters():,}"
+    return text if shape.is_known else text + " (of a family that is not known: norms and biases are guessed)"
 
 
 def _kind(spec: object) -> str:
@@ -180,36 +262,62 @@ def _concurrency_line(entry: Concurrency, max_num_seqs: int) -> str:
     )
 
 
-def _bound_lines(plan: MemoryPlan, target: Target) -> list[str]:
-    if target.device is None:
-        return ["No bound on the decode speed: the memory bandwidth is not known (give --gpu or --bandwidth)."]
-    lines = [
-        f"Upper bound on the decode speed from a bandwidth of {target.device.bandwidth / GB:,.0f} GB/s: what reading "
-        "weights and KV once a step allows.",
-        "It is arithmetic, not a measurement; real engines stay below it.",
-    ]
-    for entry in plan.lengths:
-        for bound in entry.bounds:
-            lines.append(
-                f"  {bound.num_tokens:>9,} tokens, batch {bound.batch_size:>5,}: <= {bound.tokens_per_second:,.1f} "
-                f"tokens/s ({format_bytes(bound.step_bytes)} a step, limited by {bound.limit})"
-            )
+def _speed_lines(report: Report) -> list[str]:
+    target = report.target
+    if not target.knows_speed:
+        return ["No prediction of the speed: the memory bandwidth is not known (give --gpu or --bandwidth)."]
+    if target.is_profile:
+        source = target.device.source or "data sheets, and usual shares of their limits"
+        lines = [
+            f"Predicted speed ({source}).",
+            "It is a calculation, not a measurement; `quire simulate` adds queues to it.",
+        ]
+    else:
+        lines = [
+            f"Upper bound on the decode speed from a bandwidth of {target.device.bandwidth / GB:,.0f} GB/s: what "
+            "reading weights and KV once a step allows.",
+            "It is arithmetic, not a measurement; real engines stay below it.",
+        ]
+    for speed in report.speeds:
+        if speed.ttft_seconds is not None:
+            lines.append(f"  {speed.num_tokens:>9,} tokens of prompt: first token after {_seconds(speed.ttft_seconds)}")
+        lines += [_decoding_line(entry, target) for entry in speed.decoding]
     return lines
 
 
-def as_dict(plan: MemoryPlan, target: Target) -> dict[str, Any]:
-    """The report for programs. Bytes, tokens and tokens per second."""
+def _decoding_line(entry: Decoding, target: Target) -> str:
+    start = f"  {entry.num_tokens:>9,} tokens, batch {entry.batch_size:>5,}: "
+    if not target.is_profile:
+        return f"{start}<= {entry.tokens_per_second:,.1f} tokens/s"
+    return (
+        f"{start}{entry.tokens_per_second:>10,.1f} tokens/s, {_seconds(entry.step_seconds)} a token "
+        f"(limited by {entry.limit})"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The report for programs. Bytes, tokens, seconds, tokens per second; what lies on a device is of one of them."""
+    plan, target = report.plan, report.target
     model, layout, checkpoint = plan.config.model, plan.layout, plan.checkpoint
     return {
         "model": model.name,
-        "architecture": model.architecture,
+        "architecture": _architecture(plan),
         "dtype": model.dtype,
-        "num_parameters": plan.parameters.total,
+        "num_parameters": plan.shape.parameters(),
+        "num_active_parameters": plan.shape.active_parameters(),
         "weight_bytes": plan.weight_bytes,
         "weight_bytes_by_dtype": {name: plan.weight_bytes_as(name) for name in DTYPE_BYTES},
+        "weight_bytes_per_device": plan.device_weight_bytes,
         "checkpoint_bytes_by_dtype": None if checkpoint is None else dict(checkpoint.bytes),
         "checkpoint_elements_by_dtype": None if checkpoint is None else dict(checkpoint.elements),
         "target": target.title,
+        "num_devices": report.layout.devices_per_replica,
+        "tensor_parallel_size": report.layout.tp,
+        "pipeline_parallel_size": report.layout.pp,
         "memory_bytes": plan.total_memory,
         "memory_utilization": plan.config.cache.memory_utilization,
         "activation_bytes_estimate": plan.activation_bytes,
@@ -225,8 +333,10 @@ def as_dict(plan: MemoryPlan, target: Target) -> dict[str, Any]:
         "num_blocks_memory": plan.num_blocks_memory,
         "kv_cache_bytes": pool_bytes(layout),
         "swap_space_bytes": layout.num_host_blocks * layout.block_bytes,
-        "bandwidth_bytes_per_second": None if target.device is None else target.device.bandwidth,
+        "bandwidth_bytes_per_second": target.device.bandwidth if target.knows_speed else None,
+        "is_bound": not target.is_profile,
         "concurrency": [_length_dict(entry) for entry in plan.lengths],
+        "speed": [_speed_dict(speed) for speed in report.speeds],
     }
 
 
@@ -236,13 +346,20 @@ def _length_dict(entry: Concurrency) -> dict[str, Any]:
         "blocks_per_sequence": entry.blocks_per_sequence,
         "bytes_per_sequence": entry.bytes_per_sequence,
         "max_sequences": entry.max_sequences,
-        "decode_bounds": [
+    }
+
+
+def _speed_dict(speed: Speed) -> dict[str, Any]:
+    return {
+        "num_tokens": speed.num_tokens,
+        "ttft_seconds": speed.ttft_seconds,
+        "decoding": [
             {
-                "batch_size": bound.batch_size,
-                "step_bytes": bound.step_bytes,
-                "max_tokens_per_second": bound.tokens_per_second,
-                "limit": bound.limit,
+                "batch_size": entry.batch_size,
+                "step_seconds": entry.step_seconds,
+                "tokens_per_second": entry.tokens_per_second,
+                "limit": entry.limit,
             }
-            for bound in entry.bounds
+            for entry in speed.decoding
         ],
     }

@@ -36,7 +36,9 @@ LENGTH_HELP = {
     "max_model_len": "most tokens of one sequence (default: the model's limit)",
 }
 DURATIONS = {"run": 600.0, "rates": 300.0, "find_rate": 300.0, "sweep": 60.0}
-"""Seconds of a workload, by what is asked, when neither --duration nor --num-requests is given."""
+"""Seconds of a workload, by what is asked, when neither --duration nor --num-requests is given ..."""
+MOST_REQUESTS = {"run": None, "rates": 20_000, "find_rate": 20_000, "sweep": 2_000}
+"""... and requests at most: rates that are far too high are tried as well."""
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -81,7 +83,7 @@ def build_parser() -> Parser:
     group.add_argument("--workload", metavar="NAME", choices=list(WORKLOADS), help=f"instead of a trace: {', '.join(WORKLOADS)}")  # fmt: skip  # noqa: E501
     group.add_argument("--rate", metavar="R", type=float, help="requests per second (inf: all at once); a trace is stretched to it")  # fmt: skip  # noqa: E501
     group.add_argument("--burstiness", metavar="X", type=float, default=1.0, help="1 is Poisson, below 1 burstier (1)")
-    group.add_argument("--duration", metavar="S", type=float, help="seconds of arrivals of a workload (default: 600; of a search 300; of a sweep 60)")  # fmt: skip  # noqa: E501
+    group.add_argument("--duration", metavar="S", type=float, help="seconds of arrivals of a workload (default: 600; to compare rates 300; in a sweep 60)")  # fmt: skip  # noqa: E501
     group.add_argument("--num-requests", metavar="N", type=int, help="requests of a workload, instead or besides")
     group.add_argument("--n", metavar="N", type=int, default=1, help="sequences of each request of a workload (1)")
     group.add_argument("--beam-width", metavar="N", type=int, default=0, help="beams of each request of a workload")
@@ -169,7 +171,7 @@ def engine_settings(chosen: Mapping[str, Any]) -> EngineSettings:
         num_blocks_override=cache.num_blocks_override,
         enable_prefix_caching=cache.enable_prefix_caching,
         preemption_mode=scheduler.preemption_mode,
-        swap_space=SWAP_SPACE if cache.swap_space is None else cache.swap_space,
+        swap_space=cache.swap_space or SWAP_SPACE,
     )
 
 
@@ -226,15 +228,16 @@ def _source(namespace: argparse.Namespace) -> Any:
     if question == "run" and namespace.rate is None:
         raise UserError("a workload needs --rate (or --rates, --find-rate, --sweep)", param="rate")
     duration = namespace.duration
-    if duration is None and namespace.num_requests is None:
-        duration = DURATIONS[question]
+    num_requests = namespace.num_requests
+    if duration is None and num_requests is None:
+        duration, num_requests = DURATIONS[question], MOST_REQUESTS[question]
     if namespace.n < 1 or namespace.beam_width < 0 or (namespace.beam_width and namespace.n > 1):
         raise UserError("--n must be at least 1, --beam-width at least 0, and one of them only", param="n")
     arrivals = Arrivals(
         rate=1.0 if namespace.rate is None else namespace.rate,
         burstiness=namespace.burstiness,
         duration=duration,
-        num_requests=namespace.num_requests,
+        num_requests=num_requests,
     )
     return SyntheticSource(namespace.workload, arrivals, namespace.seed, namespace.n, namespace.beam_width)
 

@@ -48,7 +48,7 @@ def load_model_config(
     model cannot reach.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
-    raw = read_gguf_config(path) if path.is_file() else read_json(path / CONFIG_FILE)
+    raw = _read_described(path)
     fields = Fields(raw, _where(path))
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
@@ -83,6 +83,14 @@ def load_model_config(
     )
 
 
+def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """The configuration of any model, of an architecture that the engine knows or not, as its config.json has it.
+
+    Fetches no weights. Raises ModelLoadError.
+    """
+    return _read_described(_described(find_model(name, revision=revision, config_only=True)))
+
+
 def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
     """The local directory or GGUF file of a model; a directory fetched from the hub when `name` is neither."""
     if name == BUNDLED_MODEL:
@@ -105,6 +113,10 @@ def _described(path: Path) -> Path:
     if found is None:
         raise ModelLoadError(f"{path} is not a model directory: it has no {CONFIG_FILE}")
     return found
+
+
+def _read_described(path: Path) -> dict[str, Any]:
+    return read_gguf_config(path) if path.is_file() else read_json(path / CONFIG_FILE)
 
 
 def _where(path: Path) -> str:

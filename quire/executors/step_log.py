@@ -10,13 +10,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UserError
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
@@ -33,13 +33,16 @@ FLUSH_SECONDS = 1.0
 """What was logged longer ago than this is in the file when the next step ends."""
 
 
+Entry = TypeVar("Entry")
+
+
 class StepLogHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The first line. backend: what the executor says of itself."""
+    """The first line. weights: what the layers' matrices are stored in. backend: what the executor says of itself."""
 
     version: int
     model: str
     architecture: str
-    dtype: str
+    weights: str
     kv_cache_dtype: str
     vocab_size: int
     hidden_size: int
@@ -74,6 +77,27 @@ class StepRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_copies: int = 0
     num_swapped_out: int = 0
     num_swapped_in: int = 0
+
+
+def read_step_log(path: Path) -> tuple[StepLogHeader, list[StepRecord]]:
+    """A whole log; a last line that was cut short is left out. Raises UserError naming the file and the line."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read the step log {str(path)!r}: {error.strerror}", param="log") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        del lines[-1]
+    header = _decoded(path, 1, lines[0] if lines else b"", StepLogHeader)
+    if header.version != VERSION:
+        raise UserError(f"{str(path)!r} is a step log of version {header.version}, not {VERSION}", param="log")
+    return header, [_decoded(path, number, line, StepRecord) for number, line in enumerate(lines[1:], 2)]
+
+
+def _decoded(path: Path, number: int, line: bytes, kind: type[Entry]) -> Entry:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError as error:  # a ValidationError is one
+        raise UserError(f"{str(path)!r}, line {number}, is not of a step log: {error}", param="log") from None
 
 
 class StepLog:
@@ -157,7 +181,7 @@ class StepLog:
             version=VERSION,
             model=model.name,
             architecture=model.architecture,
-            dtype=model.dtype,
+            weights=model.dtype if model.quantization is None else f"int{model.quantization.bits}",
             kv_cache_dtype=model.kv_cache_dtype,
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,

@@ -4,8 +4,8 @@ Each limit is taken with its factor (`quire.simulator.hardware.Factors`). Operat
 times add up:
 
 - matrix products (projections, MLPs, experts, output projection): 2 operations for each weight and row; weights are
-  read once a step, rows are read and written. A product of few rows is slower by `half_rows`. Of a mixture of experts the
-  expected number of distinct experts is read, routing being even.
+  read once a step, rows are read and written. A product of few rows is slower by `half_rows`. Of a mixture of experts
+  the expected number of distinct experts is read, routing being even.
 - attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
   values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
   chunk, and multiplies queries by the kept vector itself for single tokens.
@@ -170,6 +170,19 @@ class CostModel:
         if work.num_copied_blocks:
             seconds["block copies"] = self._copies(work)
         return {name: value for name, value in seconds.items() if value}
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the whole model, once."""
+        shape, precision = self.shape, self.precision
+        tables = shape.embedding_parameters * (1 if shape.is_tied else 2)
+        routed = shape.routed_parameters
+        rest = shape.parameters() - tables - routed
+        return (
+            rest * DTYPE_BYTES[precision.weights]
+            + tables * DTYPE_BYTES[precision.tables or precision.weights]
+            + routed * DTYPE_BYTES[precision.experts or precision.weights]
+        )
 
     @property
     def weight_bytes_per_device(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from quire.clock import VirtualClock
+from quire.errors import QuireError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -118,6 +119,17 @@ class SimulatedExecutor:
         # Who computes nothing waits for what it moves.
         ready = end if work.num_tokens else self._device_free
         return SimulatedFuture(self._clock, ready, self._result(plan))
+
+    def idle(self) -> bool:
+        """Nothing can wait: there is nothing to prepare."""
+        return False
+
+    def sleep(self, level: int) -> None:
+        """A simulated device keeps its memory."""
+        raise QuireError("a simulated engine does not sleep")
+
+    def wake_up(self) -> None:
+        """It never slept."""
 
     def shutdown(self) -> None:
         """There is nothing to release."""

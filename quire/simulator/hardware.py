@@ -73,7 +73,7 @@ class Hardware:
     and direction for each device, and network_latency.
     half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
     token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides.
-    source: what the numbers are from; "" means data sheets and usual factors.
+    source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
     name: str
@@ -96,6 +96,7 @@ class Hardware:
     token_overhead: float = 0.0
     sequence_overhead: float = 0.0
     source: str = ""
+    kind: str = "gpu"
 
     def peak(self, dtype: str) -> float:
         """Operations per second of matrix products in a dtype. Raises UserError for one that the device lacks."""
@@ -165,4 +166,4 @@ def to_json(hardware: Hardware) -> dict[str, Any]:
     return {hardware.name: entry | {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}}
 
 
-_NOT_NUMBERS = ("name", "title", "source", "peaks", "factors")
+_NOT_NUMBERS = ("name", "title", "source", "kind", "peaks", "factors")

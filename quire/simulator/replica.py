@@ -35,6 +35,9 @@ MAX_NUM_BATCHED_TOKENS = 8192
 GPU_MEMORY_UTILIZATION = 0.9
 SWAP_SPACE = 4 * 2**30
 
+SIMULATED = "simulated"
+"""The architecture of a model of which the engine is told the shape only."""
+
 MakeCore = Callable[[EngineConfig, Executor, Clock], EngineCore]
 MakeExecutor = Callable[[CostModel, VirtualClock, int], Executor]
 
@@ -63,8 +66,10 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
-        return None if self.num_tokens < 2 else (self.finish - self.first_token) / (self.num_tokens - 1)
+        """None for a single token, and for a beam search, whose tokens all come at its end."""
+        if self.num_tokens < 2 or self.request.beam_width:
+            return None
+        return (self.finish - self.first_token) / (self.num_tokens - 1)
 
     @property
     def normalized_latency(self) -> float:
@@ -138,7 +143,7 @@ def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> Mod
     return ModelConfig(
         name=shape.name,
         path=Path(shape.name),
-        architecture="simulated",
+        architecture=SIMULATED,
         dtype=cost.precision.activations,
         kv_cache_dtype=cost.precision.kv,
         vocab_size=shape.vocab,
@@ -225,7 +230,7 @@ class Replica:
         left to do; then the clock stands there, unless it is infinite."""
         clock, core = self.clock, self.core
         while clock.now() < until and core.has_work:
-            self._step()
+            self.step()
         if clock.now() < until < float("inf"):
             clock.advance(until - clock.now())
 
@@ -271,7 +276,8 @@ class Replica:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step of the engine core, and what comes out of it."""
         started = self.clock.now()
         outputs = self.core.step()
         now = self.clock.now()

@@ -12,8 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quire.config.hf_config import read_config
 from quire.config.hf_json import Fields, read_json
 from quire.config.model import ModelConfig
+from quire.config.options import BUNDLED_MODEL
 from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
@@ -84,6 +86,7 @@ class ModelShape:
     """Rows of a table of learned positions."""
     expert_dtype: str = ""
     """What experts are stored in; "": as the rest."""
+    family: str = ""
     is_known: bool = True
     """Whether the family's norms and biases are known; else they are guessed from the configuration's keys."""
 
@@ -227,16 +230,17 @@ class ModelShape:
         ]
 
 
-def find_shape(name: str) -> ModelShape:
-    """A model by built-in name, config.json, or directory that holds one. Raises UserError for anything else."""
+def find_shape(name: str, revision: str | None = None) -> ModelShape:
+    """A model by built-in name, config.json, directory or GGUF file, "bundled", or hub id ("owner/name", of which only
+    the configuration is fetched). Raises UserError or ModelLoadError for anything else."""
     known = built_in()
     if name.lower() in known:
         return ModelShape.from_config(known[name.lower()], name.lower())
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
+    if path.suffix == ".json" and path.is_file():
         return ModelShape.from_config(read_json(path), path.parent.name or str(path))
+    if name == BUNDLED_MODEL or path.exists() or "/" in name:
+        return ModelShape.from_config(read_config(name, revision), name)
     nearest = nearest_name(name.lower(), known)
     raise UserError(
         f"model {name!r} is neither a config.json nor built in{nearest} (built in: {', '.join(known)})", param="model"
@@ -300,6 +304,7 @@ def _read(fields: Fields, name: str) -> ModelShape:
         num_moe_layers=num_moe_layers,
         latent=latent,
         positions=0 if family.position_rows is None else longest + family.position_rows,
+        family=kind,
         is_known=kind in FAMILIES,
     )
     return replace(shape, small_parameters=_small_parameters(fields, shape, family))

@@ -9,14 +9,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.cli.devices import DEVICES, Device
 from quire.cli.main import main
-from quire.cli.memory_plan import estimate_activations, make_plan
+from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.executors.inprocess import InProcessExecutor
 from quire.kv_cache.spec import layer_specs
+from quire.simulator.cost import CostModel, Precision
+from quire.simulator.hardware import find, profiles, to_json
+from quire.simulator.layout import Layout
+from quire.simulator.shape import find_shape
+from quire.simulator.work import StepWork
+from quire.step import StepPlan
 
 GIB = 1024**3
 CONFIG = {
@@ -74,7 +79,7 @@ def test_the_arithmetic(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert short["max_sequences"] == found["num_blocks"] // 7
     assert (long["num_tokens"], long["blocks_per_sequence"]) == (256, 16)
     assert long["bytes_per_sequence"] == 256 * KV_TOKEN_BYTES
-    assert short["decode_bounds"] == []
+    assert found["speed"] == []
 
 
 def test_the_pool_is_no_larger_than_it_can_be_used(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,23 +128,100 @@ def test_a_gpu_brings_its_memory_share_and_the_checkpoints_dtype(
 
 def test_bounds_follow_from_bytes_and_bandwidth(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--memory", "1GiB", "--bandwidth", "1GB", "--max-num-seqs", "10"]
-    (entry,) = plan_json(capsys, model, *flags)["concurrency"]
-    one, full = entry["decode_bounds"]
-    for bound, batch_size in ((one, 1), (full, 10)):
+    found = plan_json(capsys, model, *flags)
+    assert found["is_bound"]
+    (speed,) = found["speed"]
+    assert speed["ttft_seconds"] is None
+    assert [entry["batch_size"] for entry in speed["decoding"]] == [1, 8, 10]
+    for entry in speed["decoding"]:
+        batch_size = entry["batch_size"]
         step_bytes = 4 * READ_PER_STEP + batch_size * 256 * KV_TOKEN_BYTES
-        assert bound["batch_size"] == batch_size
-        assert bound["step_bytes"] == step_bytes
-        assert bound["max_tokens_per_second"] == pytest.approx(batch_size * 1e9 / step_bytes)
-        assert bound["limit"] == "bandwidth"
+        assert entry["step_seconds"] == pytest.approx(step_bytes / 1e9)
+        assert entry["tokens_per_second"] == pytest.approx(batch_size * 1e9 / step_bytes)
 
 
-def test_a_full_batch_may_be_bound_by_arithmetic(model: str) -> None:
-    config = resolve(EngineOptions(model=model, load_format="dummy", max_num_seqs=64, max_num_batched_tokens=64))
-    device = Device("slow", memory=GIB, bandwidth=1e12, peak=1e9)
-    (entry,) = make_plan(config, GIB, device, [16]).lengths
-    full = entry.bounds[-1]
-    assert full.limit == "compute"
-    assert full.tokens_per_second == pytest.approx(1e9 / (2 * READ_PER_STEP))
+def test_predictions_are_the_cost_models(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, model, "--gpu", "l4", "--tokens", "100", "--max-num-seqs", "4")
+    assert not found["is_bound"]
+    hardware, shape = find("l4"), find_shape(model)
+    cost = CostModel(shape, hardware, Layout(), Precision.of(shape))
+    prompt, whole = found["speed"]
+    assert (prompt["num_tokens"], whole["num_tokens"]) == (100, 256)
+
+    def seconds(starts: list[int], counts: list[int]) -> float:
+        return cost.step_seconds(StepWork.of(StepPlan(0, starts, starts, counts, starts, [])))
+
+    host = hardware.host_overhead + hardware.host_overhead_per_sequence
+    assert prompt["ttft_seconds"] == pytest.approx(seconds([0], [100]) + host)
+    one, four = prompt["decoding"]
+    # Two steps are in flight on a GPU: the slower of host and device tells the pace.
+    assert one["step_seconds"] == pytest.approx(max(host, seconds([99], [1])))
+    assert four["tokens_per_second"] == pytest.approx(4 / four["step_seconds"])
+    synchronous = plan_json(capsys, model, "--gpu", "l4", "--queue-depth", "1")["speed"][0]["decoding"][0]
+    assert synchronous["step_seconds"] == pytest.approx(host + seconds([255], [1]))
+
+
+def test_a_long_prompt_is_computed_in_chunks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [model, "--gpu", "l4", "--max-num-seqs", "4"]
+    whole = plan_json(capsys, *flags)["speed"][0]["ttft_seconds"]
+    chunked = plan_json(capsys, *flags, "--max-num-batched-tokens", "64")["speed"][0]["ttft_seconds"]
+    hardware = find("l4")
+    assert chunked > whole + 2.9 * (hardware.host_overhead + hardware.host_overhead_per_sequence)
+
+
+def test_what_limits_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading the weights for a few sequences, multiplying them for many, starting kernels for a tiny model."""
+    flags = ["--tokens", "16", "--max-model-len", "16", "--max-num-seqs", "4096"]
+    (speed,) = plan_json(capsys, "llama-3-8b", "--gpu", "h100", *flags)["speed"]
+    limits = [entry["limit"] for entry in speed["decoding"]]
+    assert (limits[0], limits[-1]) == ("memory", "compute")
+    (tiny,) = plan_json(capsys, "--gpu", "h100", "--max-model-len", "64", "--max-num-seqs", "2")["speed"]
+    assert {entry["limit"] for entry in tiny["decoding"]} == {"overhead"}
+
+
+def test_devices_share_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("llama-3-70b", "--gpu", "h200", "--tokens", "2048")
+    two = plan_json(capsys, *flags, "--tp", "2")
+    four = plan_json(capsys, *flags, "--tensor-parallel-size", "4")
+    staged = plan_json(capsys, *flags, "--tp", "2", "--pp", "2")
+    assert (two["num_devices"], four["num_devices"], staged["num_devices"]) == (2, 4, 4)
+    assert two["weight_bytes"] == four["weight_bytes"] == 2 * two["num_parameters"]
+    assert four["weight_bytes_per_device"] == two["weight_bytes_per_device"] / 2
+    assert two["kv_bytes_per_token"] == 2 * four["kv_bytes_per_token"] == 2 * staged["kv_bytes_per_token"]
+    assert four["num_blocks"] > 2 * two["num_blocks"]
+    times = {name: plan["speed"][0]["decoding"][0]["step_seconds"] for name, plan in (("two", two), ("four", four))}
+    assert times["two"] / 2 < times["four"] < times["two"]
+    assert main(["plan", *flags, "--tp", "4"]) == 0
+    assert "4 (tp=4 pp=1 dp=1); each, at most," in capsys.readouterr().out
+    assert main(["plan", "llama-3-70b", "--gpu", "h100"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_models_that_the_engine_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By shape: experts, latent attention, a quantised checkpoint, layers with and without windows."""
+    found = plan_json(capsys, "deepseek-v3", "--gpu", "h200", "--tp", "8", "--tokens", "2048")
+    assert found["kv_bytes_per_token"] == 61 * 576 * 2
+    assert found["num_active_parameters"] < found["num_parameters"] / 15
+    assert found["weight_bytes"] == pytest.approx(671e9, rel=0.005)
+    assert main(["plan", "deepseek-v3", "--gpu", "h200", "--tp", "8"]) == 0
+    assert "of which each token is multiplied by" in capsys.readouterr().out
+    hybrid = plan_json(capsys, "gpt-oss-120b", "--gpu", "h100", "--tp", "2", "--tokens", "4096")
+    assert {group["window"] for group in hybrid["kv_groups"]} == {None, 128}
+    changes = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    by_file = plan_json(capsys, str(Path(write(tmp_path, {})) / "config.json"), "--gpu", "l4")
+    assert by_file["num_parameters"] == PARAMETERS
+    mixture = write(tmp_path, changes | {"num_experts_per_tok": 2, "torch_dtype": "bfloat16"})
+    assert plan_json(capsys, mixture, "--memory", "1GiB")["architecture"] == "mixtral"
+    assert plan_json(capsys, mixture, "--gpu", "l4")["speed"]
+
+
+def test_a_profile_of_a_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(to_json(replace(find("cpu-2-core-avx512"), name="mine", title="my machine"))))
+    found = plan_json(capsys, model, "--gpu", str(path))
+    assert (found["target"], found["max_num_seqs"], found["memory_utilization"]) == ("my machine", 128, 0.5)
+    slow = plan_json(capsys, model, "--gpu", str(path), "--bandwidth", "1GB")
+    assert slow["speed"][0]["decoding"][0]["step_seconds"] > found["speed"][0]["decoding"][0]["step_seconds"]
 
 
 def test_windows_make_long_sequences_cheaper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +230,8 @@ def test_windows_make_long_sequences_cheaper(tmp_path: Path, capsys: pytest.Capt
     assert found["kv_groups"] == [{"num_layers": 4, "window": 32}]
     (entry,) = found["concurrency"]
     assert entry["blocks_per_sequence"] == 3
-    assert entry["decode_bounds"][0]["step_bytes"] == 4 * READ_PER_STEP + 32 * KV_TOKEN_BYTES
+    step_bytes = 4 * READ_PER_STEP + 32 * KV_TOKEN_BYTES
+    assert found["speed"][0]["decoding"][0]["step_seconds"] == pytest.approx(step_bytes / 1e9)
 
 
 def test_text_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +242,8 @@ def test_text_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "checkpoint    F32 1.0 KiB in 1 safetensors file(s)" in text
     assert "NVIDIA H100" in text
     assert "not a measurement" in text
-    assert text.count("tokens, batch") == 4
+    assert text.count("first token after") == 2
+    assert text.count("tokens, batch") == 2 * 4  # 1, 8, 64, 256
 
 
 def test_without_a_bandwidth_there_is_no_bound(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +265,12 @@ def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) ->
         (["--tokens", "257"], 2, "max_model_len (256)"),
         (["--tokens", "0"], 2, "--tokens"),
         (["--memory", "10KiB"], 1, "the weights alone take"),
+        (["--gpu", "l4", "--memory", "10KiB"], 1, "does not fit"),
         (["--memory", "1500KiB"], 1, "no memory for the KV cache"),
-        (["--tensor-parallel-size", "2"], 2, "not available yet"),
+        (["--tp", "3"], 2, "tp=3 does not divide the 8 heads"),
+        (["--tp", "0"], 2, "tp must be at least 1"),
+        (["--gpu", "l4", "--quantization", "gptq"], 2, "quantization must be one of"),
+        (["--gpu", "none.json"], 2, "cannot read hardware profile"),
         (["--num-threads", "2"], 2, "unknown option '--num-threads'"),
         (["--block-size", "15"], 2, "power of two"),
     ],
@@ -226,15 +314,15 @@ def test_activations_grow_with_the_budget_and_the_batch(model: str) -> None:
 def test_memory_that_does_not_hold_the_weights(model: str) -> None:
     config = resolve(EngineOptions(model=model, load_format="dummy"))
     with pytest.raises(InsufficientMemoryError, match="the weights alone"):
-        make_plan(config, 4 * PARAMETERS, None, [1])
+        plan_engine(config, 4 * PARAMETERS, [1])
 
 
 def test_the_table_of_devices_is_plausible() -> None:
-    for name, device in DEVICES.items():
-        assert name == name.lower()
+    for name, device in profiles().items():
+        assert name == name.lower() == device.name
         assert 10e9 < device.memory < 1e12
-        assert 100e9 < device.bandwidth < 2e13
-        assert 10 < device.peak / device.bandwidth < 1000, name
+        assert 30e9 < device.bandwidth < 2e13
+        assert 10 < device.peaks["float16"] / device.bandwidth < 1000 or device.kind == "cpu", name
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.clock import VirtualClock
-from quire.errors import ConfigError
-from quire.executors.step_log import StepLog, StepLogHeader, StepRecord
+from quire.errors import ConfigError, UserError
+from quire.executors.step_log import StepLog, StepRecord, read_step_log
 from quire.step import StepPlan, StepResult
 from tests.fakes.core import CoreClient, make_config
 from tests.fakes.executor import FakeExecutor
-
-
-def read(path: Path) -> tuple[StepLogHeader, list[StepRecord]]:
-    first, *lines = path.read_bytes().splitlines()
-    return msgspec.json.decode(first, type=StepLogHeader), [record(line) for line in lines]
 
 
 def record(line: bytes) -> StepRecord:
@@ -58,7 +53,7 @@ def test_every_plan_of_a_core_is_logged(tmp_path: Path) -> None:
     client.run()
     client.core.shutdown()
     assert client.core.stats().preemptions_total > 0
-    header, records = read(path)
+    header, records = read_step_log(path)
     assert (header.block_size, header.num_blocks, header.num_layers) == (4, 12, 2)
     assert header.backend == "fake executor"
     assert [each.step for each in records] == [each.step_id for each in executor.plans]
@@ -110,7 +105,7 @@ def test_a_failed_step_is_not_logged_and_its_error_goes_on(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="injected"):
         client.run()
     client.core.shutdown()
-    assert len(read(tmp_path / "log")[1]) == 2
+    assert len(read_step_log(tmp_path / "log")[1]) == 2
 
 
 def test_the_log_is_in_the_file_soon(tmp_path: Path) -> None:
@@ -154,10 +149,34 @@ def test_the_option_of_an_engine(tmp_path: Path, queue_depth: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
         llm.generate([{"prompt_token_ids": list(range(5, 25))}], params, use_tqdm=False)
         steps = llm.stats()["steps_total"]
-    header, records = read(path)
+    header, records = read_step_log(path)
     assert json.loads(path.read_text().splitlines()[0])["model"] == header.model == "bundled"
     assert (header.queue_depth, header.max_num_batched_tokens) == (queue_depth, 16)
     assert "kernels" in header.backend
     assert len(records) == steps
     assert [(each.starts, each.tokens) for each in records][:3] == [([0], [16]), ([16], [4]), ([20], [1])]
     assert all(each.seconds > 0 and each.gap >= 0 for each in records)
+
+
+def test_a_log_that_was_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    config = make_config()
+    client = CoreClient(config, StepLog(FakeExecutor(), config, path, VirtualClock()))
+    client.add("request", [1, 2, 3], max_tokens=4)
+    client.run()
+    client.core.shutdown()
+    whole = path.read_bytes()
+    header, records = read_step_log(path)
+    assert len(records) == 4
+    path.write_bytes(whole[:-5])
+    assert read_step_log(path) == (header, records[:-1])
+    path.write_bytes(whole.replace(b'"tokens"', b'"token"', 1))
+    with pytest.raises(UserError, match="line 2, is not of a step log"):
+        read_step_log(path)
+    path.write_bytes(whole.replace(b'"version":1', b'"version":2', 1))
+    with pytest.raises(UserError, match="version 2"):
+        read_step_log(path)
+    for content in (b"", b"\n", b"no json\n"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="line 1, is not of a step log"):
+            read_step_log(path)

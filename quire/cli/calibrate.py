@@ -1,0 +1,151 @@
+"""`quire simulate calibrate`: factors of the cost model from the step log of a real run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.parser import Parser
+from quire.errors import UserError
+from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
+from quire.simulator.cost import Precision
+from quire.simulator.hardware import Hardware, find, to_json
+from quire.simulator.shape import ModelShape, find_shape
+
+if TYPE_CHECKING:
+    from quire.simulator.calibration import Errors, Fit
+
+DEFAULT_BASE = "cpu-2-core-avx512"
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="quire simulate calibrate",
+        usage="quire simulate calibrate LOG [LOG ...] [--model M] [--gpu NAME] [--profile OUT.json]",
+        description="Fit the factors of the cost model to logged steps (--step-log of whatever runs an engine).",
+    )
+    parser.add_argument("logs", metavar="LOG", nargs="+", type=Path, help="step logs of one model on one device")
+    parser.add_argument("--model", metavar="M", help="the model that ran (default: what the log names)")
+    parser.add_argument(
+        "--gpu", metavar="NAME", default=DEFAULT_BASE, help=f"the profile to begin with ({DEFAULT_BASE}), or its file"
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the new profile (default: the file's, or the old one)")
+    parser.add_argument("--profile", metavar="OUT.json", type=Path, help="write the profile there, for --gpu OUT.json")
+    parser.add_argument("--json", action="store_true", help="print the fit as JSON instead of text")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    namespace = build_parser().parse(arguments)
+    if namespace.profile is not None and namespace.profile.suffix != ".json":
+        raise UserError(f"--profile must name a file *.json, not {str(namespace.profile)!r}", param="profile")
+    header, records = _read(namespace.logs)
+    shape = find_shape(namespace.model or header.model)
+    _check_model(shape, header)
+    base = find(namespace.gpu)
+    fit = run(shape, base, header, records)
+    name = namespace.name or (base.name if namespace.profile is None else namespace.profile.stem)
+    source = f"fitted to {fit.num_logged:,} steps of {header.model} ({header.backend})"
+    hardware = replace(fit.hardware, name=name.lower(), source=source)
+    if namespace.profile is not None:
+        namespace.profile.write_text(json.dumps(to_json(hardware), indent=2) + "\n", encoding="utf-8")
+    if namespace.json:
+        print(json.dumps(as_dict(fit, hardware), indent=2))
+    else:
+        print(as_text(fit, base, hardware, header))
+        if namespace.profile is not None:
+            print(f"\nwrote {namespace.profile}: quire simulate --gpu {namespace.profile} ...")
+    return 0
+
+
+def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord]) -> Fit:
+    """Fit the base profile to a log."""
+    from quire.simulator.calibration import calibrate, samples_of
+
+    windows = tuple(dict.fromkeys(shape.windows))
+    precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
+    return calibrate(shape, base, precision, samples_of(records, windows), block_tokens=header.block_size)
+
+
+def _read(paths: Sequence[Path]) -> tuple[StepLogHeader, list[StepRecord]]:
+    """Several logs as one. Raises UserError when they are not of one model on one device."""
+    found = [read_step_log(path) for path in paths]
+    header = found[0][0]
+    for path, (other, _) in zip(paths, found, strict=True):
+        for name in ("model", "weights", "kv_cache_dtype", "backend", "block_size"):
+            if getattr(other, name) != getattr(header, name):
+                raise UserError(
+                    f"{str(path)!r} is a log of another run: {name} is {getattr(other, name)!r}, not "
+                    f"{getattr(header, name)!r}",
+                    param="log",
+                )
+    return header, [record for _, records in found for record in records]
+
+
+def _check_model(shape: ModelShape, header: StepLogHeader) -> None:
+    expected = (header.num_layers, header.hidden_size, header.vocab_size)
+    if (shape.num_layers, shape.hidden, shape.vocab) != expected:
+        raise UserError(
+            f"the log is of {header.model!r} with {expected[0]} layers of {expected[1]} and a vocabulary of "
+            f"{expected[2]}, {shape.name!r} has {shape.num_layers} of {shape.hidden} and {shape.vocab}",
+            param="model",
+        )
+
+
+NAMES: Mapping[str, tuple[str, float, str]] = {
+    "compute": ("of the peak, products of many rows", 100, "%"),
+    "half_rows": ("rows at which products reach half of that", 1, ""),
+    "bandwidth": ("of the bandwidth, products of few rows", 100, "%"),
+    "attention_compute": ("of the peak, attention", 100, "%"),
+    "attention_bandwidth": ("of the bandwidth, attention", 100, "%"),
+    "launch_overhead": ("for each kernel", 1e6, "µs"),
+    "token_overhead": ("for each token", 1e6, "µs"),
+    "sequence_overhead": ("for each sequence", 1e6, "µs"),
+    "host_overhead": ("between steps", 1e6, "µs"),
+    "host_overhead_per_sequence": ("between steps, for each sequence", 1e6, "µs"),
+}
+
+
+def _value(hardware: Hardware, name: str) -> float:
+    return float(getattr(hardware.factors if hasattr(hardware.factors, name) else hardware, name))
+
+
+def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader) -> str:
+    """The report for people."""
+    lines = [
+        f"{header.model} ({header.backend}), {fit.num_logged:,} steps, from the profile {base.name}",
+        "",
+        f"{'steps':<24}{'count':>8}{'median error':>14}{'P95':>8}{'sum':>9}",
+        _error_line("all", fit.all_steps),
+    ]
+    for name, errors in (("one token each", fit.decode_steps), ("with prompts", fit.other_steps)):
+        if errors is not None:
+            lines.append(_error_line(name, errors))
+    lines += ["", f"{'':<44}{'fitted':>12}{'before':>12}"]
+    for name, (title, scale, unit) in NAMES.items():
+        before, after = _value(base, name) * scale, _value(hardware, name) * scale
+        is_told = name in fit.told or name.startswith("host") or (before != after and name not in _FITTED)
+        note = "" if is_told else "   (the log does not tell)"
+        lines.append(f"{title:<44}{f'{after:.3g} {unit}':>12}{f'{before:.3g} {unit}':>12}{note}")
+    return "\n".join(lines)
+
+
+_FITTED = tuple(name for name in NAMES if not name.startswith("host"))
+
+
+def _error_line(name: str, errors: Errors) -> str:
+    return f"{name:<24}{errors.count:>8,}{errors.median:>13.1%} {errors.p95:>7.1%}{errors.total:>+9.1%}"
+
+
+def as_dict(fit: Fit, hardware: Hardware) -> dict[str, Any]:
+    """The report for programs: relative errors, and the profile."""
+    errors = {"all": fit.all_steps, "one_token_each": fit.decode_steps, "with_prompts": fit.other_steps}
+    return {
+        "num_steps": fit.num_logged,
+        "errors": {name: None if found is None else vars(found) for name, found in errors.items()},
+        "determined": sorted(fit.told),
+        "profile": to_json(hardware),
+    }

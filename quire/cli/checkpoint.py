@@ -1,0 +1,77 @@
+"""How many parameters a model's files hold: counted from their headers."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ModelLoadError
+from quire.utils.gguf import GGUFFile, find_gguf
+
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What lies on disk. format: "safetensors" or "GGUF". elements, bytes: stored dtype (the format's name) -> how
+    many."""
+
+    format: str
+    num_files: int
+    elements: Mapping[str, int]
+    bytes: Mapping[str, int]
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """Sum up the headers of the safetensors files of a directory, else of its GGUF file (which may stand in the
+    directory's place); reads no weights. None when there are no such files."""
+    files = sorted(path.glob("*.safetensors"))
+    gguf = path if path.is_file() else None if files else find_gguf(path)
+    if gguf is not None:
+        return _gguf_checkpoint(gguf)
+    elements: Counter[str] = Counter()
+    for file in files:
+        for dtype, count in _header(file):
+            elements[dtype] += count
+    sizes = {dtype: count * DTYPE_BITS[dtype] // 8 for dtype, count in elements.items()}
+    return Checkpoint("safetensors", len(files), dict(elements), sizes) if files else None
+
+
+def _gguf_checkpoint(path: Path) -> Checkpoint:
+    elements: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    with GGUFFile(path) as file:
+        for entry in file.tensors.values():
+            elements[entry.type.name] += math.prod(entry.shape)
+            sizes[entry.type.name] += entry.num_bytes
+    return Checkpoint("GGUF", 1, dict(elements), dict(sizes))
+
+
+def _header(file: Path) -> list[tuple[str, int]]:
+    """(dtype, elements) of each tensor. The file starts with the header's length (8 bytes, little endian)."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            text = stream.read(length)
+            if len(text) < length:
+                raise ValueError("the header is cut short")
+            header = json.loads(text)
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        found = [(str(entry["dtype"]), math.prod(entry["shape"])) for entry in tensors]
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{file} is not a valid safetensors file: {error}") from None
+    for dtype, _ in found:
+        if dtype not in DTYPE_BITS:
+            raise ModelLoadError(f"{file} stores tensors of an unknown dtype {dtype!r}")
+    return found

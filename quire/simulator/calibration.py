@@ -1,0 +1,316 @@
+"""Factors of the cost model from logged steps of a real run.
+
+The profile of a device says what its limits are; how much of them kernels reach, and what a step costs besides, is
+fitted: few numbers, each with a meaning and bounds, to the time of every step, by least squares of the logarithm of
+predicted over measured time (a step of 2 ms counts as much as one of 200). Steps that something else disturbed must
+not count: what took far longer than usual is weighted down. The sum of all steps would then come out too short; in the
+end all times are scaled so that the sum is right, the worst hundredth left out. Numbers that a log says nothing about
+(no long prompts, no copies) stay where they were, and are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.errors import UserError
+from quire.executors.step_log import StepRecord
+from quire.simulator.cost import CostModel, Precision
+from quire.simulator.hardware import CACHED, Hardware
+from quire.simulator.shape import ModelShape
+from quire.simulator.work import StepWork, Windows
+from quire.step import StepPlan
+
+Vector = npt.NDArray[np.float64]
+
+MIN_STEPS = 30
+MAX_STEPS = 1500
+"""Of a longer log so many are fitted, taken evenly."""
+FEWEST_ROWS = 3
+"""Steps of a run's beginning are left out: buffers grow, programs are recorded."""
+ITERATIONS = 60
+DIFFERENCE = 1e-3
+PRIOR = 1e-5
+"""Weight of staying where the profile was, against that of a step: decides what the log does not."""
+LEAST_SPREAD = 0.02
+USUAL = 1.5
+"""Residuals beyond so many spreads count linearly."""
+TOLD = 0.01
+"""A number whose change by all of itself would move predicted times by less than so much is not told by the log."""
+NO_TIME = 1e-9
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One number to be fitted, on a logarithmic scale. start: where a fit begins if the profile has less (zero)."""
+
+    name: str
+    lowest: float
+    highest: float
+    start: float = 0.0
+
+
+PARAMETERS = (
+    Parameter("compute", 0.01, 1.0),
+    Parameter("bandwidth", 0.01, CACHED),
+    Parameter("attention_compute", 0.005, 1.0),
+    Parameter("attention_bandwidth", 0.005, CACHED),
+    Parameter("half_rows", 0.01, 256.0, start=1.0),
+    Parameter("launch_overhead", NO_TIME, 1e-3, start=1e-6),
+    Parameter("token_overhead", NO_TIME, 1e-2, start=1e-5),
+    Parameter("sequence_overhead", NO_TIME, 1e-2, start=1e-5),
+)
+FACTORS = ("compute", "bandwidth", "attention_compute", "attention_bandwidth")
+SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead")
+"""What grows when everything takes longer; FACTORS fall."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step: what it computed and what it took. gap: seconds on the host before it, None where it may be idle time."""
+
+    work: StepWork
+    seconds: float
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of predicted step times, relative: median and 95th percentile of their sizes, and that of the sum, signed."""
+
+    count: int
+    median: float
+    p95: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """hardware: the profile with the fitted numbers. told: names of those that the log determines."""
+
+    hardware: Hardware
+    told: frozenset[str]
+    num_logged: int
+    all_steps: Errors
+    decode_steps: Errors | None
+    """Steps in which every sequence computes one token."""
+    other_steps: Errors | None
+
+
+def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
+    """Those steps that computed something and nothing else: steps with swapping take part of their time beside the next
+    ones."""
+    found = []
+    was_swapping = False
+    for record in records[FEWEST_ROWS:]:
+        swaps = bool(record.num_swapped_in or record.num_swapped_out)
+        if record.tokens and not swaps and not was_swapping:
+            gap = record.gap if record.num_carried else None
+            found.append(Sample(StepWork.of(plan_of(record), windows), record.seconds, gap))
+        was_swapping = swaps
+    return found
+
+
+def plan_of(record: StepRecord) -> StepPlan:
+    """A plan that costs what the logged one did."""
+    return StepPlan(
+        step_id=record.step,
+        seq_ids=list(range(len(record.tokens))),
+        start_positions=record.starts,
+        num_tokens=record.tokens,
+        sample_seq_ids=[0] * record.num_sampled,
+        sample_from=[0] * record.num_sampled,
+        block_copies=[(0, 0)] * record.num_copies,
+        swap_out=[(0, 0)] * record.num_swapped_out,
+        swap_in=[(0, 0)] * record.num_swapped_in,
+    )
+
+
+def calibrate(
+    shape: ModelShape, hardware: Hardware, precision: Precision, samples: Sequence[Sample], *, block_tokens: int = 16
+) -> Fit:
+    """Fit the numbers of PARAMETERS, and the host's overhead, to logged steps of one device.
+
+    Raises UserError when there are too few steps to say anything.
+    """
+    if len(samples) < MIN_STEPS:
+        raise UserError(f"a calibration needs {MIN_STEPS} steps, and the log has {len(samples)} that can be used")
+
+    def predict(values: Vector, works: Sequence[StepWork]) -> Vector:
+        cost = CostModel(shape, with_values(hardware, values), precision=precision)
+        cost.block_tokens = block_tokens
+        return np.array([cost.step_seconds(work) for work in works])
+
+    chosen = _evenly(samples, MAX_STEPS)
+    works, measured = [sample.work for sample in chosen], np.array([sample.seconds for sample in chosen])
+    logarithms = np.log(measured)
+    start = np.log([_start(parameter, hardware) for parameter in PARAMETERS])
+    values, jacobian = _least_squares(lambda x: np.log(predict(np.exp(x), works)) - logarithms, start)
+    predicted = predict(np.exp(values), works)
+    values = _rescaled(values, float(_usual(measured, predicted)))
+    every = predict(np.exp(values), [sample.work for sample in samples])
+    fitted = _with_host(with_values(hardware, np.exp(values)), chosen)
+    told = {
+        parameter.name
+        for parameter, column in zip(PARAMETERS, jacobian.T, strict=True)
+        if float(np.quantile(np.abs(column), 0.95)) > TOLD
+    }
+    seconds = np.array([sample.seconds for sample in samples])
+    is_decode = np.array([sample.work.num_chunks == 0 for sample in samples])
+    return Fit(
+        hardware=fitted,
+        told=frozenset(told),
+        num_logged=len(samples),
+        all_steps=_errors(seconds, every),
+        decode_steps=_errors(seconds[is_decode], every[is_decode]) if is_decode.any() else None,
+        other_steps=_errors(seconds[~is_decode], every[~is_decode]) if not is_decode.all() else None,
+    )
+
+
+def with_values(hardware: Hardware, values: Vector) -> Hardware:
+    """The profile with other numbers, in the order of PARAMETERS."""
+    named = {parameter.name: float(value) for parameter, value in zip(PARAMETERS, values, strict=True)}
+    others: dict[str, Any] = {
+        name: 0.0 if value <= 2 * NO_TIME else value for name, value in named.items() if name not in FACTORS
+    }
+    factors = replace(hardware.factors, **{name: named[name] for name in FACTORS})
+    return replace(hardware, factors=factors, **others)
+
+
+def _start(parameter: Parameter, hardware: Hardware) -> float:
+    value = getattr(hardware.factors if parameter.name in FACTORS else hardware, parameter.name)
+    return float(min(max(value or parameter.start, parameter.lowest), parameter.highest))
+
+
+def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tuple[Vector, Vector]:
+    """Levenberg and Marquardt's method with weights and bounds; returns the values and the last Jacobian."""
+    lowest = np.log([parameter.lowest for parameter in PARAMETERS])
+    highest = np.log([parameter.highest for parameter in PARAMETERS])
+    x, damping = start, 1e-2
+    r = residuals(x)
+    jacobian = _jacobian(residuals, x, r)
+    for _ in range(ITERATIONS):
+        bend = USUAL * max(LEAST_SPREAD, 1.4826 * _typical(r))
+        weights = _weights(r, bend)
+        prior = PRIOR * len(r)
+        gradient = jacobian.T @ (weights * r) + prior * (x - start)
+        curvature = jacobian.T @ (weights[:, None] * jacobian) + prior * np.eye(len(x))
+        step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -gradient)
+        tried = np.clip(x + np.clip(step, -1.5, 1.5), lowest, highest)
+        tried_r = residuals(tried)
+        better = _loss(tried_r, bend, tried - start, prior)
+        now = _loss(r, bend, x - start, prior)
+        if better < now:
+            moved = float(np.abs(tried - x).max())
+            x, r, damping = tried, tried_r, max(damping / 3, 1e-9)
+            jacobian = _jacobian(residuals, x, r)
+            if moved < 1e-4 or now - better < 1e-7 * now:
+                break
+        else:
+            damping *= 4
+            if damping > 1e9:
+                break
+    return x, jacobian
+
+
+def _jacobian(residuals: Callable[[Vector], Vector], x: Vector, r: Vector) -> Vector:
+    columns = []
+    for index in range(len(x)):
+        moved = x.copy()
+        moved[index] -= DIFFERENCE  # downwards: the upper bounds are limits that a profile may not pass
+        columns.append((r - residuals(moved)) / DIFFERENCE)
+    return np.stack(columns, axis=1)
+
+
+def _typical(r: Vector) -> float:
+    """Size of a residual of steps that nothing disturbed: the smaller of the medians of both signs."""
+    sides = [np.abs(r[r > 0]), np.abs(r[r < 0])]
+    return min((float(np.median(side)) for side in sides if len(side)), default=0.0)
+
+
+def _weights(r: Vector, bend: float) -> Vector:
+    """What is predicted too long counts less and less (Huber); what took too long, and may have been disturbed, counts
+    for ever less in all."""
+    share = np.minimum(1.0, bend / np.maximum(np.abs(r), 1e-12))
+    return np.where(r > 0, share, share**2)
+
+
+def _loss(r: Vector, bend: float, moved: Vector, prior: float) -> float:
+    """The function whose gradient has those weights."""
+    size = np.maximum(np.abs(r), 1e-12)
+    tail = np.where(r > 0, bend * (size - 0.5 * bend), bend**2 * (0.5 + np.log(size / bend)))
+    each = np.where(size < bend, 0.5 * size**2, tail)
+    return float(each.sum() + 0.5 * prior * (moved**2).sum())
+
+
+def _usual(measured: Vector, predicted: Vector) -> float:
+    """Measured over predicted sum, of all but the steps that are far out."""
+    ratio = measured / predicted
+    low, high = np.quantile(ratio, (0.005, 0.99))
+    inside = (ratio >= low) & (ratio <= high)
+    return float(measured[inside].sum() / predicted[inside].sum())
+
+
+def _rescaled(values: Vector, scale: float) -> Vector:
+    """The same steps, all longer by a factor."""
+    moved = values.copy()
+    for index, parameter in enumerate(PARAMETERS):
+        if parameter.name in FACTORS:
+            moved[index] -= np.log(scale)
+        elif parameter.name in SCALED_UP:
+            moved[index] += np.log(scale)
+        moved[index] = np.clip(moved[index], np.log(parameter.lowest), np.log(parameter.highest))
+    return moved
+
+
+def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
+    """The host's overhead from the gaps before steps: so much each, and for each sequence. Where no step waited for the
+    host (queue_depth 2) it stays."""
+    pairs = [(sample.work.num_sequences, sample.gap) for sample in samples if sample.gap is not None]
+    if len(pairs) < MIN_STEPS or sum(gap for _, gap in pairs) <= 0:
+        return hardware
+    sequences, gaps = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
+    inside = gaps <= np.quantile(gaps, 0.99)
+    sequences, gaps = sequences[inside], gaps[inside]
+    columns = np.stack([np.ones_like(sequences), sequences], axis=1)
+    weights = np.ones_like(gaps)
+    fixed = each = 0.0
+    for _ in range(20):
+        fixed, each = np.linalg.lstsq(columns * weights[:, None], gaps * weights, rcond=None)[0]
+        if each < 0 or np.ptp(sequences) == 0:
+            fixed, each = float(np.average(gaps, weights=weights**2)), 0.0
+        elif fixed < 0:
+            fixed, each = 0.0, float((gaps * sequences).sum() / (sequences**2).sum())
+        off = np.abs(gaps - fixed - each * sequences)
+        bend = USUAL * 1.4826 * max(float(np.median(off)), 1e-7)
+        weights = np.sqrt(np.minimum(1.0, bend / np.maximum(off, 1e-12)))
+    scale = gaps.sum() / max(NO_TIME, (fixed + each * sequences).sum())
+    return replace(hardware, host_overhead=float(fixed * scale), host_overhead_per_sequence=float(each * scale))
+
+
+def _errors(measured: Vector, predicted: Vector) -> Errors:
+    off = np.abs(predicted / measured - 1)
+    return Errors(
+        count=len(off),
+        median=float(np.median(off)),
+        p95=float(np.quantile(off, 0.95)),
+        total=float(predicted.sum() / measured.sum() - 1),
+    )
+
+
+def _evenly(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """At most `count`, half of them of the steps that compute chunks, which are few and say most."""
+    chunks = [sample for sample in samples if sample.work.num_chunks]
+    rest = [sample for sample in samples if not sample.work.num_chunks]
+    most = max(count // 2, count - len(rest))
+    return _every(chunks, most) + _every(rest, count - min(len(chunks), most))
+
+
+def _every(samples: Sequence[Sample], count: int) -> list[Sample]:
+    if len(samples) <= count:
+        return list(samples)
+    return [samples[index * len(samples) // count] for index in range(count)]

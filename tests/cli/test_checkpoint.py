@@ -1,0 +1,63 @@
+"""Headers against real files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.cli.checkpoint import read_checkpoint
+from quire.errors import ModelLoadError
+from tests.fakes.gguf import TYPE_NUMBERS, GGUFWriter, StoredTensor
+
+
+def test_headers_are_summed_by_dtype(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "one.safetensors")
+    save_file({"c": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "two.safetensors", metadata={"x": "y"})
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.num_files == 2
+    assert checkpoint.elements == {"F32": 15, "BF16": 9}
+    assert checkpoint.bytes == {"F32": 60, "BF16": 18}
+
+
+def test_a_gguf_file_is_summed_by_type(tmp_path: Path) -> None:
+    tensors = {
+        "a": StoredTensor(TYPE_NUMBERS["F32"], (3, 5), bytes(60)),
+        "b": StoredTensor(TYPE_NUMBERS["Q8_0"], (2, 64), bytes(136)),
+        "c": StoredTensor(TYPE_NUMBERS["Q8_0"], (32,), bytes(34)),
+    }
+    path = GGUFWriter({}, tensors).write(tmp_path / "model.gguf")
+    checkpoint = read_checkpoint(path)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.num_files) == ("GGUF", 1)
+    assert checkpoint.elements == {"F32": 15, "Q8_0": 160}
+    assert checkpoint.bytes == {"F32": 60, "Q8_0": 170}
+    assert read_checkpoint(tmp_path) == checkpoint
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    beside = read_checkpoint(tmp_path)
+    assert beside is not None
+    assert beside.format == "safetensors"
+
+
+def test_no_files_is_none(tmp_path: Path) -> None:
+    assert read_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x05\x00",
+        b"\x10\x00\x00\x00\x00\x00\x00\x00{}",
+        b"\xff" * 16,
+        b'\x07\x00\x00\x00\x00\x00\x00\x00{"a":1}',
+        b'\x29\x00\x00\x00\x00\x00\x00\x00{"a":{"dtype":"F3","shape":[2],"x":"123"}}',
+    ],
+)
+def test_corrupt_headers_name_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"bad\.safetensors"):
+        read_checkpoint(tmp_path)

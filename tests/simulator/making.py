@@ -1,0 +1,50 @@
+"""A tiny model on a small device, and short ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from quire.simulator.cost import CostModel
+from quire.simulator.hardware import Hardware, find
+from quire.simulator.layout import Layout
+from quire.simulator.replica import EngineSettings, Observer, Record, simulate
+from quire.simulator.shape import ModelShape
+from quire.simulator.trace import TraceRequest
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float16",
+}
+SETTINGS = EngineSettings(
+    block_size=16, num_blocks_override=200, max_num_seqs=16, max_num_batched_tokens=256, queue_depth=1
+)
+
+
+def shape(**changes: object) -> ModelShape:
+    return ModelShape.from_config({**LLAMA, **changes}, "tiny")
+
+
+def make_cost(gpu: str | Hardware = "a100-40g", layout: Layout | None = None, **changes: object) -> CostModel:
+    return CostModel(shape(**changes), find(gpu) if isinstance(gpu, str) else gpu, layout)
+
+
+def settings(**changes: object) -> EngineSettings:
+    return replace(SETTINGS, **changes)
+
+
+def records(
+    requests: Iterable[TraceRequest], cost: CostModel | None = None, options: EngineSettings = SETTINGS
+) -> list[Record]:
+    """What became of each request that finished, in the order of their ends."""
+    found: list[Record] = []
+    simulate(requests, cost or make_cost(), options, observer=Observer(on_record=found.append))
+    return found

@@ -1,0 +1,124 @@
+"""Many replicas: the same result in any number of processes, routers that do what they say."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+
+import pytest
+
+from quire.errors import InsufficientMemoryError, UserError
+from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
+from quire.simulator.replica import EngineSettings
+from quire.simulator.router import LeastLoaded, PrefixAware, RoundRobin, make_router
+from quire.simulator.trace import TraceRequest
+from quire.simulator.workloads import Arrivals, stream
+from tests.simulator.making import make_cost, settings
+
+
+def spec() -> ReplicaSpec:
+    return ReplicaSpec(make_cost(), settings(), objectives={"ttft": 0.01})
+
+
+def requests() -> Iterator[TraceRequest]:
+    for number, request in enumerate(stream("alpaca", Arrivals(300.0, num_requests=90))):
+        group = f"group {number % 7}" if number % 3 else None
+        yield TraceRequest(request.arrival, request.input_tokens + 64, request.output_tokens, group, 64 if group else 0)
+
+
+@pytest.mark.parametrize("router", ["round-robin", "prefix-aware"])
+def test_the_number_of_processes_changes_nothing(router: str) -> None:
+    alone, together = (
+        simulate_fleet(requests(), spec(), 3, router=router, num_processes=count, report_seconds=0.05)
+        for count in (1, 2)
+    )
+    assert [each.as_json() for each in alone] == [each.as_json() for each in together]
+    assert merged(alone).as_json() == merged(together).as_json()
+    assert merged(alone).num_finished == 90
+    assert merged(alone).num_blocks == 3 * 200
+
+
+def test_one_replica_is_a_plain_run() -> None:
+    from quire.simulator.replica import simulate
+
+    (fleet,) = simulate_fleet(requests(), spec(), 1)
+    assert fleet.as_json() == simulate(requests(), make_cost(), settings(), objectives={"ttft": 0.01}).as_json()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_fails_in_a_replica_is_raised(count: int) -> None:
+    impossible = ReplicaSpec(make_cost("h100"), EngineSettings(kv_cache_memory=10))
+    with pytest.raises(InsufficientMemoryError):
+        simulate_fleet(requests(), impossible, 2, num_processes=count)
+
+
+def test_a_bad_trace_ends_the_processes() -> None:
+    def broken() -> Iterator[TraceRequest]:
+        yield TraceRequest(0.0, 10, 5)
+        raise UserError("line 2 is wrong")
+
+    with pytest.raises(UserError, match="line 2 is wrong"):
+        simulate_fleet(broken(), spec(), 2, num_processes=2)
+
+
+def plain(group: str | None = None) -> TraceRequest:
+    return TraceRequest(0.0, 100, 10, group, 50 if group else 0)
+
+
+def test_round_robin_goes_around() -> None:
+    router = RoundRobin(3)
+    assert [router.choose(plain()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_least_loaded_is_chosen_and_counted() -> None:
+    router = LeastLoaded(3)
+    router.learn([4, 1, 2])
+    assert [router.choose(plain()) for _ in range(5)] == [1, 2, 1, 2, 1]
+    router.learn([9, 9, 0])
+    assert [router.choose(plain()) for _ in range(9)] == [2] * 9
+
+
+def test_equal_loads_are_taken_in_turn() -> None:
+    router = LeastLoaded(4)
+    assert [router.choose(plain()) for _ in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_prefix_stays_with_its_replica_until_that_has_too_much() -> None:
+    router = PrefixAware(4)
+    homes = {group: router.choose(plain(group)) for group in "abcdefgh"}
+    router.learn([0] * 4)
+    assert {group: router.choose(plain(group)) for group in "abcdefgh"} == homes
+    assert len(set(homes.values())) > 1
+    loads = [0] * 4
+    loads[homes["a"]] = 100
+    router.learn(loads)
+    assert router.choose(plain("a")) != homes["a"]
+    router.learn([100] * 4)
+    assert router.choose(plain("a")) == homes["a"], "all have as much"
+
+
+def test_requests_without_a_prefix_go_to_the_least_loaded() -> None:
+    router = PrefixAware(3)
+    router.learn([5, 0, 5])
+    assert [router.choose(plain()) for _ in range(3)] == [1, 1, 1]
+
+
+def test_prefix_aware_routing_finds_more_prefixes_than_round_robin() -> None:
+    hits = {
+        router: merged(simulate_fleet(requests(), spec(), 4, router=router, report_seconds=0.02))
+        for router in ("round-robin", "prefix-aware")
+    }
+    found = {router: metrics.stats.prefix_cache_hits_total for router, metrics in hits.items()}
+    assert found["prefix-aware"] > found["round-robin"]
+
+
+def test_an_unknown_router_is_named() -> None:
+    with pytest.raises(UserError, match="did you mean 'least-loaded'"):
+        make_router("least-load", 2)
+
+
+def test_every_replica_gets_its_share() -> None:
+    results = simulate_fleet(requests(), spec(), 3, router="least-loaded", report_seconds=0.02)
+    shares = collections.Counter({number: result.num_requests for number, result in enumerate(results)})
+    assert sum(shares.values()) == 90
+    assert min(shares.values()) > 20

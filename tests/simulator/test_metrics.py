@@ -1,0 +1,92 @@
+"""Distributions that stay small, and time series that keep their sums."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.simulator import metrics as module
+from quire.simulator.metrics import NUM_BINS, Distribution, Metrics, Moments, TimeSeries
+
+VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
+
+
+def distribution(values: list[float]) -> Distribution:
+    found = Distribution()
+    for value in values:
+        found.add(value)
+    return found
+
+
+@given(values=VALUES, percent=st.floats(0, 100))
+def test_few_values_are_exact(values: list[float], percent: float) -> None:
+    found = distribution(values)
+    assert found.percentile(percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)
+    assert (found.count, found.lowest, found.highest) == (len(values), min(values), max(values))
+    assert found.mean == pytest.approx(sum(values) / len(values))
+
+
+def test_many_values_are_counted_in_narrow_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXACT", 1000)
+    rng = random.Random(1)
+    values = [0.0, *(rng.lognormvariate(0, 2) for _ in range(20_000))]
+    found = distribution(values)
+    assert found._values is None
+    for percent in (0.0, 1.0, 50.0, 90.0, 99.0, 99.9, 100.0):
+        assert found.percentile(percent) == pytest.approx(float(np.percentile(values, percent)), rel=0.006, abs=1e-12)
+    assert found.mean == pytest.approx(sum(values) / len(values))
+
+
+@pytest.mark.parametrize("exact", [10, 1000])
+def test_merged_distributions_are_those_of_all_values(monkeypatch: pytest.MonkeyPatch, exact: int) -> None:
+    monkeypatch.setattr(module, "EXACT", exact)
+    values = [float(value) for value in range(1, 61)]
+    for split in (0, 5, 30, 55):
+        found = distribution(values[:split])
+        found.merge(distribution(values[split:]))
+        assert found.percentile(90) == pytest.approx(float(np.percentile(values, 90)), rel=0.02)
+        assert (found.count, found.lowest, found.highest, found.mean) == (60, 1.0, 60.0, 30.5)
+
+
+def test_no_values_have_no_percentiles() -> None:
+    assert np.isnan(Distribution().percentile(50))
+    assert Distribution().as_json() == {}
+
+
+@given(
+    entries=st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.001, 2), st.integers(0, 5)), min_size=1, max_size=80),
+)
+def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, int]]) -> None:
+    series = TimeSeries()
+    for start, seconds, running in entries:
+        series.add(start, Moments(seconds=seconds, running=seconds * running, preemptions=running))
+    assert len(series.bins) <= NUM_BINS
+    assert sum(each.seconds for each in series.bins) == pytest.approx(sum(seconds for _, seconds, _ in entries))
+    assert sum(each.preemptions for each in series.bins) == sum(running for _, _, running in entries)
+    for start, _, _ in entries:
+        assert series.bins[int(start / series.width)].seconds > 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(10.0, 30_000.0), (30_000.0, 10.0), (100.0, 100.0)])
+def test_series_of_different_widths_merge(first: float, second: float) -> None:
+    one, other = TimeSeries(), TimeSeries()
+    for number in range(100):
+        one.add(first * number / 100, Moments(seconds=1.0, tokens=2))
+        other.add(second * number / 100, Moments(seconds=1.0, tokens=3))
+    one.merge(other)
+    assert sum(each.tokens for each in one.bins) == 500
+    assert sum(each.seconds for each in one.bins) == 200
+    assert len(one.bins) * one.width >= max(first, second) * 0.99
+
+
+def test_counters_of_replicas_add_up() -> None:
+    one, other = Metrics(num_requests=3, end=5.0, num_blocks=10), Metrics(num_requests=4, end=7.0, num_blocks=10)
+    one.stats.preemptions_total, other.stats.preemptions_total = 2, 3
+    one.stats.block_size = 16
+    one.merge(other)
+    assert (one.num_requests, one.end, one.num_blocks, one.stats.preemptions_total) == (7, 7.0, 20, 5)
+    assert one.stats.block_size == 16

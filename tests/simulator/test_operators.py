@@ -1,0 +1,272 @@
+"""The cost of each operator: against sums by hand, and how it moves with layouts, experts and precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import UserError
+from quire.simulator.cost import (
+    KERNELS_PER_LAYER,
+    KERNELS_PER_STEP,
+    LOGIT_BYTES,
+    LOGIT_PASSES,
+    ROW_PASSES,
+    CostModel,
+    Precision,
+)
+from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
+from quire.simulator.layout import Layout
+from quire.simulator.shape import ModelShape, find_shape
+from quire.simulator.work import StepWork
+from quire.step import StepPlan
+
+GPU = replace(find("h100"), half_rows=3.0, token_overhead=2e-7, sequence_overhead=5e-7)
+CASES = [
+    ("opt-13b", Layout()),
+    ("llama-3-70b", Layout(tp=4)),
+    ("llama-3-70b", Layout(tp=2, pp=4)),
+    ("gemma-3-27b", Layout(tp=2)),
+    ("gpt-oss-120b", Layout(tp=2)),
+    ("deepseek-v3", Layout(tp=8)),
+    ("deepseek-v3", Layout(tp=4, dp=8, ep=32)),
+    ("qwen3-30b-a3b", Layout(tp=1, dp=4, ep=4)),
+]
+
+
+def work_of(cost: CostModel, sequences: list[tuple[int, int]], copies: int = 0) -> StepWork:
+    """A step of sequences of (tokens computed before, tokens computed now), each of which gets a token."""
+    ids = list(range(len(sequences)))
+    starts, counts = [start for start, _ in sequences], [count for _, count in sequences]
+    return StepWork.of(StepPlan(0, ids, starts, counts, ids, ids, block_copies=[(0, 0)] * copies), cost.windows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@given(
+    sequences=st.lists(
+        st.tuples(st.integers(0, 9000), st.sampled_from((1, 1, 1, 2, 70, 900))), min_size=1, max_size=40
+    ),
+    copies=st.integers(0, 3),
+)
+def test_the_fast_sum_is_that_of_the_breakdown(
+    case: tuple[str, Layout], sequences: list[tuple[int, int]], copies: int
+) -> None:
+    name, layout = case
+    cost = CostModel(find_shape(name), GPU, replace(layout, pp=1))
+    work = work_of(cost, sequences, copies)
+    assert cost.step_seconds(work) == pytest.approx(sum(cost.breakdown(work).values()), rel=1e-9)
+
+
+def test_a_dense_step_by_hand() -> None:
+    """OPT-13B, one prompt of 100 tokens and two sequences at 50 and 300, on one device."""
+    shape = find_shape("opt-13b")
+    factors = Factors(compute=0.5, bandwidth=0.8, attention_compute=0.25, attention_bandwidth=0.4)
+    device = replace(GPU, factors=factors, half_rows=4.0)
+    cost = CostModel(shape, device)
+    found = cost.breakdown(work_of(cost, [(0, 100), (50, 1), (300, 1)]))
+    peak, bandwidth = device.peaks["float16"], device.bandwidth
+    rows, hidden, layers = 102, 5120, 40
+
+    def product(weights: float, width: float, rows: int) -> float:
+        return max(2 * (rows + 4) * weights / (0.5 * peak), 2 * (weights + rows * width) / (0.8 * bandwidth))
+
+    projections = layers * product(4 * hidden**2, hidden + 3 * hidden + 2 * hidden, rows)
+    mlp = layers * product(8 * hidden**2, 2 * (hidden + 4 * hidden), rows)
+    vocabulary = shape.vocab * hidden
+    assert found["projections"] == pytest.approx(projections)
+    assert found["mlp"] == pytest.approx(mlp)
+    logits = product(vocabulary, hidden + shape.vocab, 3)
+    assert found["logits"] == pytest.approx(logits)
+    assert found["sampling"] == pytest.approx(3 * shape.vocab * LOGIT_BYTES * LOGIT_PASSES / (0.8 * bandwidth))
+    pairs, context, kept = 100 * 101 / 2, 100, 2 * hidden * 2
+    prefill = layers * max(
+        4 * pairs * hidden / (0.25 * peak), (context * kept + 100 * 2 * hidden * 2) / (0.4 * bandwidth)
+    )
+    assert found["prefill attention"] == pytest.approx(prefill)
+    decode = layers * 352 * max(4 * hidden / (0.25 * peak), kept / (0.4 * bandwidth))
+    assert found["decode attention"] == pytest.approx(decode)
+    assert found["elementwise"] == pytest.approx(layers * ROW_PASSES * rows * hidden * 2 / (0.8 * bandwidth))
+    launches = (layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * device.launch_overhead
+    assert found["launches"] == pytest.approx(launches)
+    assert found["per token"] == pytest.approx(rows * device.token_overhead)
+    assert found["per sequence"] == pytest.approx(3 * device.sequence_overhead)
+
+
+def test_few_rows_read_and_many_multiply() -> None:
+    shape, device = find_shape("llama-3-8b"), replace(GPU, half_rows=0.0)
+    cost = CostModel(shape, device)
+    one = cost.breakdown(work_of(cost, [(10, 1)]))["mlp"]
+    weights = 32 * 3 * 4096 * 14336
+    assert one == pytest.approx(2 * weights / (device.bandwidth * device.factors.bandwidth), rel=0.001)
+    many = cost.breakdown(work_of(cost, [(0, 8000)]))["mlp"]
+    assert many == pytest.approx(2 * 8000 * weights / (device.peak("bfloat16") * device.factors.compute))
+
+
+def test_experts_are_read_as_tokens_come_to_them() -> None:
+    shape = find_shape("mixtral-8x7b")
+    device = replace(GPU, half_rows=0.0)
+    cost = CostModel(shape, device)
+    expert = 32 * 2 * shape.expert_parameters / (device.bandwidth * device.factors.bandwidth)
+
+    def read(num_tokens: int) -> float:
+        return cost.breakdown(work_of(cost, [(10, 1)] * num_tokens))["experts"] / expert
+
+    assert read(1) == pytest.approx(2, rel=0.01)
+    assert read(2) == pytest.approx(8 * (1 - 0.75**2), rel=0.01)
+    assert read(40) == pytest.approx(8, rel=0.03)
+
+
+def test_a_latent_is_read_instead_of_heads() -> None:
+    shape = find_shape("deepseek-v3")
+    cost = CostModel(shape, find("h200"), Layout(tp=8))
+    hardware = cost.hardware
+    context = 1_000_000
+    seconds = cost.breakdown(work_of(cost, [(context - 1, 1)]))["decode attention"]
+    by_bytes = 61 * context * 576 * 2 / (hardware.bandwidth * hardware.factors.attention_bandwidth)
+    pairs = 61 * context * (128 / 8) * 2 * (576 + 512)
+    assert seconds == pytest.approx(
+        max(by_bytes, pairs / (hardware.peak("bfloat16") * hardware.factors.attention_compute))
+    )
+    alone = CostModel(shape, replace(hardware, memory=1e12), Layout(tp=1))
+    assert alone.breakdown(work_of(alone, [(context - 1, 1)]))["decode attention"] >= seconds
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    shape = find_shape("gemma-3-27b")
+    full = replace(shape, windows=(None,) * shape.num_layers)
+    short, long = [(500, 1)], [(100_000, 1)]
+    for case, least, most in ((short, 0.99, 1.01), (long, 4.0, 6.5)):
+        hybrid, plain = CostModel(shape, GPU), CostModel(full, GPU)
+        ratio = (
+            plain.breakdown(work_of(plain, case))["decode attention"]
+            / hybrid.breakdown(work_of(hybrid, case))["decode attention"]
+        )
+        assert least < ratio < most
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "mixtral-8x7b", "deepseek-v3"])
+def test_sharing_layers_shares_the_work_and_costs_all_reduces(name: str) -> None:
+    shape = find_shape(name)
+    steps = {}
+    for tp in (1, 2, 4, 8):
+        cost = CostModel(shape, GPU, Layout(tp=tp))
+        steps[tp] = cost.breakdown(work_of(cost, [(500, 1)] * 32))
+    assert "all-reduce" not in steps[1]
+    for tp in (2, 4, 8):
+        assert steps[tp]["projections"] < 1.05 * steps[1]["projections"] / tp * (1.6 if shape.latent else 1)
+        row = 32 * shape.hidden * 2
+        link = GPU.link_bandwidth * GPU.factors.link
+        reduces = 2 * shape.num_layers
+        gathered = 32 * shape.vocab * 2 * (tp - 1) / tp / link
+        expected = (reduces + 1) * GPU.link_latency + reduces * 2 * (tp - 1) / tp * row / link + gathered
+        assert steps[tp]["all-reduce"] == pytest.approx(expected)
+
+
+def test_more_devices_than_a_node_meet_on_the_network() -> None:
+    shape = find_shape("llama-3.1-405b")
+    seconds = {}
+    for tp in (8, 16):
+        cost = CostModel(shape, GPU, Layout(tp=tp))
+        seconds[tp] = cost.breakdown(work_of(cost, [(0, 4000)]))["all-reduce"]
+    assert seconds[16] > 5 * seconds[8]
+
+
+def test_pipeline_stages_take_turns() -> None:
+    shape = find_shape("llama-3-70b")
+    one, four = CostModel(shape, GPU, Layout(tp=2)), CostModel(shape, GPU, Layout(tp=2, pp=4))
+    sequences = [(500, 1)] * 64
+    whole = one.step_seconds(work_of(one, sequences))
+    assert whole < four.step_seconds(work_of(four, sequences)) < 2 * whole
+    # With the next step in flight nothing waits: a stage of a quarter of the layers, four times over.
+    overlapped = four.step_seconds(work_of(four, sequences), overlapped=True)
+    assert overlapped <= four.step_seconds(work_of(four, sequences))
+    assert four.weight_bytes_per_device < 0.3 * one.weight_bytes_per_device
+
+
+def test_experts_spread_over_more_devices_are_read_less_and_visited() -> None:
+    shape = find_shape("deepseek-v3")
+    device = find("h200")
+    narrow, wide = CostModel(shape, device, Layout(tp=8)), CostModel(shape, device, Layout(tp=8, dp=8, ep=64))
+    sequences = [(1000, 1)] * 256
+    before, after = narrow.breakdown(work_of(narrow, sequences)), wide.breakdown(work_of(wide, sequences))
+    assert after["experts"] + after["exchange"] < 0.8 * before["experts"]
+    experts = shape.routed_parameters
+    assert narrow.weight_bytes_per_device - wide.weight_bytes_per_device == pytest.approx(experts / 8 - experts / 64)
+    # What goes where: every pick of a token but those that stay, there and back, beside two latencies a layer.
+    assert after["exchange"] == pytest.approx(2 * shape.num_moe_layers * device.network_latency)
+
+
+def test_precision_sets_bytes_and_peak() -> None:
+    shape = find_shape("llama-3-70b")
+    full, half = CostModel(shape, GPU), CostModel(shape, GPU, precision=Precision.of(shape, "float8"))
+    few, many = [(10, 1)], [(0, 8000)]
+    for case in (few, many):
+        ratio = half.breakdown(work_of(half, case))["mlp"] / full.breakdown(work_of(full, case))["mlp"]
+        assert ratio == pytest.approx(0.5, rel=0.03)
+    kv = CostModel(shape, GPU, precision=Precision.of(shape, None, "float8"))
+    long = [(50_000, 1)]
+    ratio = (
+        kv.breakdown(work_of(kv, long))["decode attention"] / full.breakdown(work_of(full, long))["decode attention"]
+    )
+    assert ratio == pytest.approx(0.5, rel=0.01)
+
+
+def test_weights_of_a_device_add_up() -> None:
+    for name in ("llama-3-8b", "gpt-oss-120b", "deepseek-v3", "opt-13b"):
+        shape = find_shape(name)
+        cost = CostModel(shape, find("b200"))
+        assert cost.weight_bytes_per_device == pytest.approx(cost.weight_bytes)
+        assert cost.weight_bytes == pytest.approx(shape.weight_bytes(), rel=0.001)
+
+
+def test_a_device_without_limits_takes_no_time() -> None:
+    shape = find_shape("mixtral-8x7b")
+    free = replace(
+        GPU,
+        peaks=dict.fromkeys(GPU.peaks, math.inf),
+        bandwidth=math.inf,
+        launch_overhead=0.0,
+        token_overhead=0.0,
+        sequence_overhead=0.0,
+    )
+    cost = CostModel(shape, free)
+    assert cost.step_seconds(work_of(cost, [(0, 100), (5, 1)])) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 3}, "does not divide"),
+        ({"pp": 81}, "exceeds the 80 layers"),
+        ({"tp": 2, "dp": 2, "ep": 4}, "does not share out the experts"),
+        ({"tp": 4, "dp": 2, "ep": 6}, "must be a multiple of tp"),
+        ({"tp": 4, "dp": 3, "ep": 8}, "whole groups"),
+    ],
+)
+def test_layouts_that_cannot_be(layout: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        CostModel(find_shape("llama-3-70b"), GPU, Layout(**layout))
+
+
+def test_profiles_go_to_files_and_back() -> None:
+    for name, hardware in profiles().items():
+        assert from_json(name, to_json(hardware)[name]) == hardware
+    entry = to_json(GPU)["h100"]
+    with pytest.raises(UserError, match="must be a number"):
+        from_json("x", {**entry, "bandwidth": "fast"})
+    with pytest.raises(UserError, match="bandwith"):
+        from_json("x", {**entry, "bandwith": 1})
+    with pytest.raises(UserError, match="at most 1"):
+        from_json("x", {**entry, "factors": {"compute": 1.5}})
+
+
+def test_a_device_multiplies_what_it_knows() -> None:
+    shape: ModelShape = find_shape("deepseek-v3")
+    old: Hardware = find("a100-80g")
+    with pytest.raises(UserError, match="does not multiply float8"):
+        CostModel(shape, old, Layout(tp=8))
+    assert CostModel(shape, old, Layout(tp=8), Precision.of(shape, "bfloat16")).weight_bytes > 1.3e12

@@ -1,0 +1,114 @@
+"""The highest rate that holds: found where it is, and never lowered by more memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from quire.errors import QuireError, UserError
+from quire.simulator.layout import Layout
+from quire.simulator.metrics import Metrics
+from quire.simulator.rates import PRECISION, find_rate
+from quire.simulator.scenario import Scenario, SyntheticSource
+from quire.simulator.sweep import Point, layouts, pareto_front, run_layout, sweep
+from quire.simulator.workloads import Arrivals
+from tests.simulator.making import make_cost, settings
+
+
+def run_at(rate: float) -> Metrics:
+    return Metrics(end=rate)
+
+
+@pytest.mark.parametrize("limit", [0.013, 0.99, 1.0, 1.01, 37.2, 4096.0])
+@pytest.mark.parametrize("start", [1.0, 50.0])
+def test_the_limit_is_found_from_either_side(limit: float, start: float) -> None:
+    found = find_rate(run_at, lambda metrics: metrics.end <= limit, start=start)
+    assert limit / (1 + PRECISION) <= found.rate <= limit
+    assert found.metrics.end == found.rate
+    failed = [trial.rate for trial in found.trials if not trial.holds]
+    assert limit < min(failed) <= found.rate * (1 + PRECISION)
+
+
+def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
+    with pytest.raises(QuireError, match="not even"):
+        find_rate(run_at, lambda metrics: False)
+    with pytest.raises(QuireError, match="do not bind"):
+        find_rate(run_at, lambda metrics: True)
+
+
+def scenario(**changes: object) -> Scenario:
+    return Scenario(
+        source=SyntheticSource("sharegpt", Arrivals(1.0, num_requests=60)),
+        cost=make_cost(),
+        settings=settings(max_num_seqs=64, **changes),
+        objectives={"normalized_latency": 2e-3},
+        percentile=90.0,
+    )
+
+
+def test_more_memory_never_lowers_the_rate() -> None:
+    rates = []
+    for num_blocks in (130, 200, 300, 450):
+        case = scenario(num_blocks_override=num_blocks)
+        rates.append(find_rate(case.run, case.holds, start=20.0, precision=0.05).rate)
+    assert all(less <= more * 1.05 for less, more in itertools.pairwise(rates)), rates
+    assert rates[-1] > 1.3 * rates[0], "memory was never the limit"
+
+
+def test_who_is_refused_breaks_every_objective() -> None:
+    case = replace(scenario(num_blocks_override=20), objectives={})
+    assert not case.holds(case.run(1.0))
+    fits = replace(scenario(num_blocks_override=200), objectives={})
+    assert fits.holds(fits.run(1.0))
+
+
+def test_layouts_are_all_that_the_model_allows() -> None:
+    found = layouts(scenario(), 8)
+    assert Layout(tp=1, pp=1, dp=8) in found
+    assert Layout(tp=8, pp=1, dp=1) in found
+    assert Layout(tp=2, pp=4, dp=1) in found
+    assert all(layout.num_devices == 8 for layout in found)
+    assert all(layout.pp <= 4 for layout in found), "the model has four layers"
+    small = replace(scenario(), cost=make_cost(num_attention_heads=2, num_key_value_heads=2))
+    assert max(layout.tp for layout in layouts(small, 8)) == 2
+
+
+def test_a_model_that_fits_nowhere_says_why() -> None:
+    hardware = replace(make_cost().hardware, memory=1000.0)
+    case = replace(scenario(), cost=make_cost(hardware), settings=settings(num_blocks_override=None))
+    with pytest.raises(UserError, match=r"no layout of 1 devices: .* does not fit"):
+        layouts(case, 1)
+
+
+def test_a_sweep_ends_where_more_requests_bring_no_more_tokens() -> None:
+    result = run_layout(replace(scenario(), objectives={}), Layout())
+    rates = [point.rate for point in result.points]
+    assert rates == pytest.approx([rates[0] * 2**number for number in range(len(rates))])
+    throughput = [point.tokens_per_second for point in result.points]
+    assert throughput[-1] < 1.05 * throughput[-2]
+    assert throughput[-2] > 1.5 * throughput[0]
+    assert result.found_rate is None
+
+
+def test_layouts_side_by_side_give_what_one_after_the_other_gives() -> None:
+    case = replace(
+        scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, num_requests=12)), objectives={"ttft": 1e-3}
+    )
+    candidates = [Layout(), Layout(tp=2)]
+    one, two = sweep(case, candidates), sweep(case, candidates, num_processes=2)
+    assert [each.found_rate for each in one] == [each.found_rate for each in two]
+    assert [[point.tpot for point in each.points] for each in one] == [
+        [point.tpot for point in each.points] for each in two
+    ]
+    assert all(each.found_rate for each in one)
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    def point(tpot: float, tokens: float) -> Point:
+        return Point(Layout(), 1.0, tpot, 0.0, tokens, Metrics())
+
+    best = [point(0.1, 100), point(0.02, 60), point(0.01, 10)]
+    beaten = [point(0.1, 90), point(0.02, 10), point(0.03, 60), point(0.01, 9)]
+    assert pareto_front([*beaten, *best]) == best

@@ -1,0 +1,232 @@
+"""One replica: closed forms, determinism, conservation, and what the prefix cache finds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from quire.errors import InsufficientMemoryError
+from quire.simulator.hardware import find
+from quire.simulator.metrics import Metrics
+from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
+from quire.simulator.trace import TraceRequest
+from quire.simulator.work import StepWork
+from quire.simulator.workloads import Arrivals, stream
+from tests.simulator.making import make_cost, records, settings
+from tests.simulator.test_work import make_plan
+
+HOST, EACH = 2e-4, 5e-5
+HARDWARE = replace(find("a100-40g"), host_overhead=HOST, host_overhead_per_sequence=EACH)
+
+
+def seconds(entries: list[tuple[int, int]], num_sampled: int, host: bool = True) -> float:
+    """A step, by the cost model; with the host's overhead before it."""
+    cost = make_cost(HARDWARE)
+    work = StepWork.of(make_plan(entries))
+    work.num_sampled = num_sampled
+    return cost.step_seconds(work) + (HOST + len(entries) * EACH if host else 0.0)
+
+
+def test_alone_a_request_takes_the_sum_of_its_steps() -> None:
+    (record,) = records([TraceRequest(5.0, 600, 4)], make_cost(HARDWARE))
+    prompt = seconds([(0, 256)], 0) + seconds([(256, 256)], 0) + seconds([(512, 88)], 1)
+    tokens = [seconds([(start, 1)], 1) for start in (600, 601, 602)]
+    assert record.ttft == pytest.approx(prompt)
+    assert record.latency == pytest.approx(prompt + sum(tokens))
+    assert record.tpot == pytest.approx(sum(tokens) / 3)
+    assert record.normalized_latency == pytest.approx(record.latency / 4)
+    assert (record.num_tokens, record.num_generated, record.num_cached, record.num_preemptions) == (4, 4, 0, 0)
+
+
+def test_two_that_arrive_together_share_their_steps() -> None:
+    first, second = records([TraceRequest(0.0, 40, 2), TraceRequest(0.0, 60, 3)], make_cost(HARDWARE))
+    prompt, both = seconds([(0, 40), (0, 60)], 2), seconds([(40, 1), (60, 1)], 2)
+    assert first.ttft == second.ttft == pytest.approx(prompt)
+    assert first.latency == pytest.approx(prompt + both)
+    assert second.latency == pytest.approx(prompt + both + seconds([(61, 1)], 1))
+
+
+def test_who_arrives_during_a_step_waits_for_its_end() -> None:
+    prompt = seconds([(0, 200)], 1)
+    first, second = sorted(
+        records([TraceRequest(0.0, 200, 1), TraceRequest(prompt / 2, 100, 1)], make_cost(HARDWARE)),
+        key=lambda record: record.number,
+    )
+    assert first.latency == pytest.approx(prompt)
+    assert second.ttft == pytest.approx(prompt / 2 + seconds([(0, 100)], 1))
+
+
+def test_samples_of_one_prompt_share_it() -> None:
+    (record,) = records([TraceRequest(0.0, 100, 3, n=4)], make_cost(HARDWARE))
+    steps = [seconds([(0, 100)], 4), seconds([(100, 1)] * 4, 4), seconds([(101, 1)] * 4, 4)]
+    copies = make_cost(HARDWARE)
+    copied = StepWork.of(make_plan([(100, 1)] * 4))
+    copied.num_copied_blocks = 3  # all but one write into a copy of the prompt's last block
+    extra = copies.step_seconds(copied) - copies.step_seconds(StepWork.of(make_plan([(100, 1)] * 4)))
+    assert record.latency == pytest.approx(sum(steps) + extra)
+    assert record.num_generated == 12
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    def run(seed: int) -> dict[str, object]:
+        return simulate(stream("sharegpt", Arrivals(40.0, num_requests=40), seed), make_cost(), settings()).as_json()
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+REQUESTS = st.lists(
+    st.builds(
+        TraceRequest,
+        arrival=st.floats(0, 0.2),
+        input_tokens=st.integers(1, 300),
+        output_tokens=st.integers(1, 40),
+        prefix_group=st.sampled_from(["a", "b", None]),
+        prefix_tokens=st.integers(0, 300),
+        n=st.integers(1, 3),
+        priority=st.integers(-2, 2),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def with_valid_prefix(request: TraceRequest) -> TraceRequest:
+    shared = 0 if request.prefix_group is None else min(request.prefix_tokens, request.input_tokens)
+    return replace(request, prefix_tokens=shared)
+
+
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(18, 60),
+    mode=st.sampled_from(["recompute", "swap", "auto"]),
+    depth=st.integers(1, 2),
+    window=st.sampled_from([None, 50]),
+    beams=st.booleans(),
+)
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_everybody_finishes_or_is_refused_and_tokens_add_up(
+    requests: list[TraceRequest], num_blocks: int, mode: str, depth: int, window: int | None, beams: bool
+) -> None:
+    requests = sorted(map(with_valid_prefix, requests), key=lambda request: request.arrival)
+    if beams:
+        requests = [replace(request, n=1, beam_width=request.n + 1) for request in requests]
+    done: list[Record] = []
+    refused: list[TraceRequest] = []
+    options = settings(
+        num_blocks_override=num_blocks,
+        preemption_mode=mode,
+        swap_space=10**6,
+        queue_depth=depth,
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+    )
+    windows = {} if window is None else {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}  # fmt: skip  # noqa: E501
+    observer = Observer(on_record=done.append, on_refusal=lambda request, reason: refused.append(request))
+    metrics = simulate(requests, make_cost(**windows), options, observer=observer)  # checks that all blocks are free
+    assert sorted(id(record.request) for record in done) == sorted(
+        id(request) for request in requests if not any(request is other for other in refused)
+    )
+    assert metrics.num_requests == len(requests) == metrics.num_finished + metrics.num_refused
+    assert metrics.num_output_tokens == sum(r.request.output_tokens * r.request.num_sequences for r in done)
+    assert metrics.num_output_tokens == metrics.stats.generation_tokens_total
+    assert metrics.num_input_tokens == sum(record.request.input_tokens for record in done)
+    for record in done:
+        assert record.request.arrival < record.first_token <= record.finish <= metrics.end
+        assert 0 <= record.num_cached < record.request.input_tokens
+    assert metrics.latencies["ttft"].count == len(done)
+
+
+def test_a_request_that_never_fits_is_refused_and_the_others_are_served() -> None:
+    reasons: list[str] = []
+    metrics = simulate(
+        [TraceRequest(0.0, 5000, 10), TraceRequest(0.0, 20, 5), TraceRequest(0.0, 30, 5, n=17)],
+        make_cost(),
+        settings(num_blocks_override=200),
+        observer=Observer(on_refusal=lambda request, reason: reasons.append(reason)),
+    )
+    assert (metrics.num_finished, metrics.num_refused) == (1, 2)
+    assert "longest sequence, 3200" in reasons[0], "the pool, not the model's 4096"
+    assert "n=17 exceeds the engine's max_num_seqs of 16" in reasons[1]
+
+
+def test_an_output_ends_where_the_longest_sequence_does() -> None:
+    (record,) = records([TraceRequest(0.0, 3190, 500)])
+    assert record.num_tokens == 10
+
+
+def test_requests_of_a_group_find_each_others_prefix_and_nothing_else() -> None:
+    requests = [
+        TraceRequest(0.0, 100, 4, "examples", 64),
+        TraceRequest(1.0, 120, 4, "examples", 64),
+        TraceRequest(2.0, 100, 4, "others", 64),
+        TraceRequest(3.0, 100, 4),
+        TraceRequest(4.0, 90, 4, "examples", 40),
+    ]
+    assert [record.num_cached for record in records(requests)] == [0, 64, 0, 0, 32]
+    assert [record.num_cached for record in records(requests, options=settings(enable_prefix_caching=False))] == [0] * 5
+
+
+def test_a_conversation_finds_its_earlier_turns_with_their_answers() -> None:
+    turns = [TraceRequest(float(turn), 100 + 150 * turn, 80, "talk", 100 + 150 * turn) for turn in range(3)]
+    # A turn leaves its prompt and all of its answer but the last token, whole blocks of 16: 179 and 329 tokens.
+    assert [record.num_cached for record in records(turns)] == [0, 176, 320]
+
+
+def test_swapped_and_recomputed_requests_generate_the_same_number_of_tokens() -> None:
+    requests = [TraceRequest(0.0, 100, 200) for _ in range(6)]
+    small = settings(num_blocks_override=60)
+    recomputed = simulate(requests, make_cost(), small)
+    swapped = simulate(requests, make_cost(), replace(small, preemption_mode="swap", swap_space=10**9))
+    assert recomputed.stats.preemptions_total > 0 == recomputed.stats.swap_preemptions_total
+    assert swapped.stats.swap_preemptions_total > 0 == swapped.stats.recomputed_tokens_total
+    assert recomputed.num_output_tokens == swapped.num_output_tokens == 1200
+
+
+def test_what_is_kept_of_a_run_agrees_with_what_happened() -> None:
+    steps: list[tuple[int, float]] = []
+
+    def look(core: object, took: float) -> None:
+        steps.append((core.stats().num_running, took))  # type: ignore[attr-defined]
+
+    metrics = simulate(
+        stream("alpaca", Arrivals(50.0, num_requests=60)), make_cost(), settings(), observer=Observer(on_step=look)
+    )
+    total = sum(took for _, took in steps)
+    assert metrics.step_seconds == pytest.approx(total)
+    assert metrics.mean_running == pytest.approx(sum(running * took for running, took in steps) / total)
+    rows = metrics.series.rows(metrics.num_blocks)
+    assert sum(row["output_tokens_per_second"] for row in rows) * metrics.series.width == metrics.num_output_tokens
+    assert sum(row["preemptions"] for row in rows) == metrics.stats.preemptions_total
+    assert 0 < metrics.busy_seconds < metrics.step_seconds
+
+
+def test_a_model_that_does_not_fit_says_so() -> None:
+    hardware = replace(HARDWARE, memory=1e6)
+    with pytest.raises(InsufficientMemoryError, match=r"tiny does not fit .* the weights take"):
+        simulate([TraceRequest(0.0, 10, 1)], make_cost(hardware), EngineSettings())
+
+
+def test_the_pool_is_what_the_device_leaves() -> None:
+    cost = make_cost(replace(HARDWARE, memory=1e9))
+    options = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, gpu_memory_utilization=0.5)
+    replica = Replica(cost, options)
+    token = 4 * 2 * 4 * 32 * 2
+    left = 0.5e9 - cost.weight_bytes_per_device
+    assert replica.core.ready.num_blocks == pytest.approx(left / (16 * token), rel=0.01)
+
+
+def test_an_idle_clock_stands_where_it_was_told() -> None:
+    replica = Replica(make_cost(), settings())
+    replica.advance(7.5)
+    assert replica.clock.now() == 7.5
+    replica.offer(TraceRequest(7.0, 10, 2))
+    replica.advance(math.inf)
+    result = replica.finish()
+    assert isinstance(result, Metrics)
+    assert result.end > 7.5

@@ -1,0 +1,82 @@
+"""Synthetic requests: the means that are promised, the same for the same seed, drawn one at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+
+from quire.errors import UserError
+from quire.simulator.tokens import GROUP_TOKENS, OWN_TOKENS, first_of_group, prompt_tokens
+from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, stream
+
+
+@pytest.mark.parametrize(("name", "shape"), [("sharegpt", SHAREGPT), ("alpaca", ALPACA)])
+def test_lengths_have_the_papers_means(name: str, shape: object) -> None:
+    requests = list(stream(name, Arrivals(1.0, num_requests=20_000)))
+    for length, mean in (("input_tokens", shape.mean_input), ("output_tokens", shape.mean_output)):  # type: ignore[attr-defined]
+        values = [getattr(request, length) for request in requests]
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        assert statistics.fmean(values) == pytest.approx(mean, abs=4 * error)
+        assert statistics.median(values) < 0.8 * mean, "not heavy-tailed"
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
+def test_gaps_have_the_rate_and_the_burstiness(burstiness: float) -> None:
+    times = [request.arrival for request in stream("alpaca", Arrivals(5.0, burstiness, num_requests=20_000))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_the_same_requests_arrive_at_another_rate() -> None:
+    slow, fast = (list(stream("sharegpt", Arrivals(rate, num_requests=50), 7)) for rate in (1.0, 4.0))
+    assert [(r.input_tokens, r.output_tokens) for r in slow] == [(r.input_tokens, r.output_tokens) for r in fast]
+    assert [r.arrival for r in fast] == pytest.approx([r.arrival / 4 for r in slow])
+
+
+def test_a_stream_ends_with_its_time_or_its_number() -> None:
+    assert all(request.arrival < 10 for request in stream("alpaca", Arrivals(20.0, duration=10.0)))
+    assert len(list(stream("alpaca", Arrivals(20.0, duration=1e9, num_requests=5)))) == 5
+    assert {request.arrival for request in stream("alpaca", Arrivals(math.inf, num_requests=5))} == {0.0}
+
+
+def test_every_workload_fits_the_papers_models() -> None:
+    for name in WORKLOADS:
+        for request in stream(name, Arrivals(1.0, num_requests=300)):
+            assert request.input_tokens >= 1
+            assert request.input_tokens + request.output_tokens <= 2048
+            assert request.prefix_tokens < request.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.0, 1.0, 5.0), "rate must be above 0"),
+        ((math.nan, 1.0, 5.0), "rate must be above 0"),
+        ((1.0, 0.0, 5.0), "burstiness"),
+        ((1.0, 1.0, None), "must end"),
+        ((math.inf, 1.0, 5.0), "needs --num-requests"),
+        ((1.0, 1.0, -5.0), "duration must be above 0"),
+    ],
+)
+def test_arrivals_that_make_no_sense(arguments: tuple[float, float, float | None], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Arrivals(*arguments)
+
+
+def test_an_unknown_workload_is_named() -> None:
+    with pytest.raises(UserError, match="did you mean 'alpaca'"):
+        list(stream("alpacca", Arrivals(1.0, num_requests=1)))
+
+
+def test_prompts_share_what_they_should_and_begin_differently_after() -> None:
+    first, second = prompt_tokens(1, 50, "a", 20), prompt_tokens(2, 60, "a", 20)
+    assert first[:20] == second[:20]
+    assert not set(first[20:21]) & set(second)
+    assert len(first) == 50
+    assert prompt_tokens(1, 5, None, 0)[0] != prompt_tokens(2, 5, None, 0)[0]
+    assert OWN_TOKENS <= min(prompt_tokens(10**12, 9, None, 0)) < GROUP_TOKENS <= first_of_group("a")
+    assert max(first) < 2**32, "the prefix cache hashes 32 bits of a token"
