@@ -31,8 +31,8 @@ void bf16_tile(const Tile& tile) {
         low[r] = dot_bf16(low[r], pair, w_low);
         high[r] = dot_bf16(high[r], pair, w_high);
       }
-      prefetch_line(soon);
-      prefetch_line(soon + tile.prefetch_step);
+      prefetch_line(tile, soon);
+      prefetch_line(tile, soon + tile.prefetch_step);
       soon += 2 * tile.prefetch_step;
       panel += 128;
       x += kPitch;

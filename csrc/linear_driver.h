@@ -100,6 +100,22 @@ inline void finish_tile(const Finish& finish, const float* sums, const float* ro
   }
 }
 
+// What a tile's finish reads and writes lies in as many places as it has rows, where no prefetcher finds it. (Of a small
+// batch it lies in the L1 cache.)
+template <bool kGated>
+inline void expect_tile(const Finish& finish, int64_t first_row, int64_t rows, int64_t panel) {
+  constexpr int64_t kWidth = kGated ? kPanel / 2 : kPanel;
+  const int64_t column = panel * kWidth;
+  for (int64_t r = first_row; r < first_row + rows; ++r) {
+    const float* residual = finish.residual ? finish.residual + r * finish.args.residual.stride + column : nullptr;
+    const float* out = finish.out + r * finish.args.out.stride + column;
+    for (int64_t c = 0; c < kWidth && column + c < finish.width; c += 16) {
+      if (residual && residual != out) __builtin_prefetch(residual + c, 0, 3);
+      __builtin_prefetch(out + c, 1, 3);
+    }
+  }
+}
+
 // Deals runs of items to the threads: long ones first, so that memory is read in long streams, and single ones at the
 // end, so that all threads finish together.
 class Runs {
@@ -107,9 +123,13 @@ class Runs {
   Runs(Team& team, int64_t items, int64_t longest) : team_(team), items_(items), longest_(longest) { next_run(); }
   // The next item, or -1.
   int64_t next() {
+    if (at_ >= items_) return -1;
+    const int64_t item = at_++;
     if (at_ == end_) next_run();
-    return at_ < items_ ? at_++ : -1;
+    return item;
   }
+  // The one after it, or -1: what it needs is asked for meanwhile.
+  int64_t ahead() const { return at_ < items_ ? at_ : -1; }
 
  private:
   void next_run() {
@@ -136,10 +156,11 @@ void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64
   Method::pack(args.weight, x, args.x.stride, end - first, packed + tile * plan.tile_bytes);
 }
 
-// Tiles first .. end over one panel.
+// Tiles first .. end over one panel. next: the panel that this thread needs after it (or this one), which the passes
+// ask for. is_cold: nobody has asked for this one.
 template <class Method>
 void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
-               int64_t first, int64_t end) {
+               int64_t next, bool is_cold, int64_t first, int64_t end) {
   const PackedWeight& weight = args.weight;
   const TileLayout layout = Method::layout(weight);
   const int64_t groups = num_groups(weight);
@@ -153,19 +174,23 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
+  const std::byte* after = static_cast<const std::byte*>(weight.data) + next * plan.panel_bytes;
   for (int64_t tile = first; tile < end; ++tile) {
     const std::byte* x = packed + tile * plan.tile_bytes;
     const int64_t row = first_row_of(plan, step.rows, tile);
     const int64_t rows = first_row_of(plan, step.rows, tile + 1) - row;
     call.x = x;
     call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
-    if (end - first == 1) {  // one pass over the panel: just ahead of it
+    call.prefetch_far = tile > first || !is_cold;
+    if (call.prefetch_far) {  // each pass asks for a part of the next panel
+      const int64_t passes = end - first - is_cold;
+      call.prefetch = after + plan.panel_bytes * (tile - first - is_cold) / passes;
+      call.prefetch_step = 64 / passes;
+    } else {  // just ahead of the reading
       call.prefetch = call.panel + Method::kPrefetchAhead;
       call.prefetch_step = 64;
-    } else {  // each pass asks for a part of the next panel
-      call.prefetch = call.panel + plan.panel_bytes + plan.panel_bytes * (tile - first) / (end - first);
-      call.prefetch_step = 64 / (end - first);
     }
+    if (plan.shared) (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
     Method::multiply(call, rows);
     const float* row_scales =
         weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr;
@@ -191,9 +216,13 @@ void run_linear(const LinearArgs& args, const Step& step, Team& team) {
   const int64_t blocks = (plan.tiles + block - 1) / block;
   const int64_t longest = blocks > 1 ? 1 : kRunBytes / plan.panel_bytes + 1;
   Runs runs(team, blocks * plan.panels, longest);
+  bool is_cold = true;
   for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
-    const int64_t index = item / plan.panels, end = (index + 1) * plan.tiles / blocks;
-    run_panel<Method>(args, step, plan, packed, item % plan.panels, index * plan.tiles / blocks, end);
+    const int64_t index = item / plan.panels, first = index * plan.tiles / blocks;
+    const int64_t end = (index + 1) * plan.tiles / blocks, next = runs.ahead() < 0 ? item : runs.ahead();
+    is_cold |= end - first == 1;  // a single pass asks for its own panel
+    run_panel<Method>(args, step, plan, packed, item % plan.panels, next % plan.panels, is_cold, first, end);
+    is_cold = false;
   }
 }
 

@@ -17,7 +17,15 @@ struct Tile {
   float* out;                 // [rows][32]
   const std::byte* prefetch;  // memory that is needed soon: prefetch_step of it for every 64 bytes of panel
   int64_t prefetch_step;
+  bool prefetch_far;          // it is a panel away: into the L2 cache, where it does not push out what is being used
 };
+
+QUIRE_INLINE void prefetch_line(const Tile& tile, const std::byte* at) {
+  if (tile.prefetch_far)
+    __builtin_prefetch(at, 0, 2);
+  else
+    __builtin_prefetch(at, 0, 3);
+}
 
 using TileKernel = void (*)(const Tile&);
 

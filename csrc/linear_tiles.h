@@ -45,8 +45,6 @@ struct F16 {
   }
 };
 
-QUIRE_INLINE void prefetch_line(const std::byte* at) { __builtin_prefetch(at, 0, 3); }
-
 constexpr int64_t pitch_of(int rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
 
 template <class Weight, int kRows>
@@ -72,7 +70,7 @@ void float_tile(const Tile& tile) {
         }
       }
       for (int64_t line = 0; line < Weight::kStep; line += 64) {
-        prefetch_line(soon);
+        prefetch_line(tile, soon);
         soon += tile.prefetch_step;
       }
       panel += Weight::kStep;
@@ -135,29 +133,34 @@ QUIRE_INLINE void accumulate_values(vi low_words, vi high_words, const float* x,
 }
 
 // Adds one group's sums to the totals: total += scale * sum (+ offset * sum of x).
-template <int kRows>
-QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
+template <int kRows, bool kHasOffsets>
+QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   constexpr int64_t kPitch = pitch_of(kRows);
-  const int64_t column = part * kLanes;
-  const float* scales = tile.scales + group * kPanel + column;
-  const vf scale_low = load(scales), scale_high = load(scales + 16);
+  const int64_t column = part * kLanes, from = group * kPanel + column;
+  const vf scale_low = load(tile.scales + from), scale_high = load(tile.scales + from + 16);
+  vf offset_low{}, offset_high{};
+  if constexpr (kHasOffsets) offset_low = load(tile.offsets + from), offset_high = load(tile.offsets + from + 16);
   float* out = tile.out + column;
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    const vf before_low = group ? load(out + r * kPanel) : zero();
-    const vf before_high = group ? load(out + r * kPanel + 16) : zero();
-    store(out + r * kPanel, fma(low[r], scale_low, before_low));
-    store(out + r * kPanel + 16, fma(high[r], scale_high, before_high));
+  for (int r = 0; r < kRows; ++r, out += kPanel) {
+    vf total_low = fma(low[r], scale_low, group ? load(out) : zero());
+    vf total_high = fma(high[r], scale_high, group ? load(out + 16) : zero());
+    if constexpr (kHasOffsets) {
+      const vf sum = broadcast(tile.x_sums[group * kPitch + r]);
+      total_low = fma(sum, offset_low, total_low);
+      total_high = fma(sum, offset_high, total_high);
+    }
+    store(out, total_low);
+    store(out + 16, total_high);
   }
-  if (tile.offsets == nullptr) return;
-  const float* offsets = tile.offsets + group * kPanel + column;
-  const vf offset_low = load(offsets), offset_high = load(offsets + 16);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    const vf sum = broadcast(tile.x_sums[group * kPitch + r]);
-    store(out + r * kPanel, fma(sum, offset_low, load(out + r * kPanel)));
-    store(out + r * kPanel + 16, fma(sum, offset_high, load(out + r * kPanel + 16)));
-  }
+}
+
+template <int kRows>
+QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
+  if (tile.offsets)
+    add_sums<kRows, true>(tile, group, part, low, high);
+  else
+    add_sums<kRows, false>(tile, group, part, low, high);
 }
 
 template <class Weight, int kRows>
@@ -176,8 +179,8 @@ void widening_tile(const Tile& tile) {
       for (int64_t k = 0; k < length; k += Weight::kValues) {
         const vi low_words = load_as<vi>(panel), high_words = load_as<vi>(panel + 64);
         accumulate_values<Weight, kRows, 0>(low_words, high_words, x, low, high);
-        prefetch_line(soon);
-        prefetch_line(soon + tile.prefetch_step);
+        prefetch_line(tile, soon);
+        prefetch_line(tile, soon + tile.prefetch_step);
         soon += 2 * tile.prefetch_step;
         panel += 128;
         x += Weight::kValues * kPitch;
@@ -283,8 +286,8 @@ void rounded_tile(const Tile& tile) {
           }
           x += kPitch;
         }
-        prefetch_line(soon);
-        prefetch_line(soon + tile.prefetch_step);
+        prefetch_line(tile, soon);
+        prefetch_line(tile, soon + tile.prefetch_step);
         soon += 2 * tile.prefetch_step;
         panel += 128;
       }

@@ -43,6 +43,10 @@ class InsufficientMemoryError(QuireError):
     """The KV cache does not fit: the message carries the arithmetic."""
 
 
+class EngineAsleepError(QuireError):
+    """The engine has given its memory back, and takes no requests before it is woken."""
+
+
 class EngineDeadError(QuireError):
     """The engine core is gone; the message carries the root cause."""
 

@@ -176,6 +176,24 @@ class LLM:
         assert isinstance(value, int)
         return value
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
+        1) or altogether (level 2). What was cached is forgotten; requests are refused meanwhile (docs/gpu.md).
+
+        Raises UserError while prefixes are registered."""
+        with self._busy:
+            self._call("sleep", str(level))
+
+    def wake_up(self) -> None:
+        """Take requests again; nothing is cached. Raises UserError when the memory, or the checkpoint, is gone."""
+        with self._busy:
+            self._call("wake_up")
+
+    def is_sleeping(self) -> bool:
+        """Whether requests are refused because the engine sleeps."""
+        with self._busy:
+            return bool(self._call("is_sleeping"))
+
     def shutdown(self) -> None:
         """Give the model and the KV cache back. Idempotent; also at the end of a `with` block or of the object."""
         self._finalizer()
@@ -228,7 +246,7 @@ class LLM:
         for refusal in outputs.refusals:
             index = next(i for i, request in enumerate(requests) if request.request_id == refusal.request_id)
             with _naming(index, "prompt", of=len(requests)):
-                raise UserError(refusal.message, param=refusal.param)
+                raise refusal.error()
 
     def _abandon(self, requests: list[EngineRequest]) -> None:
         """Forget what is unfinished here and in the core."""

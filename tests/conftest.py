@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is imported anywhere: tiny matrices gain nothing from more threads than one.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,6 +29,9 @@ from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
 
+if TYPE_CHECKING:
+    import torch
+
 # Whoever starts the tests in the background may have interrupts ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,6 +46,14 @@ def bundled_model_path() -> Path:
     path = Path(quire.__file__).parent / "bundled" / "quire-python-5m"
     assert (path / "config.json").is_file(), f"the bundled model is missing from {path}"
     return path
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where Triton kernels are tested: compiled on a GPU where there is one, else interpreted on host tensors."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)

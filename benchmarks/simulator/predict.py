@@ -70,7 +70,7 @@ class Run:
     last_step: int
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled", help="bundled, smollm2-135m (random weights), or a directory")
     parser.add_argument("--calibrate-on", metavar="NAME:RATE", help="default: sharegpt, at a rate for the model")
@@ -80,7 +80,11 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, help="of the engine (default: one per core)")
     parser.add_argument("--queue-depth", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    options = build_parser().parse_args()
     usual = DEFAULTS.get(options.model, DEFAULTS["smollm2-135m"])
     workloads = (options.calibrate_on or usual[0], options.predict or usual[1])
     with tempfile.TemporaryDirectory(prefix="quire-predict-") as name:
@@ -146,15 +150,17 @@ def drive(
     began = clock.now()
     waiting, live = list(reversed(requests)), dict[str, TraceRequest]()
     first, served = dict[str, float](), list[Served]()
+    slept_to = 0.0
     while waiting or live:
-        now = clock.now() - began
+        now = max(clock.now() - began, slept_to)
         while waiting and waiting[-1].arrival <= now:
             request = waiting.pop()
             name = f"{first_step}-{len(waiting)}"
             live[name] = request
             core.handle(AddRequest(engine_request(name, request, chance, vocab_size)))
         if not core.has_work:
-            sleep(max(0.0, waiting[-1].arrival - now))
+            slept_to = waiting[-1].arrival
+            sleep(slept_to - now)
             continue
         outputs = core.step()
         now = clock.now() - began

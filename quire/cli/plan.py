@@ -18,7 +18,7 @@ from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predi
 from quire.config.hf_config import FAMILIES, find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
-from quire.config.resolve import CPU_MAX_NUM_BATCHED_TOKENS, CPU_MAX_NUM_SEQS, CPU_MEMORY_UTILIZATION, resolve
+from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, profiles
@@ -31,15 +31,16 @@ from quire.worker.memory import available_memory
 GB = 10**9
 IRRELEVANT_OPTIONS = (
     "tokenizer", "device", "seed", "load_format", "attention_backend", "matmul_precision", "num_threads", "step_log",
-    "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init",
+    "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init", "enforce_eager", "cuda_graphs",
+    "cuda_graph_sizes", "batch_invariant",
 )  # fmt: skip
 STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
 """quantization -> what the cost model calls it."""
-CPU_DEFAULTS = {
-    "max_num_seqs": CPU_MAX_NUM_SEQS,
-    "max_num_batched_tokens": CPU_MAX_NUM_BATCHED_TOKENS,
-    "queue_depth": 1,
-    "gpu_memory_utilization": CPU_MEMORY_UTILIZATION,
+USUAL_ON_CPUS = {
+    "max_num_seqs": CPU_DEFAULTS.max_num_seqs,
+    "max_num_batched_tokens": CPU_DEFAULTS.max_num_batched_tokens,
+    "queue_depth": CPU_DEFAULTS.queue_depth,
+    "gpu_memory_utilization": CPU_DEFAULTS.memory_utilization,
 }
 
 
@@ -164,7 +165,7 @@ def _plan_for_devices(
     dtype = STORED_AS.get(options.quantization or "") or (None if options.dtype == "auto" else options.dtype)
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
-    usual = CPU_DEFAULTS if target.device.kind == "cpu" else DEFAULTS
+    usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
     config = engine_settings({**usual, **chosen}).config(cost)
     given_memory = options.kv_cache_memory is not None
     config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))

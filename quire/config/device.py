@@ -5,18 +5,23 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes that the native kernels compute: multiples of the first up to the second."""
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """device: "cpu" (others come with their back ends). num_threads: compute threads of the CPU back end.
-    attention_backend: resolved: "native" (the whole model runs on the native kernels) or "torch" (plain operators).
+    """device: "cpu" or "cuda". num_threads: compute threads of the CPU back ends.
+    attention_backend: resolved: "native" (the whole model runs on the native CPU kernels), "torch" (plain operators on
+    the CPU) or "triton" (Triton kernels: on "cuda", or on "cpu" in Triton's interpreter, for tests).
     cpu_isa: instruction set that the native kernels are held to, "auto" for the best one.
     matmul_precision: what activations are rounded to before they multiply weights, keys or values that are stored in
     bfloat16: "float32" (they are not), "bfloat16", or "auto": bfloat16 where the CPU multiplies it, which the native
-    kernels find out when they start. Plain operators multiply in the model's dtype, which it then is.
+    kernels find out when they start. Plain operators and devices multiply in the model's dtype, which it then is.
+    cuda_graphs: resolved: one of CUDA_GRAPHS. cuda_graph_sizes: numbers of tokens that graphs are captured for,
+    ascending; empty without graphs. batch_invariant: whether a row's bits may depend on nothing but its own tokens; the
+    CPU back ends know nothing else.
     """
 
     device: str
@@ -24,6 +29,24 @@ class DeviceConfig:
     attention_backend: str
     cpu_isa: str = "auto"
     matmul_precision: str = "float32"
+    cuda_graphs: str = "none"
+    cuda_graph_sizes: tuple[int, ...] = ()
+    batch_invariant: bool = True
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether the device worker runs the model, rather than one of the CPU back ends."""
+        return self.attention_backend == "triton"
+
+    @property
+    def has_full_graphs(self) -> bool:
+        """Whether steps in which every sequence has one new token run as one graph."""
+        return self.cuda_graphs in ("full", "full_and_piecewise")
+
+    @property
+    def has_piecewise_graphs(self) -> bool:
+        """Whether other steps run as graphs between the layers' attention."""
+        return self.cuda_graphs in ("piecewise", "full_and_piecewise")
 
 
 def has_native_kernels() -> bool:

@@ -27,7 +27,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_prefill_chunk: int | None = None
-    queue_depth: int = 1
+    queue_depth: int | None = None
     scheduling_policy: str = "priority"
     priority_seconds: float = PRIORITY_SECONDS
     kv_cache_memory: int | str | None = None
@@ -44,6 +44,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_dtype: str = "auto"
     matmul_precision: str = "auto"
     num_threads: int | None = None
+    enforce_eager: bool = False
+    cuda_graphs: str = "auto"
+    cuda_graph_sizes: list[int] | None = None
+    batch_invariant: bool = False
     step_log: str | None = None
 
     @classmethod
@@ -67,7 +71,7 @@ HELP: dict[str, str] = {
     "tokenizer": "directory, GGUF file or hub id of the tokenizer (default: the model's)",
     "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
     "dtype": "of the weights: auto (as stored), float32, bfloat16 or float16",
-    "device": "auto or cpu",
+    "device": "auto (cuda where torch and the driver have it), cpu or cuda",
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "revision": "branch, tag or commit of a hub id",
@@ -77,11 +81,11 @@ HELP: dict[str, str] = {
     "max_num_seqs": "most sequences that run at once",
     "max_num_batched_tokens": "most tokens computed in one step",
     "max_prefill_chunk": "most tokens of one sequence in one step",
-    "queue_depth": "steps in flight: 1 synchronous, 2 plans the next step while one runs",
+    "queue_depth": "steps in flight: 1 synchronous, 2 plans the next while one runs (default: 1; 2 on cuda)",
     "scheduling_policy": "priority (order by the requests' priority and age) or fcfs (requests bring no priority)",
     "priority_seconds": "seconds of waiting that one level of a request's priority is worth",
     "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
-    "gpu_memory_utilization": "share of the free memory that the KV cache may take (default 0.5 on a CPU)",
+    "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",
     "num_blocks_override": "exactly this many KV blocks",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",
@@ -90,9 +94,13 @@ HELP: dict[str, str] = {
     "kv_offload_size": "what that directory may hold, such as 50GiB (default with kv_offload_dir: 16GiB)",
     "tensor_parallel_size": "ranks that share each layer (1 is available)",
     "pipeline_parallel_size": "ranks that share the layers (1 is available)",
-    "attention_backend": "auto, native (CPU kernels for the whole model) or torch (plain operators)",
-    "kv_cache_dtype": "auto (bfloat16 for bfloat16 weights, else float32), float32, bfloat16 or int8",
+    "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
+    "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16 or int8",
     "matmul_precision": "auto, float32 or bfloat16 (CPUs with AVX512-BF16: multiply bfloat16 operands as such)",
     "num_threads": "compute threads (default: one per core)",
+    "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",
+    "cuda_graphs": "auto (on cuda: full_and_piecewise), none, full, piecewise or full_and_piecewise",
+    "cuda_graph_sizes": "numbers of tokens that CUDA graphs are captured for (default: a ladder up to 1024)",
+    "batch_invariant": "cuda: a request's bits depend on its own tokens alone (slower; CPUs do it always)",
     "step_log": "file for one JSON line a step: what it computed and how long it took (default: none)",
 }

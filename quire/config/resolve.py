@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire import envs
 from quire.config.cache import CacheConfig
+from quire.config.checks import choice, positive
 from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, DeviceConfig, has_native_kernels
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config, stored_dtype
@@ -14,8 +15,9 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.quantization import ROUNDED, QuantizationConfig
+from quire.config.resolve_device import BACKENDS, choose_device, graph_options, triton_model
 from quire.config.scheduler import SchedulerConfig
-from quire.errors import ConfigError, nearest_name
+from quire.errors import ConfigError
 from quire.utils.sizes import parse_bytes
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
@@ -23,8 +25,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = {
     "native": ("auto", "float32", "bfloat16", "int8"),
     "torch": ("auto", "float32", "bfloat16", "float16"),
+    "triton": ("auto", "float32", "bfloat16", "float16", "int8"),
 }
-"""What each attention back end stores keys and values in."""
+"""What each attention back end stores keys and values in (that "int8" is not there yet on a device is said by name)."""
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
 QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
@@ -38,58 +41,78 @@ STORED_NAMES = {
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
-CPU_MAX_NUM_SEQS = 128
-CPU_MAX_NUM_BATCHED_TOKENS = 2048
-CPU_MEMORY_UTILIZATION = 0.5
 MAX_BLOCK_SIZE = 1024
 MAX_PRIORITY_SECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What options that are not given are on one kind of device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+    queue_depth: int
+
+
+CPU_DEFAULTS = Defaults(max_num_seqs=128, max_num_batched_tokens=2048, memory_utilization=0.5, queue_depth=1)
+DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory_utilization=0.9, queue_depth=2)
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
     _check_available(options)
-    backend, model = _backend_and_model(options)
+    device, is_accelerated = choose_device(options)
+    backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
+    defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
+    scheduler = _scheduler(options, defaults)
+    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device)
     return EngineConfig(
         model=model,
-        cache=_cache(options),
-        scheduler=_scheduler(options),
+        cache=_cache(options, defaults),
+        scheduler=scheduler,
         load=LoadConfig(
-            load_format=_choice("load_format", options.load_format, LOAD_FORMATS),
+            load_format=choice("load_format", options.load_format, LOAD_FORMATS),
             seed=options.seed & (2**63 - 1),
         ),
         device=DeviceConfig(
-            device="cpu",
-            num_threads=_positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
+            device=device,
+            num_threads=positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend),
+            cuda_graphs=cuda_graphs,
+            cuda_graph_sizes=cuda_graph_sizes,
+            batch_invariant=options.batch_invariant or not is_accelerated,
         ),
         seed=options.seed,
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
     )
 
 
-def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
-    """The attention back end that `attention_backend` names, or for "auto" the native one where it was built and can
-    compute the model; and the model, whose dtypes depend on it."""
-    asked = _choice("attention_backend", options.attention_backend, ("auto", *CACHE_DTYPES))
-    dtype = _choice("dtype", options.dtype, DTYPES)
-    cache = _choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
+def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[str, ModelConfig]:
+    """The attention back end: the Triton one on a device, else the one that `attention_backend` names, or for "auto"
+    the native one where it was built and can compute the model; and the model, whose dtypes depend on it."""
+    asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
+    dtype = choice("dtype", options.dtype, DTYPES)
+    cache = choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
     model = load_model_config(
         options.model,
         dtype=dtype,
         kv_cache_dtype=cache,
-        max_model_len=_positive("max_model_len", options.max_model_len),
+        max_model_len=positive("max_model_len", options.max_model_len),
         revision=options.revision,
         config_only=options.load_format == "dummy",
     )
+    if is_accelerated:
+        return "triton", triton_model(options, model)
     reason = _why_not_native(model)
     if asked == "native" and reason:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
     if asked != "torch" and not reason:
         return "native", model
-    _choice("kv_cache_dtype", cache, CACHE_DTYPES["torch"])
+    choice("kv_cache_dtype", cache, CACHE_DTYPES["torch"])
     # Plain operators are slow and imprecise in 16 bits, where the native kernels only store in them.
     plain = "float32" if dtype == "auto" else model.dtype
     return "torch", replace(model, dtype=plain, kv_cache_dtype=plain if cache == "auto" else cache)
@@ -98,11 +121,11 @@ def _backend_and_model(options: EngineOptions) -> tuple[str, ModelConfig]:
 def _matmul_precision(options: EngineOptions, model: ModelConfig, backend: str) -> str:
     """As DeviceConfig has it. "auto" rounds activations only for weights that were trained and stored in bfloat16, as
     every engine on a GPU does with them: not for weights that are cast to it here."""
-    asked = _choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
-    if backend == "torch":
+    asked = choice("matmul_precision", options.matmul_precision, MATMUL_PRECISIONS)
+    if backend != "native":
         if asked not in ("auto", model.dtype):
             raise ConfigError(
-                f"matmul_precision={asked!r} is not possible: plain operators multiply in the dtype of the weights, "
+                f"matmul_precision={asked!r} is not possible: {backend} multiplies in the dtype of the weights, "
                 f"{model.dtype}",
                 param="matmul_precision",
             )
@@ -124,7 +147,7 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
     asked, stored = options.quantization, model.quantization
     if asked is None:
         return stored
-    _choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
+    choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
         if asked == ROUNDED[stored.bits] and backend == "native":
             return replace(stored, method=asked)
@@ -162,13 +185,12 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 def _check_available(options: EngineOptions) -> None:
     """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
-    _choice("device", options.device, ("auto", "cpu"))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)
 
 
-def _cache(options: EngineOptions) -> CacheConfig:
+def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:
     block_size = options.block_size
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ConfigError(
@@ -176,7 +198,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
         )
     utilization = options.gpu_memory_utilization
     if utilization is None:
-        utilization = CPU_MEMORY_UTILIZATION
+        utilization = defaults.memory_utilization
     if not 0 < utilization <= 1:
         raise ConfigError(
             f"gpu_memory_utilization must be in (0, 1], not {utilization}", param="gpu_memory_utilization"
@@ -186,7 +208,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
         block_size=block_size,
         memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory"),
         memory_utilization=utilization,
-        num_blocks_override=_positive("num_blocks_override", options.num_blocks_override),
+        num_blocks_override=positive("num_blocks_override", options.num_blocks_override),
         enable_prefix_caching=options.enable_prefix_caching,
         swap_space=_swap_space(options),
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
@@ -196,7 +218,7 @@ def _cache(options: EngineOptions) -> CacheConfig:
 
 def _swap_space(options: EngineOptions) -> int | None:
     space = None if options.swap_space is None else parse_bytes(options.swap_space, param="swap_space")
-    mode = _choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES)
+    mode = choice("preemption_mode", options.preemption_mode, PREEMPTION_MODES)
     if mode != "recompute" or options.kv_offload_dir is not None:
         return space
     if space is not None:
@@ -224,13 +246,14 @@ def _offload_size(options: EngineOptions) -> int:
     return DEFAULT_OFFLOAD_SIZE if size is None else parse_bytes(size, param="kv_offload_size")
 
 
-def _scheduler(options: EngineOptions) -> SchedulerConfig:
-    if options.queue_depth not in (1, 2):
-        raise ConfigError(f"queue_depth must be 1 or 2, not {options.queue_depth}", param="queue_depth")
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs) or CPU_MAX_NUM_SEQS
-    budget = _positive("max_num_batched_tokens", options.max_num_batched_tokens)
+def _scheduler(options: EngineOptions, defaults: Defaults) -> SchedulerConfig:
+    queue_depth = defaults.queue_depth if options.queue_depth is None else options.queue_depth
+    if queue_depth not in (1, 2):
+        raise ConfigError(f"queue_depth must be 1 or 2, not {queue_depth}", param="queue_depth")
+    max_num_seqs = positive("max_num_seqs", options.max_num_seqs) or defaults.max_num_seqs
+    budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
     if budget is None:
-        budget = max(CPU_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        budget = max(defaults.max_num_batched_tokens, max_num_seqs)
     if budget < max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs}): "
@@ -245,22 +268,9 @@ def _scheduler(options: EngineOptions) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        max_prefill_chunk=_positive("max_prefill_chunk", options.max_prefill_chunk),
-        queue_depth=options.queue_depth,
-        scheduling_policy=_choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
+        max_prefill_chunk=positive("max_prefill_chunk", options.max_prefill_chunk),
+        queue_depth=queue_depth,
+        scheduling_policy=choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
         priority_seconds=options.priority_seconds,
         preemption_mode=options.preemption_mode,
     )
-
-
-def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
-    return value
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        known = ", ".join(choices)
-        raise ConfigError(f"{name} must be one of {known}, not {value!r}{nearest_name(value, choices)}", param=name)
-    return value

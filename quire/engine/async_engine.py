@@ -27,7 +27,7 @@ from quire.engine.loop import describe
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import OutputStream
 from quire.engine.process_client import ProcessClient
-from quire.errors import EngineDeadError, QuireError, UserError
+from quire.errors import EngineAsleepError, EngineDeadError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
 from quire.outputs import RequestOutput
@@ -42,6 +42,10 @@ INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
 
 T = TypeVar("T")
+
+
+_PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level"}
+"""What a method's argument is called."""
 
 
 class StatsListener(Protocol):
@@ -86,6 +90,7 @@ class AsyncLLM:
         """By key; `_keys` finds the key of a request's id."""
         self._keys: dict[str, str] = {}
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
+        self._is_asleep = False
         self._death: str | None = None
         self._numbers = itertools.count(1)
         self._num_unfinished = 0
@@ -160,11 +165,12 @@ class AsyncLLM:
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
-        engine dies, and QuireError while draining.
+        engine dies, EngineAsleepError while it sleeps, and QuireError while draining.
         """
         self.check_health()
         if self._draining:
             raise QuireError("the engine is draining and takes no new requests")
+        self.check_awake()
         self._bind_loop()
         with self._counted():
             name = request_id or uuid.uuid4().hex
@@ -273,7 +279,7 @@ class AsyncLLM:
             self._calls.pop(call_id, None)
         self.check_health()
         if result.error is not None:
-            raise UserError(result.error, param="prefix_id" if argument else "method")
+            raise UserError(result.error, param=_PARAMETERS.get(method, "method"))
         return result
 
     async def stats(self) -> EngineStats:
@@ -296,6 +302,28 @@ class AsyncLLM:
         value = await self.call("reset_prefix_cache")
         assert isinstance(value, int)
         return value
+
+    async def sleep(self, level: int | str = 1) -> None:
+        """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
+        1) or altogether (level 2). What was cached is forgotten; requests are refused meanwhile.
+
+        Raises UserError while requests live or prefixes are registered."""
+        await self.call("sleep", str(level))
+        self._is_asleep = True
+
+    async def wake_up(self) -> None:
+        """Take requests again; nothing is cached. Raises UserError when the memory, or the checkpoint, is gone."""
+        await self.call("wake_up")
+        self._is_asleep = False
+
+    async def is_sleeping(self) -> bool:
+        """Whether requests are refused because the engine sleeps."""
+        return bool(await self.call("is_sleeping"))
+
+    def check_awake(self) -> None:
+        """Raise EngineAsleepError while the engine sleeps, as far as this front end has sent it to sleep."""
+        if self._is_asleep:
+            raise EngineAsleepError("the engine is asleep: wake it up first")
 
     def begin_drain(self) -> None:
         """From now on `generate` refuses; running requests go on."""
@@ -435,7 +463,7 @@ class AsyncLLM:
                 refused = self._forget(refusal.request_id)
                 if refused is not None:
                     self._front_end.output_processor.abort(refused.key)
-                    delivery.failures.append((refused, UserError(refusal.message, param=refusal.param)))
+                    delivery.failures.append((refused, refusal.error()))
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:

@@ -18,7 +18,8 @@ from quire.engine.messages import (
     Refusal,
     Shutdown,
 )
-from quire.errors import InsufficientMemoryError, UserError
+from quire.engine.sleep import Sleep
+from quire.errors import EngineAsleepError, InsufficientMemoryError, QuireError, UserError
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import group_layers
 from quire.kv_cache.sizing import size_pool
@@ -79,6 +80,7 @@ class EngineCore:
         self.scheduler: EngineScheduler = make_scheduler(config, layout, costs)
         if config.cache.offload_dir is not None:
             self._learn_what_is_stored()
+        self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
         if max_model_len < 2:
             raise InsufficientMemoryError(
@@ -111,9 +113,12 @@ class EngineCore:
         match message:
             case AddRequest(request):
                 try:
+                    self._sleep.check_awake()
                     self.scheduler.add(request, self._clock.now())
                 except UserError as error:
                     self._refusals.append(Refusal(request.request_id, error.message, error.param))
+                except EngineAsleepError as error:
+                    self._refusals.append(Refusal(request.request_id, str(error), is_asleep=True))
             case Abort(request_id, index):
                 self.scheduler.abort(request_id, index)
             case Call(call_id, method, argument):
@@ -149,16 +154,25 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
+    def idle(self) -> bool:
+        """For while nothing else is to do: a piece of the work that can wait. Returns whether there was any."""
+        return not self.has_work and not self._sleep.level and self._executor.idle()
+
     def shutdown(self) -> None:
         """Drop everything and release the executor. Idempotent."""
         self._in_flight.clear()
         if not self._is_stepping:  # after a step that failed the workers take no more plans
             self._is_stepping = True
-            for _ in range(LAST_TRANSFERS):
-                if not self.scheduler.has_transfers:
-                    break
-                self._transfer()
+            self._finish_transfers()
         self._executor.shutdown()
+
+    def _finish_transfers(self) -> bool:
+        """Store what is not on disk yet; returns whether nothing is left."""
+        for _ in range(LAST_TRANSFERS):
+            if not self.scheduler.has_transfers:
+                return True
+            self._transfer()
+        return not self.scheduler.has_transfers
 
     def _transfer(self, *, awaits_report: bool = False) -> DiskReport | None:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
@@ -178,6 +192,12 @@ class EngineCore:
                 break
 
     def _call(self, call_id: int, method: str, argument: str) -> CallResult:
+        try:
+            return self._answer(call_id, method, argument)
+        except QuireError as error:
+            return CallResult(call_id, error=str(error))
+
+    def _answer(self, call_id: int, method: str, argument: str) -> CallResult:
         match method:
             case "stats":
                 return CallResult(call_id, self.scheduler.stats())
@@ -189,10 +209,15 @@ class EngineCore:
             case "reset_prefix_cache":
                 return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
             case "unregister_prefix":
-                try:
-                    return CallResult(call_id, self.scheduler.unpin(argument))
-                except UserError as error:
-                    return CallResult(call_id, error=error.message)
+                return CallResult(call_id, self.scheduler.unpin(argument))
+            case "sleep":
+                self._sleep.fall_asleep(argument)
+                return CallResult(call_id, self._sleep.level)
+            case "wake_up":
+                self._sleep.wake_up()
+                return CallResult(call_id, 0)
+            case "is_sleeping":
+                return CallResult(call_id, int(self._sleep.level > 0))
         return CallResult(call_id, error=f"unknown method {method!r}")
 
     def _check_when_idle(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.errors import EngineAsleepError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
@@ -26,7 +27,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Call(msgspec.Struct, tag="call", array_like=True):
     """A control call answered by a CallResult. Methods: `stats`, `check`, `kv_snapshot`, `reset_prefix_cache`,
-    `unregister_prefix` (of which `argument` is the id)."""
+    `unregister_prefix` (of which `argument` is the id), `sleep` (`argument`: the level), `wake_up`, `is_sleeping`."""
 
     call_id: int
     method: str
@@ -49,11 +50,17 @@ class CallResult(msgspec.Struct, array_like=True):
 
 
 class Refusal(msgspec.Struct, array_like=True):
-    """A request that the core did not take: only it knows that the KV cache can never hold it. Nothing was queued."""
+    """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
+    Nothing was queued."""
 
     request_id: str
     message: str
     param: str | None = None
+    is_asleep: bool = False
+
+    def error(self) -> QuireError:
+        """What the caller gets."""
+        return EngineAsleepError(self.message) if self.is_asleep else UserError(self.message, param=self.param)
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -64,7 +71,7 @@ class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
     """Attached to every message that the core sends from a step."""
     results: list[CallResult] = []
     refusals: list[Refusal] = []
-    """Answer the caller with UserError; the front end drops its state of the request."""
+    """Answer the caller with `Refusal.error`; the front end drops its state of the request."""
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):

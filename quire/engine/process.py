@@ -59,6 +59,10 @@ class Channel:
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
+    def has_arrival(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._poller.poll(0))
+
     def read(self) -> list[ClientMessage]:
         """Every message that is there, without waiting."""
         messages = []
@@ -147,6 +151,8 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
         if not core.has_work:
             if stop.is_set:
                 return
+            while core.idle() and not channel.has_arrival():
+                pass
             channel.wait()
         messages = channel.read()
         if any(isinstance(message, Shutdown) for message in messages):

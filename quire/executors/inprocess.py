@@ -48,6 +48,15 @@ class InProcessExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._lane.submit(self._live_worker().execute, plan)
 
+    def idle(self) -> bool:
+        return False
+
+    def sleep(self, level: int) -> None:
+        self._lane.submit(self._live_worker().sleep, level).result()
+
+    def wake_up(self) -> None:
+        self._lane.submit(self._live_worker().wake_up).result()
+
     def shutdown(self) -> None:
         """Wait for plans that were started, then let go of the model and the pool."""
         self._lane.close()

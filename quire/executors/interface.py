@@ -39,6 +39,19 @@ class Executor(Protocol):
         """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any."""
         ...
 
+    def idle(self) -> bool:
+        """Do a piece of the work that can wait, while no plan is outstanding; returns whether there was any."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back, while no plan is outstanding: level 1 all of the KV cache, and the weights of a device to
+        the host; level 2 the weights as well. A worker that sleeps at level 1 may be sent to level 2."""
+        ...
+
+    def wake_up(self) -> None:
+        """Be as after `allocate`. Raises ModelLoadError or InsufficientMemoryError, and may then be called again."""
+        ...
+
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
         ...

@@ -148,6 +148,15 @@ class StepLog:
         future.add_done_callback(end)
         return future
 
+    def idle(self) -> bool:
+        return self._executor.idle()
+
+    def sleep(self, level: int) -> None:
+        self._executor.sleep(level)
+
+    def wake_up(self) -> None:
+        self._executor.wake_up()
+
     def shutdown(self) -> None:
         self._executor.shutdown()
         self._close()

@@ -15,22 +15,67 @@ DEFAULT_SWAP_SHARE = 0.5
 
 
 @dataclass(frozen=True)
+class DeviceShare:
+    """Of a device with memory of its own. Bytes.
+
+    total: the device's memory. used: what this engine has taken of it so far (weights, libraries). graphs: kept for
+    CUDA graphs. tables: rows, block tables and inputs. host_available: of the host, where swapped blocks go.
+    """
+
+    total: int
+    used: int
+    graphs: int
+    tables: int
+    host_available: int
+
+
+@dataclass(frozen=True)
 class MemoryProfile:
     """What the worker measured after loading the weights. Bytes.
 
     available: memory that this process could still take, before the profiling pass (on a CPU the smaller of the
-    system's available memory and the cgroup's limit minus its use). activations: peak growth during one forward
-    pass with dummy data at the full token budget. weights: bytes of the model's parameters.
+    system's available memory and the cgroup's limit minus its use; of a device, what nobody uses). activations: peak
+    growth during one forward pass with dummy data at the full token budget. weights: bytes of the model's parameters.
+    device: where both pools are not in the same memory.
     """
 
     available: int
     activations: int
     weights: int
+    device: DeviceShare | None = None
 
     @property
     def free(self) -> int:
-        """For both pools of blocks."""
-        return self.available - self.activations
+        """For both pools of blocks; for the one on the device, where there is a device."""
+        kept = 0 if self.device is None else self.device.graphs + self.device.tables
+        return self.available - self.activations - kept
+
+    def host_free(self, device_pool: int) -> int:
+        """For the host's pool, beside `device_pool` bytes of blocks."""
+        return self.free - device_pool if self.device is None else self.device.host_available
+
+    def budget(self, utilization: float, swap_space: int) -> tuple[int, str]:
+        """Bytes for the pool, and how they follow from what was measured."""
+        rest = f"{format_bytes(self.activations)} activations"
+        if self.device is None:
+            swap = f" - {format_bytes(swap_space)} swap space" if swap_space else ""
+            rule = f"({format_bytes(self.available)} available - {rest}{swap}) x {utilization:g}"
+            return int((self.free - swap_space) * utilization), rule
+        device = self.device
+        rest += f" - {format_bytes(device.graphs)} CUDA graphs - {format_bytes(device.tables)} tables"
+        share = int(device.total * utilization) - device.used
+        if share <= self.available:
+            start = (
+                f"{format_bytes(device.total)} x {utilization:g} - {format_bytes(device.used)} in use by this engine "
+                f"({format_bytes(self.weights)} weights)"
+            )
+        else:
+            start = (
+                f"{format_bytes(self.available)} free ({format_bytes(device.total)} x {utilization:g} - "
+                f"{format_bytes(device.used)} in use by this engine would be {format_bytes(max(share, 0))}, but others "
+                "use the device)"
+            )
+        return min(share, self.available) - self.available + self.free, f"{start} - {rest}"
 
 
 def size_pool(
@@ -45,9 +90,10 @@ def size_pool(
     """Choose the numbers of blocks and return the layout.
 
     `num_blocks_override`, `kv_cache_memory` and `swap_space` are obeyed, and need no `profile`. Otherwise the pool
-    takes `memory_utilization` of what is available less the activations and the swap space, and the swap space is
-    DEFAULT_SWAP_SPACE, but at most DEFAULT_SWAP_SHARE of what is free. Neither is more than `max_num_seqs` sequences
-    of full length can use (nobody new starts while preempted requests wait: no more are swapped out at once).
+    takes `memory_utilization` of what is available less the activations and the swap space (on a device: what weights,
+    activations, graphs and tables leave of that share of its memory), and the swap space is DEFAULT_SWAP_SPACE, but at
+    most DEFAULT_SWAP_SHARE of what is free (on a device: of the host's memory). Neither is more than `max_num_seqs`
+    sequences of full length can use (nobody new starts while preempted requests wait: no more are swapped out at once).
 
     Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
     than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
@@ -63,13 +109,8 @@ def size_pool(
         num_blocks = budget // bytes_per_block
     else:
         assert profile is not None, "without a given size the memory must be measured"
-        num_host_blocks = _num_host_blocks(cache, profile.free, bytes_per_block, most_useful)
-        swap_space = num_host_blocks * bytes_per_block
-        budget = int((profile.free - swap_space) * cache.memory_utilization)
-        rule = (
-            f"({format_bytes(profile.available)} available - {format_bytes(profile.activations)} activations"
-            f"{f' - {format_bytes(swap_space)} swap space' if swap_space else ''}) x {cache.memory_utilization:g}"
-        )
+        num_host_blocks = _num_host_blocks(cache, profile.host_free(0), bytes_per_block, most_useful)
+        budget, rule = profile.budget(cache.memory_utilization, num_host_blocks * bytes_per_block)
         num_blocks = min(budget // bytes_per_block, most_useful)
     if num_blocks < 1:
         raise InsufficientMemoryError(
@@ -77,7 +118,7 @@ def size_pool(
             f"{cache.block_size} tokens takes {format_bytes(bytes_per_block)}"
         )
     if cache.num_blocks_override is not None or cache.memory is not None:
-        free = 0 if profile is None else profile.free - num_blocks * bytes_per_block
+        free = 0 if profile is None else profile.host_free(num_blocks * bytes_per_block)
         num_host_blocks = _num_host_blocks(cache, free, bytes_per_block, most_useful)
     return KVCacheLayout(
         block_size=cache.block_size,

@@ -40,7 +40,7 @@ class VocabularyProjection:
         self._table = embedding if tied else Embedding(shape.out_features, shape.in_features, embedding.method, context)
 
     def __call__(self, hidden: Value) -> Value:
-        """[R, size] -> [R, vocabulary] float32."""
+        """[R, size] -> [R, vocabulary], as `Operations.widen` gives it."""
         table = self._table
         return self._operations.widen(table.method.apply(table.parameters, hidden))
 

@@ -59,7 +59,7 @@ class Operations(Protocol):
         ...
 
     def widen(self, x: Value) -> Value:
-        """The same in float32."""
+        """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
 

@@ -25,7 +25,8 @@ class RotaryEmbedding:
     """Positions to rotations. max_model_len: see the module's first lines."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, context: LayerContext) -> None:
-        self._frequencies = RotaryFrequencies(*rope_frequencies(config, max_model_len), context.dtype)
+        frequencies, magnitude = rope_frequencies(config, max_model_len)
+        self._frequencies = RotaryFrequencies(frequencies.to(context.device), magnitude, context.dtype)
         self._operations = context.operations
 
     def __call__(self, positions: Indices) -> Any:

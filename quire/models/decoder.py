@@ -50,6 +50,9 @@ class Decoder(ABC):
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
 
+    def release_workspaces(self) -> None:  # noqa: B027 (nothing to do is what most models do)
+        """There are none."""
+
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())
 

@@ -24,12 +24,17 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32."""
+        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype), the
+        elements of a row side by side; they may be overwritten by the caller and by the next call."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
         or misshapen tensor, naming it."""
+        ...
+
+    def release_workspaces(self) -> None:
+        """Let go of memory that the next call makes again, and of the KV cache that it was made for."""
         ...
 
     def weight_bytes(self) -> int:

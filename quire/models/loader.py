@@ -25,6 +25,7 @@ from quire.quantization.unquantized import UnquantizedLinear
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
+    from quire.layers.device import DeviceLayers
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,18 +36,23 @@ def load_model(
     device_type: str = "cpu",
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
+    device_layers: DeviceLayers | None = None,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
-    quantised as `config.quantization` says; tensors are streamed one matrix at a time, so that nothing is held twice.
-    runtime: the native CPU kernels to compute with; None
-    for plain torch operators.
+    quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
+    nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
+    in `config.dtype` throughout. With neither: plain torch operators on `device_type`.
 
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
     """
-    context = _torch_context(config, device_type) if runtime is None else _native_context(config)
+    assert runtime is None or device_layers is None, "a model computes in one way"
+    if device_layers is not None:
+        context = _device_context(config, device_layers)
+    else:
+        context = _torch_context(config, device_type) if runtime is None else _native_context(config)
     model: Decoder = model_architectures().load(config.architecture)(config, context)
-    _fill(model, config, load, progress)
+    _fill(model, config, load, progress, context)
     if runtime is None:
         return model
     from quire.models.native import NativeModel
@@ -84,10 +90,29 @@ def _native_context(config: ModelConfig) -> LayerContext:
     )
 
 
-def _fill(model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progress | None) -> None:
+def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
+    from quire.layers.device import DeviceOperations
+    from quire.quantization.device import DeviceLinear
+
+    dtype = TORCH_DTYPES[config.dtype]
+    linear = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
+    return LayerContext(
+        dtype=dtype,
+        device=layers.device,
+        group=SingleRank(),
+        operations=DeviceOperations(),
+        linear=linear,
+        vocabulary=linear,
+        positions=linear,
+    )
+
+
+def _fill(
+    model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progress | None, context: LayerContext
+) -> None:
     report = progress or _silent
     if load.load_format == "dummy":
-        model.load_weights(dummy_weights(model.slots, load.seed, report))
+        model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
         return
     files = find_weights(config.path, load.load_format)
     with torch.inference_mode():
@@ -108,14 +133,18 @@ def _load_from(
         raise ModelLoadError(message) from None
 
 
-def dummy_weights(slots: WeightSlots, seed: int, report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights that depend on the seed and the tensor's name, not on the order of loading."""
+def dummy_weights(
+    slots: WeightSlots, seed: int, report: Progress, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights that depend on the seed, the tensor's name and the kind of device that draws them, not on the
+    order of loading. A GPU draws eight billion of them in moments, a CPU in minutes."""
     sizes = {name: 4 * torch.Size(slot.shape).numel() for name, slot in slots.items()}
     done, total = 0, sum(sizes.values())
     for name, slot in slots.items():
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        yield name, torch.empty(slot.shape).normal_(slot.dummy_mean, slot.dummy_std, generator=generator)
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        drawn = torch.empty(slot.shape, device=device)
+        yield name, drawn.normal_(slot.dummy_mean, slot.dummy_std, generator=generator)
         done += sizes[name]
         report(done, total)
 

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import RecordedIndices, RecordedProgram, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.spec import LayerSpec
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import WeightTensor
 
+LINE_ELEMENTS = 16
+"""float32 of a cache line."""
 SMALLEST_PROGRAM = 64
 """Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
 
@@ -26,13 +29,18 @@ class NativeModel:
         self._backend: NativeAttention | None = None
         self._body: RecordedProgram | None = None
         self._head: RecordedProgram | None = None
-        self._vocab_size = 0
+        self._logits = torch.empty(0, 0)
+        """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
 
     def kv_specs(self) -> list[LayerSpec]:
         return self._model.kv_specs()
 
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         self._model.load_weights(weights)
+
+    def release_workspaces(self) -> None:
+        self._backend = self._body = self._head = None
+        self._logits = torch.empty(0, 0)
 
     def weight_bytes(self) -> int:
         return self._model.weight_bytes()
@@ -52,9 +60,8 @@ class NativeModel:
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows)
         hidden = hidden.contiguous()
-        logits = torch.empty(num_rows, self._vocab_size)
-        head.run(num_rows, areas=(hidden.data_ptr(), logits.data_ptr()))
-        return logits
+        head.run(num_rows, areas=(hidden.data_ptr(), self._logits.data_ptr()))
+        return self._logits[:num_rows]
 
     def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
         self._body = None  # first, so that two arenas never exist at the same time
@@ -71,11 +78,17 @@ class NativeModel:
         recorder = Recorder()
         hidden = recorder.external(hidden_size, hidden_size)
         logits = self._model.compute_logits(hidden)
-        # The last kernel writes to the caller's memory, whose rows lie close together.
-        self._vocab_size = logits.width
-        recorder.redirect(logits, recorder.external(logits.width, logits.width))
-        self._head = recorder.finish(logits, self._runtime, _rounded(num_rows))
+        max_rows = _rounded(num_rows)
+        self._logits = _separate_rows(max_rows, logits.width)
+        recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
+        self._head = recorder.finish(logits, self._runtime, max_rows)
         return self._head
+
+
+def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
+    """[num_rows, width] float32. A power of two of bytes between rows would put a column of them on one cache set."""
+    stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
+    return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]
 
 
 def _rounded(num_rows: int) -> int:

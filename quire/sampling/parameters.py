@@ -69,7 +69,7 @@ class SamplingRows:
     def set(self, row: int, sampling: SequenceSampling) -> None:
         """Write every column of `row`."""
         params = sampling.params
-        self.features[row] = _features(sampling)
+        self.features[row] = features_of(sampling)
         self.seed[row] = sampling.seed & SEED_MASK
         self.temperature[row] = 0 if params.is_greedy else params.temperature
         self.top_k[row] = params.top_k
@@ -108,7 +108,8 @@ class SamplingRows:
         return index
 
 
-def _features(sampling: SequenceSampling) -> int:
+def features_of(sampling: SequenceSampling) -> int:
+    """The features that a sequence uses, as bits of `Feature`."""
     params = sampling.params
     wanted = Feature.GREEDY if params.is_greedy else Feature.RANDOM
     conditions = {

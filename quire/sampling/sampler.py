@@ -14,6 +14,7 @@ import torch
 from quire.sampling.batch import SampleBatch
 from quire.sampling.candidates import best_candidates, normalize
 from quire.sampling.chooser import Chooser
+from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.parameters import EDITS, NEEDS_INDEX_OF_ROW, Feature, SamplingRows
 from quire.sampling.penalties import apply_output_penalties, apply_repetition_penalty
 from quire.sampling.rules import add_logit_bias, ban_stop_tokens, keep_allowed
@@ -69,7 +70,10 @@ class Sampler:
         if not used & Feature.LOGPROBS:
             return SampledTokens(token_ids, {}, candidates)
         num_top = rows.num_logprobs[batch.rows[wants_logprobs]].tolist()
-        entries = self._chooser.logprobs(unchanged, token_ids[wants_logprobs], num_top)
+        try:
+            entries = self._chooser.logprobs(unchanged, token_ids[wants_logprobs], num_top)
+        except NonFiniteLogitsError as error:  # damage where the rules hid it from the choice
+            raise NonFiniteLogitsError(wants_logprobs[list(error.indices)].tolist()) from None
         return SampledTokens(token_ids, dict(zip(wants_logprobs.tolist(), entries, strict=True)), candidates)
 
     def _edit(self, scores: np.ndarray, batch: SampleBatch, used: int) -> None:

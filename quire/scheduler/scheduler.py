@@ -191,6 +191,11 @@ class Scheduler:
         """The same, without waiting for earlier ones."""
         return self.has_transfers and not self.kv.tiers.must_wait
 
+    def forget_rows(self) -> None:
+        """The workers have dropped all rows, while no request lives."""
+        assert not self.has_requests, "rows of live requests"
+        self._released = []
+
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
         """Add what the tiers below the device have to move; None when the plan is then still empty."""
         tiers = self.kv.tiers

@@ -21,6 +21,7 @@ from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
+from quire.server.sleep import add_sleep_routes
 from quire.server.tokenize import add_tokenize_routes
 from quire.version import __version__
 
@@ -59,6 +60,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     add_health_routes(app, context)
     add_metrics_route(app, context)
     add_live_routes(app, context)
+    if settings.enable_sleep_mode:
+        add_sleep_routes(app, context)
     add_home_route(app)
     add_openapi_route(app)
 

@@ -59,11 +59,13 @@ class ServerContext:
             raise unavailable("the server is shutting down")
 
     def admit(self) -> None:
-        """Raise unless a new generating request may come in: 503 as `check_alive`, 429 when too many wait already.
+        """Raise unless a new generating request may come in: 503 as `check_alive` and while the engine sleeps, 429 when
+        too many wait already.
 
         Requests that the engine has not reported on yet count as waiting.
         """
         self.check_alive()
+        self.engine.check_awake()
         limit = self.settings.max_num_queued
         if limit is None:
             return

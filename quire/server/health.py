@@ -30,6 +30,7 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
     server drains."""
 
     @app.get("/health")
+    @app.head("/health")  # what some load balancers ask
     @app.get("/ping")
     @app.post("/ping")
     @public

@@ -17,6 +17,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_body_size: bytes of a request body, as a number or "8MiB".
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
+    enable_sleep_mode: whether clients may send the engine to sleep (quire/server/sleep.py).
     preload_prefix: text files whose content is computed and pinned before the server is ready (docs/prefixes.md).
     """
 
@@ -32,6 +33,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     access_log: bool = False
+    enable_sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -91,4 +93,5 @@ HELP: dict[str, str] = {
     "ssl_keyfile": "private key file: serve https",
     "ssl_certfile": "certificate file: serve https",
     "access_log": "log one line for each HTTP request",
+    "enable_sleep_mode": "serve POST /sleep and /wake_up, by which clients give the engine's memory back",
 }

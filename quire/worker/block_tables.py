@@ -22,6 +22,11 @@ class BlockTables:
     def num_groups(self) -> int:
         return len(self._tables)
 
+    def num_blocks(self, row: int) -> list[int]:
+        """Entries of the tables of `row`, per group."""
+        counts: list[int] = self._num_blocks[:, row].tolist()
+        return counts
+
     def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Append blocks to the tables of `row`. block_ids: per group."""
         for group, (table, new) in enumerate(zip(self._tables, block_ids, strict=True)):
@@ -50,3 +55,7 @@ class BlockTables:
         """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
         width = -(-num_tokens // self.block_size)
         return tuple(table[rows, :width] for table in self._tables)
+
+    def entries(self, rows: np.ndarray, logical_indices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Single entries, one for each row and index ([N] int64): per group [N] int32."""
+        return tuple(table[rows, logical_indices] for table in self._tables)

@@ -34,8 +34,8 @@ hundredth of the reading, of pages that loading the model has just brought into 
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
-_NOT_RESULT = {"num_threads", "cpu_isa"}
-"""Of the device: what `code` says more exactly."""
+_NOT_RESULT = {"num_threads", "cpu_isa", "cuda_graphs", "cuda_graph_sizes"}
+"""Of the device: what `code` says more exactly; and graphs, whose padding changes no more than the rest of a batch."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 """Rotations that depend on `max_model_len` (quire/layers/rotary.py)."""
 
@@ -70,6 +70,11 @@ def torch_code(num_threads: int) -> dict[str, str]:
     """Plain operators: their sums may depend on torch's version, the processor and the number of threads."""
     capability = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "isa": capability, "threads": str(num_threads)}
+
+
+def device_code(device: str, capability: tuple[int, int], triton: str) -> dict[str, str]:
+    """A device's kernels and libraries. device: its name. triton: version."""
+    return {"device": device, "capability": str(capability), "torch": torch.__version__, "triton": triton}
 
 
 def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class FileTier:
 
     def begin(self, plan: StepPlan) -> None:
         self._began = time.perf_counter()
+        if plan.disk_loads:
+            self._transfers.synchronize()  # the blocks that are loaded into may have been on their way to the device
         for group, block_hash, host_block in plan.disk_loads:
             self._store.load(group, block_hash, host_block)
 
@@ -70,7 +72,7 @@ class FileTier:
             seconds = (time.perf_counter() - self._began) / plan.total_tokens
             self._token_seconds = smoothed(self._token_seconds, seconds)
         if plan.disk_stores:
-            self._transfers.wait()
+            self._transfers.synchronize()
             for host_block, group, block_hash in plan.disk_stores:
                 self._store.store(host_block, group, block_hash)
         if plan.awaits_disk:

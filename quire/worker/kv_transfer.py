@@ -1,7 +1,7 @@
 """Swapping on the worker: whole blocks between the device's pool and the host's, beside the forward pass.
 
-On a CPU both pools are memory of this process, and the copies run on a thread of their own. The seam is made for a
-device with a copy engine of its own as well: `start` would enqueue on a second stream, `wait` make the first one wait.
+On a CPU both pools are memory of this process, and the copies run on a thread of their own. On a device they are
+enqueued on a stream of their own (quire/worker/device/transfers.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class BlockTransfers(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when everything that was started is done. Raises what went wrong."""
+        """What the caller computes from here on finds everything done that was started. Raises what went wrong."""
+        ...
+
+    def synchronize(self) -> None:
+        """As `wait`, and the host's pool is up to date as well when this returns."""
         ...
 
 
@@ -48,6 +52,9 @@ class NoTransfers:
         return False
 
     def wait(self) -> None:
+        """Nothing is ever started."""
+
+    def synchronize(self) -> None:
         """Nothing is ever started."""
 
 
@@ -77,6 +84,9 @@ class ThreadTransfers:
         if self._running is not None:
             running, self._running, self._reading = self._running, None, frozenset()
             running.result()
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def _run(self, swap_out: Pairs, swap_in: Pairs) -> None:
         if swap_out:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
-from quire.errors import QuireError
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.chooser import Chooser
@@ -19,6 +16,7 @@ from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_copy import BlockCopier
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.nonfinite import name_sequences
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.request_rows import RequestRows
 
@@ -134,7 +132,7 @@ class ModelRunner:
         try:
             sampled = self._sampler.sample(logits, sample_batch)
         except NonFiniteLogitsError as error:
-            raise _name_sequences(error, plan.sample_seq_ids) from error
+            raise name_sequences(error, plan.sample_seq_ids) from error
         requests.append(rows, lengths, sampled.token_ids)
         return sampled
 
@@ -142,7 +140,7 @@ class ModelRunner:
         try:
             found = self._prompt_scorer.score(hidden, batch, self._requests)
         except NonFiniteLogitsError as error:
-            raise _name_sequences(error, plan.seq_ids) from error
+            raise name_sequences(error, plan.seq_ids) from error
         return {plan.seq_ids[index]: entries for index, entries in found.items()}
 
 
@@ -151,11 +149,3 @@ def written_blocks(batch: InputBatch, block_size: int) -> list[int]:
     slots = np.concatenate([slots.numpy() for slots in batch.attention.slot_mapping])
     blocks: list[int] = np.unique(slots // block_size).tolist()
     return blocks
-
-
-def _name_sequences(error: NonFiniteLogitsError, seq_ids: Sequence[int]) -> QuireError:
-    names = ", ".join(str(seq_ids[index]) for index in error.indices)
-    return QuireError(
-        f"the model computed NaN or infinite logits for sequence {names}; its weights are damaged or the dtype's "
-        "range is too small for it (try dtype='float32')"
-    )

@@ -23,9 +23,9 @@ def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
 
     def copy() -> None:
         transfers.start(pairs, pairs)
-        transfers.wait()
+        transfers.synchronize()
 
-    return _fastest(copy) / (2 * num_blocks)
+    return fastest(copy) / (2 * num_blocks)
 
 
 def time_prompt(
@@ -37,10 +37,10 @@ def time_prompt(
     """
     num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
     forward = dummy_pass(model, make_backend, block_size, num_tokens, min(num_tokens, longest))
-    return _fastest(forward) / num_tokens
+    return fastest(forward) / num_tokens
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def fastest(work: Callable[[], object]) -> float:
     """Seconds of the fastest of NUM_REPEATS runs."""
     seconds = []
     for _ in range(NUM_REPEATS):

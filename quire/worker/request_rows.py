@@ -5,13 +5,13 @@ A step's inputs are gathered from here by row index; a plan brings only differen
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
 from quire.sampling.parameters import SamplingRows
 from quire.step import SequenceSampling
+from quire.worker.row_index import RowIndex
 
 
 class RequestRows:
@@ -21,8 +21,7 @@ class RequestRows:
     run once more before the scheduler knows). lengths: [num_rows] int64, how many of them are known, the prompt
     included. num_prompt_tokens: [num_rows] int64. sampling: the sampler's columns of the same rows.
 
-    The token table is reserved, not touched: a row costs physical memory only as far as it was ever filled, and the
-    lowest free row is taken first, so that the table stays compact as requests come and go.
+    The token table is reserved, not touched: a row costs physical memory only as far as it was ever filled.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -30,23 +29,19 @@ class RequestRows:
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
         self.sampling = SamplingRows(num_rows)
-        self._row_of: dict[int, int] = {}
-        self._free = list(range(num_rows))
+        self._index = RowIndex(num_rows)
 
     def __len__(self) -> int:
-        return len(self._row_of)
+        return len(self._index)
 
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._row_of
+        return seq_id in self._index
 
     def add(
         self, seq_id: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""
-        assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
-        assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
-        row = heapq.heappop(self._free)
-        self._row_of[seq_id] = row
+        row = self._index.take(seq_id)
         self.token_ids[row, : len(token_ids)] = token_ids
         self.lengths[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
@@ -55,17 +50,16 @@ class RequestRows:
 
     def release(self, seq_id: int) -> int:
         """Free the row of a sequence; return the row."""
-        row = self._row_of.pop(seq_id)
+        row = self._index.release(seq_id)
         self.sampling.clear(row)
-        heapq.heappush(self._free, row)
         return row
 
     def row_of(self, seq_id: int) -> int:
-        return self._row_of[seq_id]
+        return self._index.row_of(seq_id)
 
     def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
         """[len(seq_ids)] int64."""
-        return np.array([self._row_of[seq_id] for seq_id in seq_ids], np.int64)
+        return self._index.rows_of(seq_ids)
 
     def replace_last(self, row: int, token_id: int) -> None:
         """Overwrite the last known token of `row`."""

@@ -6,6 +6,7 @@ from one thread.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -179,6 +180,26 @@ class Worker:
         except BaseException:
             self._failed = True
             raise
+
+    @_computes
+    def sleep(self, level: int) -> None:
+        """Give the pools back; at level 2 the weights as well. What is on disk stays."""
+        assert self._model is not None, "load comes before sleep"
+        self._disk.close()
+        self._runner, self._transfers, self._disk = None, NoTransfers(), NoDiskTier()
+        self._model.release_workspaces()
+        if level == 2:
+            self._model = None
+        gc.collect()  # what is left in cycles keeps mappings alive
+
+    @_computes
+    def wake_up(self) -> None:
+        """Load the weights, if they are gone, and make the pools anew. Raises ModelLoadError or
+        InsufficientMemoryError."""
+        assert self._layout is not None, "allocate comes before sleep"
+        if self._model is None:
+            self.load()
+        self.allocate(self._layout)
 
     def close(self) -> None:
         """Finish what is being stored on disk. Nothing may be executed afterwards. Idempotent."""

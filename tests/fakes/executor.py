@@ -118,6 +118,10 @@ class FakeExecutor:
         self.plans: list[StepPlan] = []
         self.num_steps = 0
         self.is_shut_down = False
+        self.asleep = 0
+        self.wake_error: Exception | None = None
+        self.idle_work = self.num_idle_calls = 0
+        """Pieces of work that can wait, and how often was asked for one."""
 
     @property
     def live_seq_ids(self) -> list[int]:
@@ -159,6 +163,25 @@ class FakeExecutor:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def idle(self) -> bool:
+        self.num_idle_calls += 1
+        return self.num_idle_calls <= self.idle_work
+
+    def sleep(self, level: int) -> None:
+        """Everything that blocks hold is gone, and so are the rows."""
+        self.asleep = level
+        self._rows.clear()
+        self._owners.clear()
+        self._slots.clear()
+        self._host_slots.clear()
+
+    def wake_up(self) -> None:
+        assert self._layout is not None
+        if self.wake_error is not None:
+            raise self.wake_error
+        self.asleep = 0
+        self.allocate(self._layout)
 
     def shutdown(self) -> None:
         self.is_shut_down = True

@@ -8,7 +8,7 @@ from quire.config.cache import CacheConfig
 from quire.errors import ConfigError, InsufficientMemoryError
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
-from quire.kv_cache.sizing import MemoryProfile, size_pool
+from quire.kv_cache.sizing import DeviceShare, MemoryProfile, size_pool
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
 
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -150,3 +150,70 @@ def test_hashes_chain_and_do_not_depend_on_how_they_were_extended() -> None:
     changed.extend([99, *tokens[1:]], 4)
     assert not set(changed.hashes[1:]) & set(whole.hashes)
     assert len(whole.block_hash(0)) == 32
+
+
+# A device with memory of its own
+
+GIB = 2**30
+
+
+def on_device(available: int = 60 * GIB, used: int = 20 * GIB, host: int = 64 * GIB) -> MemoryProfile:
+    """80 GiB, of which this engine uses 20 by default, and others nothing."""
+    device = DeviceShare(total=80 * GIB, used=used, graphs=2 * GIB, tables=GIB, host_available=host)
+    return MemoryProfile(available, activations=5 * GIB, weights=16 * GIB, device=device)
+
+
+def device_blocks(config: CacheConfig, profile: MemoryProfile, max_num_seqs: int = 10**6) -> KVCacheLayout:
+    groups, layers_per_group = group_layers([FULL] * 4)
+    return size_pool(groups, layers_per_group, config, profile, max_model_len=1024, max_num_seqs=max_num_seqs)
+
+
+def test_the_share_of_a_device_is_for_everything_on_it() -> None:
+    """80 x 0.9 - 20 - 5 - 2 - 1."""
+    assert device_blocks(cache(utilization=0.9), on_device()).num_usable_blocks == 44 * GIB // BLOCK_BYTES
+
+
+def test_what_others_use_of_a_device_is_not_there() -> None:
+    """30 are free: 30 - 5 - 2 - 1."""
+    profile = on_device(available=30 * GIB)
+    assert device_blocks(cache(utilization=0.9), profile).num_usable_blocks == 22 * GIB // BLOCK_BYTES
+
+
+def test_two_engines_share_a_device() -> None:
+    """The second one counts its own use alone: 80 x 0.45 - 20 - 5 - 2 - 1, though 36 more are in use."""
+    profile = on_device(available=24 * GIB)
+    assert device_blocks(cache(utilization=0.45), profile).num_usable_blocks == 8 * GIB // BLOCK_BYTES
+
+
+def test_swapped_blocks_are_in_memory_of_the_host() -> None:
+    full = device_blocks(cache(utilization=0.9, swap_space=8 * GIB), on_device())
+    assert full.num_usable_blocks == 44 * GIB // BLOCK_BYTES
+    assert full.num_host_blocks == 8 * GIB // BLOCK_BYTES
+    tight = device_blocks(cache(utilization=0.9, swap_space=None), on_device(host=2 * GIB))
+    assert (tight.num_usable_blocks, tight.num_host_blocks) == (full.num_usable_blocks, GIB // BLOCK_BYTES)
+    given = device_blocks(cache(override=7, swap_space=None), on_device(host=2 * GIB))
+    assert (given.num_usable_blocks, given.num_host_blocks) == (7, GIB // BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("profile", "utilization", "arithmetic"),
+    [
+        (
+            on_device(used=70 * GIB, available=10 * GIB),
+            0.9,
+            "80.0 GiB x 0.9 - 70.0 GiB in use by this engine (16.0 GiB",
+        ),
+        (
+            on_device(available=7 * GIB),
+            0.9,
+            "7.0 GiB free (80.0 GiB x 0.9 - 20.0 GiB in use by this engine would be 52",
+        ),
+        (on_device(), 0.2, "- 5.0 GiB activations - 2.0 GiB CUDA graphs - 1.0 GiB tables = 0 B, and one block of 16"),
+    ],
+)
+def test_too_little_memory_on_a_device_says_the_arithmetic(
+    profile: MemoryProfile, utilization: float, arithmetic: str
+) -> None:
+    with pytest.raises(InsufficientMemoryError) as caught:
+        device_blocks(cache(utilization=utilization), profile)
+    assert arithmetic in str(caught.value)

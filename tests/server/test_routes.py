@@ -19,6 +19,7 @@ async def test_health_and_version(served: Served) -> None:
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         response = await served.client.request(method, path)
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert (await served.client.head("/health")).status_code == 200
     assert (await served.client.get("/version")).json() == {"version": __version__}
 
 

@@ -103,7 +103,7 @@ class Driver:
 
     def apply(self) -> StepResult:
         plan, future = self._in_flight.pop(0)
-        result = future.result(timeout=60)
+        result = future.result()
         assert result.step_id == plan.step_id
         for index, (seq_id, token) in enumerate(zip(plan.sample_seq_ids, result.token_ids, strict=True)):
             if seq_id in self.sequences:

@@ -186,6 +186,10 @@ class ContiguousScheduler:
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
         return None
 
+    def forget_rows(self) -> None:
+        assert not self.has_requests, "rows of live requests"
+        self._released = []
+
     def unpin(self, name: str) -> int:
         raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
 

@@ -1,4 +1,5 @@
-"""What all Triton kernels share: whether they run compiled or interpreted, and products that are right in both.
+"""What all Triton kernels share: whether they run compiled or interpreted, products that are right in both, and the one
+call that starts a kernel.
 
 Compiled, a kernel runs on tensors of a GPU. With `TRITON_INTERPRET=1`, set before this is imported, Triton runs the
 same source block by block in NumPy on host tensors, which is how its correctness is tested where there is no GPU.
@@ -6,12 +7,53 @@ same source block by block in NumPy on host tensors, which is how its correctnes
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeAlias
+
 import triton
 import triton.language as tl
 
 from quire import envs
 
 INTERPRETED = tl.constexpr(envs.triton_interpret())
+
+Grid: TypeAlias = tuple[int, ...]
+
+
+class LaunchRecorder(Protocol):
+    """Stands between `launch` and the kernels: what a capture of CUDA graphs does on a GPU, for tests on a host."""
+
+    def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """Called instead of the kernel."""
+        ...
+
+
+_RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", default=None)
+
+
+def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)`: all launches of Triton kernels go through here, so that they can be recorded.
+
+    grid: numbers of programs, up to three. args: tensors and numbers, in the kernel's order. constants: compile-time
+    arguments and launch settings (`num_warps`, `num_stages`).
+    """
+    recorder = _RECORDER.get()
+    if recorder is None:
+        kernel[grid](*args, **constants)
+    else:
+        recorder.launch(kernel, grid, args, constants)
+
+
+@contextmanager
+def recorded_launches(recorder: LaunchRecorder) -> Iterator[None]:
+    """While this is open, launches of this thread go to `recorder`."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
 
 
 @triton.jit
@@ -23,3 +65,21 @@ def dot(a, b, accumulator):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """x, float32, in DTYPE: rounded to the nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        # The interpreter would cut the last bits off.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def bound(scalar):
+    """What `range` takes as a start or an end that is computed on the device: itself. (NumPy no longer takes the
+    interpreter's scalars, arrays of one element, for integers.)"""
+    return int((scalar + tl.zeros((1,), tl.int32)).handle.data[0]) if INTERPRETED else scalar

@@ -1,0 +1,281 @@
+"""The engine tables: python -m benchmarks.gpu.engine --out FILE --mode full|eager|piecewise --tasks
+ladder,single,idle,batch
+
+ladder: seconds of a decode step for several numbers of sequences. single: one stream against the bandwidth of the
+weights. idle: the card's gaps while it decodes. batch: many long requests at once against the roofline of their steps,
+and the work that Transformers does as well. All with random weights in the shape of Qwen3-8B; --tiny runs a tiny shape
+in Triton's interpreter, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from quire.cli.parameters import count_parameters
+
+from benchmarks.gpu import records
+from benchmarks.gpu.idle import idle_shares, kernel_times
+from benchmarks.gpu.limits import Ceilings, Work, measure_ceilings
+from benchmarks.gpu.records import Record
+from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
+from benchmarks.gpu.step_log import STEPS, ModelCost, Step
+from benchmarks.gpu.workloads import BATCH_WORK, PEER_WORK, SINGLE_WORK, TINY_WORK, Workload
+from quire.config.options import EngineOptions
+from quire.engine.front_end import open_front_end
+from quire.engine.inprocess_client import InProcessClient
+from quire.engine.messages import Abort, AddRequest
+from quire.sampling_params import SamplingParams
+
+MODES: dict[str, dict[str, object]] = {
+    "full": {},
+    "eager": {"enforce_eager": True},
+    "piecewise": {"cuda_graphs": "piecewise"},
+}
+LADDER = (1, 8, 32, 128)
+LADDER_TOKENS = 48
+PROFILED_STEPS = 24
+PROFILED_SEQS = 32
+BATCH_SECONDS = 70.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """num_tokens: that came out. seconds: from the first request to the last token, or to the end of the time."""
+
+    steps: list[Step]
+    num_tokens: int
+    seconds: float
+    is_complete: bool
+
+
+class Engine:
+    """The engine in this process, driven step by step."""
+
+    def __init__(self, shape: Shape, options: dict[str, object], directory: Path) -> None:
+        keywords = {
+            "model": str(shape.write(directory)),
+            "load_format": "dummy",
+            "dtype": shape.dtype,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            **options,
+        }
+        self._front_end = open_front_end(
+            EngineOptions.from_keywords(keywords),
+            lambda each: InProcessClient(each, executor="benchmarks.gpu.step_log:make_executor"),
+        )
+        self._numbers = count()
+        model = self._front_end.config.model
+        parameters = count_parameters(model)
+        head = model.vocab_size * model.hidden_size
+        self.vocab_size = model.vocab_size
+        self.cost = ModelCost(
+            layer_parameters=parameters.read_per_step - head,
+            head_parameters=head,
+            itemsize=shape.itemsize,
+            kv_bytes=shape.kv_bytes * shape.num_layers,
+            attention_width=shape.num_heads * shape.head_dim * shape.num_layers,
+        )
+
+    @property
+    def ready(self) -> Any:
+        return self._front_end.client.ready
+
+    def run(
+        self, work: Workload, seed: int, seconds: float = float("inf"), on_step: Callable[[int], None] | None = None
+    ) -> Run:
+        """Greedy, past end-of-sequence. on_step: called with the number of steps so far. What is not done in time is
+        aborted."""
+        client, process = self._front_end.client, self._front_end.input_processor
+        params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True, detokenize=False)
+        prompts = work.prompts(self.vocab_size, seed)
+        requests = [process.process(str(next(self._numbers)), {"prompt_token_ids": ids}, params) for ids in prompts]
+        STEPS.clear()
+        started = time.perf_counter()
+        for request in requests:
+            client.send(AddRequest(request))
+        alive, num_tokens = {request.request_id for request in requests}, 0
+        while alive and time.perf_counter() - started < seconds:
+            outputs = client.receive()
+            assert outputs is not None, "work is left"
+            num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
+            alive -= {update.request_id for update in outputs.updates if update.finish_reason is not None}
+            if on_step is not None:
+                on_step(len(STEPS))
+        elapsed = time.perf_counter() - started
+        steps = [step for step in STEPS if step.finished]
+        for request_id in alive:
+            client.send(Abort(request_id))
+        while alive and (outputs := client.receive(timeout=0.0)) is not None:
+            pass
+        return Run(steps, num_tokens, elapsed, not alive)
+
+    def close(self) -> None:
+        self._front_end.client.shutdown()
+
+
+def roofline_seconds(steps: Sequence[Step], cost: ModelCost, ceilings: Ceilings) -> float:
+    """The least time that these steps can take, one after the other."""
+    return sum(ceilings.seconds(cost.work(step)) for step in steps)
+
+
+def decode_step_seconds(steps: Sequence[Step], num_seqs: int) -> float:
+    """Median time from one result to the next, while `num_seqs` sequences decode. Raises ValueError without such
+    steps."""
+    steady = [
+        after.finished - before.finished
+        for before, after in pairwise(steps)
+        if before.is_decode and after.is_decode and before.num_seqs == after.num_seqs == num_seqs
+    ]
+    if not steady:
+        raise ValueError(f"no two decode steps of {num_seqs} sequences in a row")
+    return median(steady)
+
+
+class Tasks:
+    """What is measured, by name; each gives records."""
+
+    def __init__(self, engine: Engine, ceilings: Ceilings, *, tiny: bool) -> None:
+        self._engine = engine
+        self._ceilings = ceilings
+        self._tiny = tiny
+
+    def ladder(self) -> Iterator[Record]:
+        """After a run of each that compiles and captures."""
+        sizes = (1, 2) if self._tiny else LADDER
+        for num_seqs in sizes:
+            work = Workload(num_seqs, *((5, 6) if self._tiny else (128, LADDER_TOKENS)))
+            self._engine.run(work, seed=0)
+            run = self._engine.run(work, seed=1)
+            seconds = decode_step_seconds(run.steps, num_seqs)
+            limit = median(
+                roofline_seconds([step], self._engine.cost, self._ceilings)
+                for step in run.steps
+                if step.is_decode and step.num_seqs == num_seqs
+            )
+            yield {"what": "ladder", "num_seqs": num_seqs, "step_seconds": seconds, "share": limit / seconds}
+
+    def single(self) -> Iterator[Record]:
+        """Tokens after the first."""
+        work = TINY_WORK if self._tiny else SINGLE_WORK
+        self._engine.run(work, seed=2)
+        run = self._engine.run(work, seed=3)
+        seconds = decode_step_seconds(run.steps, work.num_requests)
+        cost = self._engine.cost
+        weights = Work(cost.itemsize * (cost.layer_parameters + cost.head_parameters))
+        yield {
+            "what": "single",
+            "work": str(work),
+            "tokens_per_second": 1 / seconds,
+            "limit": 1 / self._ceilings.seconds(weights),
+            "share": self._ceilings.seconds(weights) / seconds,
+        }
+
+    def idle(self) -> Iterator[Record]:
+        """Gaps between kernels over some steps in the middle of a run."""
+        work = Workload(PROFILED_SEQS, 128, 4 * PROFILED_STEPS)
+        self._engine.run(work, seed=4)
+        gaps = self._profiled(work)
+        yield {"what": "idle", "idle": gaps.long_gaps, "all_gaps": gaps.all_gaps, "num_kernels": gaps.num_kernels}
+
+    def _profiled(self, work: Workload) -> Any:
+        times = kernel_times()
+        found: list[tuple[float, float]] = []
+
+        def on_step(num_steps: int) -> None:
+            nonlocal found
+            if num_steps == PROFILED_STEPS:
+                found = times.__enter__()
+            elif num_steps == 2 * PROFILED_STEPS:
+                times.__exit__(None, None, None)
+
+        self._engine.run(work, seed=5, on_step=on_step)
+        return idle_shares(found)
+
+    def batch(self) -> Iterator[Record]:
+        """The work that Transformers does as well, then many long requests, as far as they come."""
+        yield from self._peer_work()
+        work = TINY_WORK if self._tiny else BATCH_WORK
+        self._engine.run(Workload(work.num_requests, 32 if not self._tiny else 5, 4), seed=6)
+        self._engine.run(Workload(min(16, work.num_requests), work.input_len, 2), seed=7)
+        run = self._engine.run(work, seed=8, seconds=BATCH_SECONDS)
+        span = run.steps[-1].finished - run.steps[0].launched
+        decodes = [step for step in run.steps if step.is_decode and step.num_seqs == work.num_requests]
+        yield {
+            "what": "batch",
+            "work": str(work),
+            "is_complete": run.is_complete,
+            "num_steps": len(run.steps),
+            "seconds": span,
+            "output_tokens_per_second": run.num_tokens / run.seconds,
+            "share": roofline_seconds(run.steps, self._engine.cost, self._ceilings) / span,
+            "decode_share": self._decode_share(decodes),
+        }
+
+    def _decode_share(self, decodes: Sequence[Step]) -> float | None:
+        if len(decodes) < 2:
+            return None
+        span = decodes[-1].finished - decodes[0].finished
+        return roofline_seconds(decodes[1:], self._engine.cost, self._ceilings) / span
+
+    def _peer_work(self) -> Iterator[Record]:
+        work = TINY_WORK if self._tiny else PEER_WORK
+        self._engine.run(work, seed=9)
+        run = self._engine.run(work, seed=10)
+        yield {
+            "what": "peer work",
+            "work": str(work),
+            "seconds": run.seconds,
+            "tokens_per_second": run.num_tokens / run.seconds,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mode", choices=MODES, default="full")
+    parser.add_argument("--tasks", default="ladder")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    emit = records.writer(arguments.out)
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    sizes = {"num_bytes": 1 << 16, "size": 64} if arguments.tiny else {}
+    ceilings, _ = measure_ceilings(device, **sizes)
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as directory:
+        engine = Engine(*engine_setup(arguments.mode, tiny=arguments.tiny), Path(directory) / "model")
+        base = {"part": "engine", "mode": arguments.mode}
+        emit({**base, "what": "ready", "seconds": sum(engine.ready.seconds.values()), "backend": engine.ready.backend})
+        tasks = Tasks(engine, ceilings, tiny=arguments.tiny)
+        failed = False
+        for name in arguments.tasks.split(","):
+            try:
+                for record in getattr(tasks, name)():
+                    emit({**base, **record})
+            except Exception as error:
+                failed = True
+                emit({**base, "what": f"{name} failed", "error": f"{type(error).__name__}: {str(error)[:500]}"})
+        engine.close()
+    if failed:
+        raise SystemExit(1)
+
+
+def engine_setup(mode: str, *, tiny: bool) -> tuple[Shape, dict[str, object]]:
+    """The shape, and the options of the engine that runs it."""
+    if tiny:
+        sizes = {"max_model_len": 64, "num_blocks_override": 40, "max_num_seqs": 4}
+        return TINY, {"device": "cpu", "attention_backend": "triton", **sizes}
+    return QWEN3_8B, {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 256, **MODES[mode]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""How long a card did nothing, from the times of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LONG_GAP_SECONDS = 5e-6
+"""Shorter gaps are those between the kernels of one graph, which no host has a part in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Shares of the time from the first kernel to the last: all gaps, and the long ones alone (between steps)."""
+
+    all_gaps: float
+    long_gaps: float
+    num_kernels: int
+
+
+def idle_shares(kernels: Iterable[tuple[float, float]], long_gap: float = LONG_GAP_SECONDS) -> Idle:
+    """kernels: (start, end) in seconds, in any order, overlapping or not. Raises ValueError when there are none."""
+    ordered = sorted(kernels)
+    if not ordered:
+        raise ValueError("no kernel was seen")
+    first, until = ordered[0]
+    gaps = []
+    for start, end in ordered[1:]:
+        if start > until:
+            gaps.append(start - until)
+        until = max(until, end)
+    window = max(until - first, 1e-12)
+    return Idle(sum(gaps) / window, sum(gap for gap in gaps if gap > long_gap) / window, len(ordered))
+
+
+@contextmanager
+def kernel_times() -> Iterator[list[tuple[float, float]]]:
+    """While it is open, what the card runs (kernels and copies) is noted; the list is filled at its end."""
+    found: list[tuple[float, float]] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield found
+        torch.cuda.synchronize()
+    found += _on_device(profiler.profiler.kineto_results.events())
+
+
+def _on_device(events: Sequence[Any]) -> list[tuple[float, float]]:
+    cuda = torch.autograd.DeviceType.CUDA
+    return [
+        (event.start_ns() * 1e-9, (event.start_ns() + event.duration_ns()) * 1e-9)
+        for event in events
+        if event.device_type() == cuda
+    ]

@@ -1,0 +1,117 @@
+"""Everything that is checked and measured on a GPU, one part after the other (benchmarks/gpu/run.sh calls this).
+
+    python -m benchmarks.gpu.run [--out DIR] [--seconds 600] [--parts tests,kernels,engine,eager,piecewise,transformers]
+
+A part that fails or runs out of time does not stop the next. Prints a short summary last and writes results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import records
+from benchmarks.gpu.parts import Outcome, Part, choose, python, run_part
+from benchmarks.gpu.summary import summarize, verdicts
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec")
+RESERVED_SECONDS = 10.0
+"""For the summary."""
+
+
+def pytest_command(*paths: str) -> tuple[str, ...]:
+    """pytest without what only this repository's own environment has (its plugins), results as XML."""
+    options = ("-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short", "--junitxml={folder}/{name}.xml")
+    return python("pytest", *options, *paths)
+
+
+ENGINE = ("benchmarks.gpu.engine", "--out", "{out}")
+PARTS = (
+    Part(
+        "tests",
+        (
+            pytest_command("tests/kernels/triton", "--ignore=tests/kernels/triton/test_ahead_of_time.py"),
+            pytest_command("tests/gpu/test_engine.py"),
+            pytest_command(
+                "tests/gpu/test_invariance.py", "tests/gpu/test_synchronising.py", "tests/gpu/test_shapes.py"
+            ),
+        ),
+        seconds=170,
+    ),
+    Part("kernels", (python("benchmarks.gpu.kernels", "--out", "{out}", "--seconds", "80"),), seconds=110),
+    Part("engine", (python(*ENGINE, "--mode", "full", "--tasks", "ladder,single,idle,batch"),), seconds=150),
+    Part("eager", (python(*ENGINE, "--mode", "eager", "--tasks", "ladder"),), seconds=50),
+    Part("piecewise", (python(*ENGINE, "--mode", "piecewise", "--tasks", "ladder"),), seconds=50),
+    Part("transformers", (python("benchmarks.gpu.transformers_peer", "--out", "{out}"),), seconds=60),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--seconds", type=float, default=600.0, help="for everything")
+    parser.add_argument("--parts", help=f"of {', '.join(part.name for part in PARTS)} (default: all)")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    try:
+        parts = choose(PARTS, arguments.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.jsonl").unlink(missing_ok=True)
+    outcomes = []
+    for part in parts:
+        left = arguments.seconds - RESERVED_SECONDS - (time.monotonic() - started)
+        print(f"==> {part.name}: at most {min(left, part.seconds):.0f} s", flush=True)
+        outcomes.append(run_part(part, out, left))
+        print(f"    {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
+        save(out, outcomes)
+    print(summarize(records.read(out / "results.jsonl"), outcomes, out))
+    return 0 if all(outcome.status == "done" for outcome in outcomes) else 1
+
+
+def save(out: Path, outcomes: list[Outcome]) -> None:
+    """results.json: machine, what became of the parts, verdicts on the targets, and all records. After every part
+    anew."""
+    found = records.read(out / "results.jsonl")
+    result = {
+        "machine": machine(),
+        "parts": [outcome.to_json() for outcome in outcomes],
+        "targets": [verdict.to_json() for verdict in verdicts(found)],
+        "records": found,
+    }
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """What a reader must know to compare two results."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader")
+    try:
+        card = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        card = ""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "card": card or "none",
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""An executor that notes what each step computed and when, around the one that computes it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.limits import Work
+from quire.config.engine import EngineConfig
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.step import StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Step:
+    """num_tokens: new ones, of num_seqs sequences. num_sampled: rows of logits. kv_tokens: whose keys and values are
+    read. num_pairs: of a new token with one that it sees. launched, finished: seconds of a clock of the host."""
+
+    num_tokens: int
+    num_seqs: int
+    num_sampled: int
+    kv_tokens: int
+    num_pairs: float
+    launched: float
+    finished: float = 0.0
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence computes one token and gets one."""
+        return self.num_tokens == self.num_seqs == self.num_sampled
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan, now: float) -> Step:
+        starts = np.array(plan.start_positions, np.int64)
+        new = np.array(plan.num_tokens, np.int64)
+        return cls(
+            num_tokens=int(new.sum()),
+            num_seqs=len(new),
+            num_sampled=len(plan.sample_seq_ids),
+            kv_tokens=int((starts + new).sum()),
+            num_pairs=float((new * (starts + (new + 1) / 2)).sum()),
+            launched=now,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What a model's steps cost at least. layer_parameters: of all layers, each multiplied with every token.
+    head_parameters: of the projection to the vocabulary. itemsize: bytes of an element. kv_bytes: of a token in all
+    layers. attention_width: query heads times their size, over all layers."""
+
+    layer_parameters: int
+    head_parameters: int
+    itemsize: int
+    kv_bytes: int
+    attention_width: int
+
+    def work(self, step: Step) -> Work:
+        """Weights, keys and values are read once a step, keys and values of new tokens written; activations are left
+        out."""
+        head = self.head_parameters if step.num_sampled else 0
+        return Work(
+            bytes=self.itemsize * (self.layer_parameters + head) + self.kv_bytes * (step.kv_tokens + step.num_tokens),
+            operations=2.0 * (self.layer_parameters * step.num_tokens + self.head_parameters * step.num_sampled)
+            + 4.0 * self.attention_width * step.num_pairs,
+        )
+
+
+STEPS: list[Step] = []
+"""Of the engine of this process, in order. Whoever measures clears it."""
+
+
+class RecordingExecutor:
+    """Passes everything on."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, plan: StepPlan) -> NotedStep:
+        step = Step.of_plan(plan, time.perf_counter())
+        if plan.seq_ids:
+            STEPS.append(step)
+        return NotedStep(self._executor.execute(plan), step)
+
+
+class NotedStep:
+    """The future of a step, which notes when its result was there."""
+
+    def __init__(self, future: Any, step: Step) -> None:
+        self._future = future
+        self._step = step
+
+    def result(self) -> StepResult:
+        result: StepResult = self._future.result()
+        self._step.finished = time.perf_counter()
+        return result
+
+
+def make_executor(config: EngineConfig) -> RecordingExecutor:
+    """The engine's own executor, recorded."""
+    import importlib
+
+    module, _, name = DEFAULT_EXECUTOR.partition(":")
+    return RecordingExecutor(getattr(importlib.import_module(module), name)(config))

@@ -1,0 +1,44 @@
+"""What a step of the device back end attends to: the counterpart of AttentionBatch whose tensors stay on the device.
+
+Sizes are the host's, so that grids are chosen without asking the device; everything else lies in tensors at addresses
+that stay the same for the life of a CUDA graph. A batch may be padded to the size that a graph was captured for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """S sequences with T new tokens in all, concatenated in batch order, padding included.
+
+    The first new token of sequence s is at position seq_lens[s] - (query_start[s + 1] - query_start[s]). Padding
+    sequences come last and own no tokens; padding tokens come last and belong to no sequence. What a row of padding
+    holds is anything, finite or not: no kernel reads out of range or writes pages for it, nothing of it reaches others.
+    """
+
+    num_seqs: int
+    """S."""
+    num_tokens: int
+    """T."""
+    max_query_len: int
+    """No sequence has more new tokens. 1: token t is the one of sequence t, which the decode kernel relies on."""
+    max_seq_len: int
+    """No sequence is longer; bounds grids. In a graph: as long as any can become."""
+    rows: torch.Tensor
+    """[S] int32: the sequence's row in the block tables. Padding: 0."""
+    query_start: torch.Tensor
+    """[S + 1] int32: sequence s owns tokens query_start[s]:query_start[s + 1]. Padding: the number of real tokens."""
+    seq_lens: torch.Tensor
+    """[S] int32: tokens after this step. Padding: 0."""
+    positions: torch.Tensor
+    """[T] int64: position of each token in its sequence. Padding: 0."""
+    slot_mapping: tuple[torch.Tensor, ...]
+    """Per KV group [T] int64: block * block_size + offset that the token's key and value are written to. Padding: -1,
+    nothing is written."""
+    block_tables: tuple[torch.Tensor, ...]
+    """Per KV group [num_rows, max_blocks] int32: physical blocks in logical order, a row for every request that
+    lives, persistent; kernels index it by `rows`."""

@@ -1,0 +1,144 @@
+"""Options of the device, resolved: which one computes, what follows from that, and what it cannot do yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire import envs
+from quire.config.checks import choice
+from quire.config.cuda import LEAST_CAPABILITY, CudaFacts, find_cuda, has_triton
+from quire.config.device import CUDA_GRAPHS
+from quire.config.graph_sizes import default_ladder
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.config.scheduler import SchedulerConfig
+from quire.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "native", "torch", "triton")
+CPU_BACKENDS = ("native", "torch")
+DEVICE_HEAD_LIMIT = 256
+"""Largest head that the Triton kernels hold in registers."""
+
+
+def choose_device(options: EngineOptions) -> tuple[str, bool]:
+    """The device, "cpu" or "cuda", and whether the Triton back end computes: always on "cuda"; on "cpu" only in
+    Triton's interpreter, for tests. Imports no torch.
+
+    Raises ConfigError for a device that is not there or cannot be used, and for a back end that does not belong to it.
+    """
+    asked = choice("device", options.device, DEVICES)
+    backend = choice("attention_backend", options.attention_backend, BACKENDS)
+    if asked == "cuda" or (asked == "auto" and backend not in CPU_BACKENDS and not envs.triton_interpret()):
+        facts = find_cuda()
+        if asked == "cuda" or facts.is_present:
+            _check_cuda(facts, backend)
+            return "cuda", True
+    if backend != "triton":
+        return "cpu", False
+    if not envs.triton_interpret():
+        raise ConfigError(
+            "attention_backend='triton' needs device='cuda' (on a CPU its kernels only run in Triton's "
+            "interpreter, for tests: TRITON_INTERPRET=1)",
+            param="attention_backend",
+        )
+    _require_triton("attention_backend")
+    return "cpu", True
+
+
+def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
+    """The model as the Triton back end computes it: "auto" keeps keys and values in the weights' dtype.
+
+    Raises ConfigError for what that back end cannot do yet.
+    """
+    quantization = options.quantization or (model.quantization and model.quantization.method)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantised weights ({quantization}) are not available on this device yet: choose a checkpoint that is "
+            "not quantised, or device='cpu'",
+            param="quantization",
+        )
+    if options.kv_cache_dtype == "int8":
+        raise ConfigError(
+            "kv_cache_dtype='int8' is not available on this device yet: choose auto, float32, bfloat16 or float16, or "
+            "device='cpu'",
+            param="kv_cache_dtype",
+        )
+    if model.head_dim > DEVICE_HEAD_LIMIT:
+        raise ConfigError(
+            f"attention_backend='triton' is not possible: heads of {model.head_dim} are larger than its kernels hold "
+            f"({DEVICE_HEAD_LIMIT})",
+            param="attention_backend",
+        )
+    return replace(model, kv_cache_dtype=model.dtype) if options.kv_cache_dtype == "auto" else model
+
+
+def graph_options(options: EngineOptions, scheduler: SchedulerConfig, device: str) -> tuple[str, tuple[int, ...]]:
+    """DeviceConfig's `cuda_graphs` and `cuda_graph_sizes`. Raises ConfigError for options that contradict one another,
+    or ask a CPU for graphs."""
+    asked = choice("cuda_graphs", options.cuda_graphs, ("auto", *CUDA_GRAPHS))
+    if options.enforce_eager and asked not in ("auto", "none"):
+        raise ConfigError(f"enforce_eager and cuda_graphs={asked!r} contradict each other", param="enforce_eager")
+    kind = asked
+    if options.enforce_eager:
+        kind = "none"
+    elif asked == "auto":
+        kind = "full_and_piecewise" if device == "cuda" else "none"
+    if kind != "none" and device != "cuda":
+        raise ConfigError(f"cuda_graphs={asked!r} needs device='cuda'", param="cuda_graphs")
+    sizes = options.cuda_graph_sizes
+    if kind == "none":
+        if sizes is not None:
+            raise ConfigError("cuda_graph_sizes is given, and there are no CUDA graphs", param="cuda_graph_sizes")
+        return kind, ()
+    if sizes is None:
+        return kind, default_ladder(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return kind, checked_sizes(sizes, scheduler.max_num_batched_tokens)
+
+
+def checked_sizes(sizes: list[int], max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Sorted, each once. Raises ConfigError for a size that no step can have."""
+    if not sizes or min(sizes) < 1 or max(sizes) > max_num_batched_tokens:
+        raise ConfigError(
+            f"cuda_graph_sizes must be numbers from 1 to max_num_batched_tokens ({max_num_batched_tokens}), not "
+            f"{sizes}",
+            param="cuda_graph_sizes",
+        )
+    return tuple(sorted(set(sizes)))
+
+
+def _check_cuda(facts: CudaFacts, backend: str) -> None:
+    if not facts.is_present:
+        raise ConfigError(f"device='cuda' is not possible: {facts.trouble}", param="device")
+    if backend in CPU_BACKENDS:
+        raise ConfigError(
+            f"attention_backend={backend!r} is for device='cpu'; on device='cuda' choose auto or triton",
+            param="attention_backend",
+        )
+    device = facts.devices[0]
+    if device.capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{device.name} has compute capability {_dotted(device.capability)}, and {_dotted(LEAST_CAPABILITY)} is "
+            "needed: choose device='cpu'",
+            param="device",
+        )
+    if envs.triton_interpret():
+        raise ConfigError(
+            "device='cuda' is not possible while TRITON_INTERPRET=1 is set: kernels would run on the host, "
+            "thousands of times slower",
+            param="device",
+        )
+    _require_triton("device")
+
+
+def _require_triton(param: str) -> None:
+    if not has_triton():
+        raise ConfigError(
+            "Triton is not installed, which the kernels for devices are written in: `pip install triton`, or choose "
+            "device='cpu'",
+            param=param,
+        )
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"

@@ -1,0 +1,82 @@
+"""Sleep: the engine gives memory back while nobody needs it, and takes it again without starting anew.
+
+Level 1 keeps the weights (in host memory, where they were on a device), level 2 drops them: they are loaded again. The
+KV cache is given back by both, and what was cached is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.errors import EngineAsleepError, UserError
+from quire.executors.interface import Executor
+from quire.stats import EngineStats
+
+LEVELS = {"1": 1, "2": 2}
+
+
+class Cache(Protocol):
+    def reset_prefix_cache(self) -> int: ...
+
+
+class Requests(Protocol):
+    """What must be over before the engine sleeps."""
+
+    @property
+    def kv(self) -> Cache: ...
+
+    @property
+    def has_requests(self) -> bool: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def forget_rows(self) -> None: ...
+
+
+class Sleep:
+    """level: 0 awake, 1 or 2 asleep."""
+
+    def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
+        """finish_transfers: stores what is not on disk yet; returns whether nothing is left."""
+        self.level = 0
+        self._executor = executor
+        self._scheduler = scheduler
+        self._finish_transfers = finish_transfers
+
+    def check_awake(self) -> None:
+        """Raise EngineAsleepError, when it sleeps."""
+        if self.level:
+            raise EngineAsleepError("the engine is asleep: wake it up first (wake_up)")
+
+    def fall_asleep(self, level: str) -> None:
+        """Sleep at `level`, "1" or "2". Who sleeps may fall asleep more deeply. Raises UserError, having changed
+        nothing, while requests live or prefixes are registered."""
+        if level not in LEVELS:
+            raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
+        wanted = LEVELS[level]
+        if wanted <= self.level:
+            return
+        if not self.level:
+            self._leave_the_cache()
+        self._executor.sleep(wanted)
+        self.level = wanted
+
+    def wake_up(self) -> None:
+        """Be as before, with an empty cache. Raises what loading and allocating raise; then it is still asleep."""
+        if self.level:
+            self._executor.wake_up()
+            self.level = 0
+
+    def _leave_the_cache(self) -> None:
+        scheduler, stats = self._scheduler, self._scheduler.stats()
+        if scheduler.has_requests:
+            raise UserError(
+                f"the engine cannot sleep while requests live: {stats.num_running} run and {stats.num_waiting} wait"
+            )
+        if stats.num_pinned_blocks:
+            raise UserError("the engine cannot sleep while prefixes are registered: unregister them first")
+        if not self._finish_transfers():
+            raise UserError("the engine cannot sleep yet: blocks are still on their way to disk")
+        scheduler.kv.reset_prefix_cache()
+        scheduler.forget_rows()

@@ -1,0 +1,267 @@
+"""What the attention kernels share: softmax over a range of a sequence's keys, read block by block, and its merging.
+
+A tile of queries is BLOCK_M rows: some consecutive new tokens of one sequence times the GROUP query heads that share a
+key head, so that every key is loaded once for all of them. Keys come in tiles of BLOCK_N positions that begin at
+multiples of BLOCK_N, wherever the queries are; a key that a row does not see has weight exactly zero there, and a
+tile of which a row sees nothing changes no bit of the row's result. So the result does not depend on which rows share
+a tile. Where a product is followed by a sum it is written as a fused multiply-add: no compiler chooses.
+
+Exponentials are powers of two; the scale of the scores has log2(e) in it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.attention.interface import LayerAttention
+from quire.kernels.triton.runtime import bound, dot
+
+NOTHING = tl.constexpr(-1.0e30)
+"""The maximum of a row that has seen no key. Finite, so that no difference is NaN."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def score_constants(layer: LayerAttention) -> tuple[float, float, int]:
+    """`scale`, `cap` and `window` as the kernels take them."""
+    log2_e = LOG2_E.value
+    if layer.soft_cap is None:
+        return layer.scale * log2_e, 0.0, layer.window or 0
+    return 2 * layer.scale / layer.soft_cap * log2_e, layer.soft_cap * log2_e, layer.window or 0
+
+
+@triton.jit
+def row_tokens(BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """Token and head within the tile of each row, [BLOCK_M] each, and whether there is one: rows that are left over
+    when GROUP does not divide BLOCK_M hold nothing."""
+    row = tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    return token, row % GROUP, token < BLOCK_M // GROUP
+
+
+@triton.jit
+def load_queries(
+    query,
+    query_stride,
+    first_token,
+    num_tokens,
+    kv_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """[BLOCK_M, DIM]: rows of `num_tokens` tokens from `first_token` on, zeros elsewhere."""
+    token, head, inside = row_tokens(BLOCK_M, GROUP)
+    dims = tl.arange(0, DIM)
+    at = (first_token + token).to(tl.int64) * query_stride + (kv_head * GROUP + head) * HEAD_DIM
+    mask = (inside & (token < num_tokens))[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(query + at[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def no_keys(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
+    """Maximum and sum of weights ([BLOCK_M]) and weighted values ([BLOCK_M, DIM]) before the first key."""
+    maximum = tl.full((BLOCK_M,), NOTHING, tl.float32)
+    return maximum, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, DIM), tl.float32)
+
+
+@triton.jit
+def _blocks_of(table, tile, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The physical blocks of a tile's keys before `stop`: one, or [BLOCK_N] if blocks are smaller than a tile."""
+    if BLOCK_SIZE >= BLOCK_N:
+        blocks = tl.load(table + tile // BLOCK_SIZE, mask=tile < stop, other=0)
+    else:
+        offsets = tl.arange(0, BLOCK_N)
+        logical = table + tile // BLOCK_SIZE + offsets // BLOCK_SIZE
+        blocks = tl.load(logical, mask=tile + offsets < stop, other=0)
+    return blocks
+
+
+@triton.jit
+def _key_offsets(blocks, tile, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: where the keys of a tile begin in the pages, of TOKEN elements a position."""
+    offsets = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE >= BLOCK_N:
+        within = tile % BLOCK_SIZE + offsets
+    else:
+        within = offsets % BLOCK_SIZE
+    return blocks.to(tl.int64) * (2 * BLOCK_SIZE * TOKEN) + within * TOKEN
+
+
+@triton.jit
+def _weigh(scores, visible, maximum, scale, cap, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Weights of a tile's keys relative to the new maximum, that maximum, and the factor of what was summed before.
+
+    scale: of scores; with a soft cap c of 2 log2(e) / c as well, so that tanh is made of one power. cap: c log2(e).
+    """
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
+        scores = cap * tl.fma(-2.0, 1.0 / (tl.exp2(scores * scale) + 1.0), 1.0)
+        if MASKED:
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+    else:
+        if MASKED:
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
+    return weights, new_maximum, tl.exp2(maximum - new_maximum)
+
+
+@triton.jit
+def _attend_tiles(
+    queries,
+    maximum,
+    total,
+    values,
+    pages,
+    table,
+    start,
+    stop,
+    first_key,
+    end_key,
+    positions,
+    scale,
+    cap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the tiles that begin in [start, stop). Not MASKED: every row sees every key of them.
+
+    Block numbers are read one tile ahead: an address that waits for a load of its own iteration would take the loads of
+    keys and values out of the compiler's software pipeline.
+    """
+    TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    VALUES: tl.constexpr = BLOCK_SIZE * TOKEN
+    dims = tl.arange(0, DIM)
+    blocks = _blocks_of(table, start, stop, BLOCK_SIZE, BLOCK_N)
+    for tile in range(bound(start), bound(stop), BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        present = (keys >= first_key) & (keys < end_key)
+        at = _key_offsets(blocks, tile, TOKEN, BLOCK_SIZE, BLOCK_N)
+        blocks = _blocks_of(table, tile + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
+        from_page = pages + at[:, None] + dims[None, :]
+        visible = keys[None, :] <= positions[:, None]
+        if WINDOW:
+            visible = visible & (keys[None, :] > positions[:, None] - window)
+        if MASKED:
+            mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+            key = tl.load(from_page, mask=mask, other=0.0)
+            value = tl.load(from_page + VALUES, mask=mask, other=0.0)
+        elif DIM != HEAD_DIM:
+            key = tl.load(from_page, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            value = tl.load(from_page + VALUES, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            key = tl.load(from_page)
+            value = tl.load(from_page + VALUES)
+        # Of two dtypes, float32 holds both. (Equal ones are the rule, and stay what they are.)
+        key = key.to(queries.dtype)
+        value = value.to(queries.dtype)
+        scores = dot(queries, tl.trans(key), tl.zeros((queries.shape[0], BLOCK_N), tl.float32))
+        weights, maximum, factor = _weigh(scores, visible, maximum, scale, cap, SOFT_CAP, MASKED)
+        total = tl.fma(total, factor, tl.sum(weights, 1))
+        values = dot(weights.to(queries.dtype), value, values * factor[:, None])
+    return maximum, total, values
+
+
+@triton.jit
+def attend_range(
+    queries,
+    maximum,
+    total,
+    values,
+    pages,
+    table,
+    start,
+    stop,
+    first_position,
+    last_position,
+    positions,
+    scale,
+    cap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """Add the keys at [start, stop) to the running softmax of a tile of queries; `start` a multiple of BLOCK_N.
+
+    pages: those of one layer, at the first element of the key head. table: the sequence's row. positions: [BLOCK_M] of
+    the rows, between first_position and last_position. Keys that no row sees, and blocks that hold nothing else, are
+    not read. Tiles that all rows see whole, nearly all of a long context, go through a loop without masks.
+    """
+    end = tl.minimum(stop, last_position + 1)
+    first_key = start
+    whole_from = start
+    if WINDOW:
+        first_key = tl.maximum(first_position - window + 1, 0)
+        start = tl.maximum(start, first_key // BLOCK_N * BLOCK_N)
+        whole_from = tl.maximum(start, tl.cdiv(tl.maximum(last_position - window + 1, 0), BLOCK_N) * BLOCK_N)
+        left = tl.minimum(whole_from, end)
+        maximum, total, values = _attend_tiles(
+            queries, maximum, total, values, pages, table, start, left, first_key, end, positions, scale, cap, window,
+            NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, True,
+        )  # fmt: skip
+    whole_to = tl.maximum(whole_from, tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N)
+    maximum, total, values = _attend_tiles(
+        queries, maximum, total, values, pages, table, whole_from, whole_to, first_key, end, positions, scale, cap,
+        window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, False,
+    )  # fmt: skip
+    return _attend_tiles(
+        queries, maximum, total, values, pages, table, whole_to, end, first_key, end, positions, scale, cap, window,
+        NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def merged(maximum, total, values, part_maximum, part_total, part_values):
+    """The softmax over the keys of both. Merging with what saw nothing changes no bit. values: [rows, dims]."""
+    new_maximum = tl.maximum(maximum, part_maximum)
+    old, new = tl.exp2(maximum - new_maximum), tl.exp2(part_maximum - new_maximum)
+    total = tl.fma(part_total, new, total * old)
+    values = tl.fma(part_values, tl.broadcast_to(new[:, None], values.shape), values * old[:, None])
+    return new_maximum, total, values
+
+
+@triton.jit
+def normalised(maximum, total, values, sink):
+    """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none."""
+    sink = sink.to(tl.float32) * LOG2_E
+    new_maximum = tl.maximum(maximum, sink)
+    factor = tl.exp2(maximum - new_maximum)
+    total = tl.fma(total, factor, tl.exp2(sink - new_maximum))
+    return values * (factor / total)[:, None]
+
+
+@triton.jit
+def store_rows(
+    out,
+    out_stride,
+    values,
+    first_token,
+    num_tokens,
+    kv_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The inverse of load_queries."""
+    token, head, inside = row_tokens(BLOCK_M, GROUP)
+    dims = tl.arange(0, DIM)
+    at = (first_token + token).to(tl.int64) * out_stride + (kv_head * GROUP + head) * HEAD_DIM
+    mask = (inside & (token < num_tokens))[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out + at[:, None] + dims[None, :], values.to(out.dtype.element_ty), mask=mask)

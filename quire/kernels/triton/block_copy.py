@@ -1,0 +1,169 @@
+"""Copies of whole blocks in every page tensor at once: copy-on-write, and to and from a buffer in one piece (swapping).
+
+Limit: memory. Twice the bytes that are copied. The page tensors' addresses lie in a table on the device, so that one
+launch serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import launch
+
+CHUNK_BYTES = 16384
+"""Of a page, copied by one program of 4 warps: 8 loads of 16 bytes a thread are in flight."""
+ALIGNMENT = 16
+
+Pairs = Sequence[tuple[int, int]]
+"""(source, destination) blocks; destinations are distinct."""
+Upload = Callable[[np.ndarray], torch.Tensor]
+"""An int32 array on the host to a tensor like it on the device."""
+
+
+@triton.jit
+def _copy_kernel(
+    source_pages,
+    destination_pages,
+    pairs,
+    source_stride,
+    destination_stride,
+    page_words,
+    WORD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    pair = pairs + 2 * tl.program_id(0)
+    page = tl.program_id(1)
+    words = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    inside = words < page_words
+    from_page = tl.multiple_of(tl.load(source_pages + page).to(tl.pointer_type(WORD)), 16)
+    to_page = tl.multiple_of(tl.load(destination_pages + page).to(tl.pointer_type(WORD)), 16)
+    from_block = from_page + tl.load(pair).to(tl.int64) * source_stride
+    to_block = to_page + tl.load(pair + 1).to(tl.int64) * destination_stride
+    tl.store(to_block + words, tl.load(from_block + words, mask=inside), mask=inside)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """Where the pages of each block lie. addresses: [num_pages] int64, on the device: of page j of block 0.
+    block_bytes: from there to the same page of the next block. page_bytes: what is copied of each. memory: kept
+    alive."""
+
+    addresses: torch.Tensor
+    block_bytes: int
+    page_bytes: int
+    memory: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of_pages(cls, pages: Sequence[torch.Tensor]) -> PageTable:
+        """pages[j]: [num_blocks, ...], contiguous, all alike: the tensors of a pool. Waits for the device: made
+        once."""
+        first = pages[0]
+        assert all(page.is_contiguous() and page.shape == first.shape for page in pages), (
+            "pages are alike, in one piece"
+        )
+        addresses = torch.tensor([page.data_ptr() for page in pages], dtype=torch.int64, device=first.device)
+        page_bytes = first[0].nbytes
+        return cls(addresses, page_bytes, page_bytes, tuple(pages))
+
+    @classmethod
+    def of_buffer(cls, buffer: torch.Tensor) -> PageTable:
+        """buffer: [num_blocks, num_pages, page bytes] uint8, contiguous."""
+        assert buffer.is_contiguous(), "a buffer lies in one piece"
+        _, num_pages, page_bytes = buffer.shape
+        start = buffer.data_ptr()
+        addresses = torch.arange(
+            start, start + num_pages * page_bytes, page_bytes, dtype=torch.int64, device=buffer.device
+        )
+        return cls(addresses, num_pages * page_bytes, page_bytes, (buffer,))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a block."""
+        return len(self.addresses)
+
+
+def copy_pages(source: PageTable, destination: PageTable, pairs: torch.Tensor) -> None:
+    """Copy all pages of block pairs[i, 0] of the source to block pairs[i, 1] of the destination. pairs: [n, 2] int32 on
+    the device, contiguous. In one launch and in no order: no block may be read and written."""
+    assert source.num_pages == destination.num_pages, "both have the same pages"
+    assert source.page_bytes == destination.page_bytes, "of the same size"
+    if not len(pairs):
+        return
+    word = _word(source, destination)
+    chunk = min(triton.next_power_of_2(source.page_bytes), CHUNK_BYTES) // word.itemsize
+    page_words = source.page_bytes // word.itemsize
+    launch(
+        _copy_kernel,
+        (len(pairs), source.num_pages, triton.cdiv(page_words, chunk)),
+        source.addresses,
+        destination.addresses,
+        pairs,
+        source.block_bytes // word.itemsize,
+        destination.block_bytes // word.itemsize,
+        page_words,
+        WORD=_TRITON_WORDS[word],
+        CHUNK=chunk,
+        num_warps=4,
+    )
+
+
+_TRITON_WORDS = {torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8}
+
+
+def _word(*tables: PageTable) -> torch.dtype:
+    """The widest word that all strides are multiples of."""
+    for word in _TRITON_WORDS:
+        if all(size % word.itemsize == 0 for table in tables for size in (table.block_bytes, table.page_bytes)):
+            return word
+    raise AssertionError("every size is a multiple of one byte")
+
+
+def gather_blocks(pool: PageTable, blocks: torch.Tensor) -> torch.Tensor:
+    """blocks: [n] int32 on the device. Returns their bytes, [n, num_pages, page bytes] uint8, in one piece."""
+    buffer = torch.empty(len(blocks), pool.num_pages, pool.page_bytes, dtype=torch.uint8, device=blocks.device)
+    copy_pages(pool, PageTable.of_buffer(buffer), torch.stack((blocks, _counted(blocks)), dim=1))
+    return buffer
+
+
+def scatter_blocks(buffer: torch.Tensor, pool: PageTable, blocks: torch.Tensor) -> None:
+    """The way back: buffer [n, num_pages, page bytes] uint8 to `blocks`, [n] int32 on the device, which are
+    distinct."""
+    copy_pages(PageTable.of_buffer(buffer), pool, torch.stack((_counted(blocks), blocks), dim=1))
+
+
+def _counted(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)
+
+
+class BlockCopier:
+    """Copy-on-write inside a pool. All sources are read before any destination is written, so that chains and swaps of
+    blocks mean what they say."""
+
+    def __init__(self, pages: Sequence[torch.Tensor], upload: Upload) -> None:
+        """pages: as PageTable.of_pages. upload: without waiting for the device."""
+        self._pool = PageTable.of_pages(pages)
+        self._upload = upload
+
+    def __call__(self, copies: Pairs) -> None:
+        """Copies block `source` to block `destination`, for each (source, destination).
+
+        As a rule one launch. Blocks that are read here and written as well are gathered first and scattered last.
+        """
+        written = {destination for _, destination in copies}
+        assert len(written) == len(copies), "each block is written once"
+        direct = [pair for pair in copies if pair[0] not in written]
+        held = [pair for pair in copies if pair[0] in written]
+        pairs = self._upload(np.array(direct + held, np.int32).reshape(-1, 2))
+        num_direct = len(direct)
+        if not held:
+            copy_pages(self._pool, self._pool, pairs)
+            return
+        buffer = gather_blocks(self._pool, pairs[num_direct:, 0])
+        copy_pages(self._pool, self._pool, pairs[:num_direct])
+        scatter_blocks(buffer, self._pool, pairs[num_direct:, 1])

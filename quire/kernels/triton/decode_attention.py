@@ -1,0 +1,295 @@
+"""Paged attention of sequences with few new tokens: the keys of one sequence shared out over programs (split-KV)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import LayerAttention
+from quire.kernels.triton.attention_core import (
+    attend_range,
+    load_queries,
+    merged,
+    no_keys,
+    normalised,
+    row_tokens,
+    score_constants,
+    store_rows,
+)
+from quire.kernels.triton.attention_tiles import SplitPlan, padded_dim
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS
+from quire.kernels.triton.runtime import bound, launch
+
+UNROLLED = 8
+"""Splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """Partial results of all splits, allocated once and used by every layer in turn. float32: values [rows, head_dim],
+    maxima and totals [rows], rows as `attention_tiles.scratch_rows` counts them."""
+
+    values: torch.Tensor
+    maxima: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def allocate(cls, num_rows: int, head_dim: int, device: torch.device) -> SplitScratch:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        return cls(empty(num_rows, head_dim), empty(num_rows), empty(num_rows))
+
+
+@triton.jit
+def _splits(seq_len, num_new, num_programs, min_keys, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+            FIXED_KEYS: tl.constexpr):  # fmt: skip
+    """Where the first split of a sequence begins, keys of a split, number of splits. Fixed splits begin at multiples of
+    their length; others share the tiles that any query sees out equally."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(seq_len - num_new - window + 1, 0)
+    if FIXED_KEYS:
+        begin = begin // FIXED_KEYS * FIXED_KEYS
+        keys = FIXED_KEYS
+    else:
+        begin = begin // BLOCK_N * BLOCK_N
+        tiles = tl.cdiv(seq_len - begin, BLOCK_N)
+        keys = tl.maximum(tl.cdiv(tiles, num_programs) * BLOCK_N, min_keys)
+    return begin, keys, tl.cdiv(seq_len - begin, keys)
+
+
+@triton.jit(
+    do_not_specialize=["capacity", "min_keys"],
+    do_not_specialize_on_alignment=BATCH_COLUMNS,
+)
+def _split_kernel(
+    query,
+    pages,
+    out,
+    part_values,
+    part_maxima,
+    part_totals,
+    rows,
+    query_start,
+    seq_lens,
+    tables,
+    sinks,
+    query_stride,
+    out_stride,
+    table_stride,
+    capacity,
+    min_keys,
+    scale,
+    cap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED_KEYS: tl.constexpr,
+):
+    """Program (key head, sequence, split and every num_programs-th after it). Key heads of a token lie side by side in
+    memory, so neighbours read neighbouring bytes. A sequence that is one split whole needs no merging."""
+    kv_head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    begin = tl.load(query_start + sequence)
+    num_new = tl.load(query_start + sequence + 1) - begin
+    if (num_new == 0) | (num_new > TOKENS):
+        return
+    seq_len = tl.load(seq_lens + sequence)
+    first_key, keys, num_splits = _splits(
+        seq_len, num_new, tl.num_programs(2), min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS
+    )
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    pages += kv_head * HEAD_DIM
+    queries = load_queries(query, query_stride, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
+    if pages.dtype.element_ty != queries.dtype:
+        queries = queries.to(tl.float32)
+    token, head, _ = row_tokens(BLOCK_M, GROUP)
+    row = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, DIM)
+    for split in range(bound(tl.program_id(2)), bound(num_splits), bound(tl.num_programs(2))):
+        start = first_key + split * keys
+        maximum, total, values = no_keys(BLOCK_M, DIM)
+        maximum, total, values = attend_range(
+            queries, maximum, total, values, pages, table, start, tl.minimum(start + keys, seq_len), seq_len - num_new,
+            seq_len - 1, seq_len - num_new + token, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
+            BLOCK_N, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+        if num_splits == 1:
+            if FIXED_KEYS:
+                # As the varlen kernel does: this turns -0 into 0.
+                nothing_maximum, nothing_total, nothing = no_keys(BLOCK_M, DIM)
+                maximum, total, values = merged(nothing_maximum, nothing_total, nothing, maximum, total, values)
+            if SINKS:
+                sink = tl.load(sinks + kv_head * GROUP + head).to(tl.float32)
+            else:
+                sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            values = normalised(maximum, total, values, sink)
+            store_rows(out, out_stride, values, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
+        else:
+            place = ((sequence * NUM_KV_HEADS + kv_head).to(tl.int64) * capacity + split) * (TOKENS * GROUP)
+            mask = row < num_new * GROUP
+            tl.store(part_maxima + place + row, maximum, mask=mask)
+            tl.store(part_totals + place + row, total, mask=mask)
+            tl.store(
+                part_values + (place + row)[:, None] * HEAD_DIM + dims[None, :],
+                values,
+                mask=mask[:, None] & (dims < HEAD_DIM)[None, :],
+            )
+
+
+@triton.jit(
+    do_not_specialize=["num_programs", "capacity", "min_keys"],
+    do_not_specialize_on_alignment=BATCH_COLUMNS,
+)
+def _merge_kernel(
+    out,
+    part_values,
+    part_maxima,
+    part_totals,
+    query_start,
+    seq_lens,
+    sinks,
+    out_stride,
+    num_programs,
+    capacity,
+    min_keys,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED_KEYS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Program (query head, sequence, token of it): its splits in order, first to last."""
+    query_head = tl.program_id(0)
+    sequence = tl.program_id(1)
+    token = tl.program_id(2)
+    begin = tl.load(query_start + sequence)
+    num_new = tl.load(query_start + sequence + 1) - begin
+    if (token >= num_new) | (num_new > TOKENS):
+        return
+    _, _, num_splits = _splits(
+        tl.load(seq_lens + sequence), num_new, num_programs, min_keys, window, BLOCK_N, WINDOW, FIXED_KEYS
+    )
+    if num_splits == 1:
+        return
+    kv_head = query_head // GROUP
+    place = (sequence * NUM_KV_HEADS + kv_head).to(tl.int64) * capacity * (TOKENS * GROUP)
+    place += token * GROUP + query_head % GROUP
+    one = tl.arange(0, 1)
+    dims = tl.arange(0, DIM)[None, :]
+    maximum, total, values = no_keys(1, DIM)
+    for first in range(0, bound(num_splits), UNROLLED):
+        for ahead in tl.static_range(UNROLLED):
+            present = first + ahead < num_splits
+            at = place + (first + ahead) * (TOKENS * GROUP) + one
+            # What is not there merges as what saw nothing.
+            maximum, total, values = merged(
+                maximum,
+                total,
+                values,
+                tl.load(part_maxima + at, mask=present & (one == 0), other=-1.0e30),
+                tl.load(part_totals + at, mask=present & (one == 0), other=0.0),
+                tl.load(part_values + at[:, None] * HEAD_DIM + dims, mask=present & (dims < HEAD_DIM), other=0.0),
+            )
+    if SINKS:
+        sink = tl.load(sinks + query_head + one).to(tl.float32)
+    else:
+        sink = tl.full((1,), float("-inf"), tl.float32)
+    values = normalised(maximum, total, values, sink)
+    at = (begin + token).to(tl.int64) * out_stride + query_head * HEAD_DIM
+    tl.store(out + at + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def split_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    batch: DeviceBatch,
+    group: int,
+    layer: LayerAttention,
+    plan: SplitPlan,
+    scratch: SplitScratch,
+    *,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
+    heads = layer.num_heads // layer.num_kv_heads
+    tiles, tables = plan.tiles, batch.block_tables[group]
+    scale, cap, window = score_constants(layer)
+    shared = {
+        "NUM_KV_HEADS": layer.num_kv_heads,
+        "GROUP": heads,
+        "HEAD_DIM": layer.head_dim,
+        "DIM": padded_dim(layer.head_dim),
+        "BLOCK_N": tiles.block_n,
+        "TOKENS": plan.tokens,
+        "WINDOW": layer.window is not None,
+        "SINKS": sinks is not None,
+        "FIXED_KEYS": tiles.fixed_keys,
+    }
+    parts = (scratch.values, scratch.maxima, scratch.totals)
+    launch(
+        _split_kernel,
+        (layer.num_kv_heads, batch.num_seqs, plan.num_programs),
+        query,
+        pages,
+        out,
+        *parts,
+        batch.rows,
+        batch.query_start,
+        batch.seq_lens,
+        tables,
+        sinks,
+        query.stride(0),
+        out.stride(0),
+        tables.stride(0),
+        plan.capacity,
+        plan.min_keys,
+        scale,
+        cap,
+        window,
+        **shared,
+        BLOCK_SIZE=pages.shape[2],
+        BLOCK_M=tiles.block_m,
+        SOFT_CAP=layer.soft_cap is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if plan.capacity > 1:
+        launch(
+            _merge_kernel,
+            (layer.num_heads, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
+            out,
+            *parts,
+            batch.query_start,
+            batch.seq_lens,
+            sinks,
+            out.stride(0),
+            plan.num_programs,
+            plan.capacity,
+            plan.min_keys,
+            window,
+            **shared,
+            UNROLLED=UNROLLED,
+            num_warps=1,
+        )

@@ -1,0 +1,55 @@
+"""Rows of a table by index, optionally added onto others.
+
+Limit: memory. 4 bytes an element in 16 bits, 6 when added.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import launch, narrow
+
+BLOCK = 1024
+
+
+@triton.jit
+def _embedding_kernel(table, indices, out, num_table_rows, size, out_stride, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(indices + row).to(tl.int64)
+    inside = columns < size
+    known = (index >= 0) & (index < num_table_rows)
+    values = tl.load(table + index * size + columns, mask=inside & known, other=0.0)
+    at = out + row * out_stride + columns
+    if ADDED:
+        summed = values.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        values = narrow(summed, out.dtype.element_ty)
+    tl.store(at, values, mask=inside)
+
+
+def embedding(table: torch.Tensor, indices: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+    """table: [N, size], contiguous. indices: [T] int32 or int64; what lies outside the table (padding) reads zeros.
+    Returns [T, size] in the table's dtype: `onto`, with the rows added to it, when given."""
+    num_rows, size = len(indices), table.shape[1]
+    out = torch.empty(num_rows, size, dtype=table.dtype, device=table.device) if onto is None else onto
+    if num_rows == 0:
+        return out
+    assert table.is_contiguous(), "the table lies in one piece"
+    assert out.stride(1) == 1, "the elements of a row lie side by side"
+    block = min(BLOCK, triton.next_power_of_2(size))
+    launch(
+        _embedding_kernel,
+        (num_rows, triton.cdiv(size, block)),
+        table,
+        indices,
+        out,
+        table.shape[0],
+        size,
+        out.stride(0),
+        ADDED=onto is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,100 @@
+"""RMSNorm and LayerNorm over rows, optionally of a sum that is written back.
+
+Limit: memory. A row is read once and written once (4 bytes an element in 16 bits), with a residual read and written
+twice over (8 bytes). One program computes a row, so that a row's bits depend on its width and on nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import launch, narrow
+
+ELEMENTS_PER_WARP = 512
+"""Of a row: two loads of 16 bytes a thread in 16 bits, enough in flight to fill the memory's latency."""
+MAX_WARPS = 16
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    x_stride,
+    residual_stride,
+    size,
+    epsilon,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    dtype = out.dtype.element_ty
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        at = residual + row * residual_stride + columns
+        values += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        summed = narrow(values, dtype)
+        tl.store(at, summed, mask=inside)
+        values = summed.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(values, axis=0) / size
+        values = tl.where(inside, values - mean, 0.0)
+    scaled = values * tl.rsqrt(tl.sum(values * values, axis=0) / size + epsilon)
+    if not CENTRED:
+        # As Transformers does: what the weight multiplies is rounded already.
+        scaled = narrow(scaled, dtype).to(tl.float32)
+    if HAS_WEIGHT:
+        scaled *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        scaled += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + columns, narrow(scaled, dtype), mask=inside)
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    *,
+    centred: bool,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x: [T, size], rows may lie apart, any float dtype. weight, bias: [size] or None. centred: LayerNorm, else
+    RMSNorm. residual: [T, size] in x's dtype or None; becomes residual + x, and that is normalised. Returns [T,
+    size]."""
+    num_rows, size = x.shape
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
+    assert residual is None or residual.stride(1) == 1, "the elements of a row lie side by side"
+    block = triton.next_power_of_2(size)
+    launch(
+        _norm_kernel,
+        (num_rows,),
+        x,
+        residual,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        size,
+        epsilon,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        CENTRED=centred,
+        BLOCK=block,
+        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+    )
+    return out

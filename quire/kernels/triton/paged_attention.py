@@ -1,0 +1,174 @@
+"""Paged attention over batches of sequences of any number of new tokens: one launch, nothing prepared on the host."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import LayerAttention
+from quire.kernels.triton.attention_core import (
+    attend_range,
+    load_queries,
+    merged,
+    no_keys,
+    normalised,
+    row_tokens,
+    score_constants,
+    store_rows,
+)
+from quire.kernels.triton.attention_tiles import Tiles, padded_dim
+from quire.kernels.triton.runtime import bound, launch
+
+BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
+"""Views of one buffer, at any multiple of four bytes: no kernel is compiled anew for another alignment of theirs."""
+
+
+@triton.jit
+def _find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
+    """The sequence that query tile number `tile` belongs to: the last s with query_start[s] // TOKENS + s <= tile. A
+    sequence has at least as many numbers as it needs; the last may be left over."""
+    low = 0
+    high = num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+def _varlen_kernel(
+    query,
+    pages,
+    out,
+    rows,
+    query_start,
+    seq_lens,
+    tables,
+    sinks,
+    num_seqs,
+    query_stride,
+    out_stride,
+    table_stride,
+    scale,
+    cap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED_KEYS: tl.constexpr,
+    SKIPPED: tl.constexpr,
+):
+    """Program (tile of queries, key head). The last tiles, which have most keys, come first; the tiles of one key head
+    run side by side and share its keys in the L2 cache. SKIPPED: sequences with at most this many new tokens are
+    another kernel's."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = _find_sequence(query_start, tile, num_seqs, TOKENS)
+    begin = tl.load(query_start + sequence)
+    num_new = tl.load(query_start + sequence + 1) - begin
+    first = (tile - begin // TOKENS - sequence) * TOKENS
+    if (first >= num_new) | (num_new <= SKIPPED):
+        return
+    num_tokens = tl.minimum(num_new - first, TOKENS)
+    first_position = tl.load(seq_lens + sequence) - num_new + first
+    last_position = first_position + num_tokens - 1
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    pages += kv_head * HEAD_DIM
+    queries = load_queries(query, query_stride, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
+    if pages.dtype.element_ty != queries.dtype:
+        queries = queries.to(tl.float32)
+    token, head, _ = row_tokens(BLOCK_M, GROUP)
+    positions = first_position + token
+    maximum, total, values = no_keys(BLOCK_M, DIM)
+    if FIXED_KEYS:
+        first_split = 0
+        if WINDOW:
+            first_split = tl.maximum(first_position - window + 1, 0) // FIXED_KEYS
+        for split in range(bound(first_split), bound(last_position // FIXED_KEYS + 1)):
+            part_maximum, part_total, part_values = no_keys(BLOCK_M, DIM)
+            part_maximum, part_total, part_values = attend_range(
+                queries, part_maximum, part_total, part_values, pages, table, split * FIXED_KEYS,
+                (split + 1) * FIXED_KEYS, first_position, last_position, positions, scale, cap, window,
+                NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
+            )  # fmt: skip
+            maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_values)
+    else:
+        maximum, total, values = attend_range(
+            queries, maximum, total, values, pages, table, 0, last_position + 1, first_position, last_position,
+            positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + head).to(tl.float32)
+    else:
+        sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    values = normalised(maximum, total, values, sink)
+    store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    batch: DeviceBatch,
+    group: int,
+    layer: LayerAttention,
+    tiles: Tiles,
+    *,
+    skipped: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Causal attention of a step's tokens over all that their sequences have in the pages.
+
+    query: [T, at least num_heads * head_dim], rows of any stride: heads first, what follows is ignored. pages: of the
+    layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; the step's keys and values are written. out: [T,
+    num_heads * head_dim], written for tokens of sequences alone. group: KV group of the layer. skipped: sequences with
+    at most that many new tokens are left out. sinks: [num_heads], logits that take part in each head's softmax and have
+    no value.
+    """
+    heads = layer.num_heads // layer.num_kv_heads
+    tokens = tiles.tokens(heads)
+    grid = (batch.num_tokens // tokens + batch.num_seqs, layer.num_kv_heads)
+    launch(
+        _varlen_kernel,
+        grid,
+        query,
+        pages,
+        out,
+        batch.rows,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables[group],
+        sinks,
+        batch.num_seqs,
+        query.stride(0),
+        out.stride(0),
+        batch.block_tables[group].stride(0),
+        *score_constants(layer),
+        NUM_KV_HEADS=layer.num_kv_heads,
+        GROUP=heads,
+        HEAD_DIM=layer.head_dim,
+        DIM=padded_dim(layer.head_dim),
+        BLOCK_SIZE=pages.shape[2],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        WINDOW=layer.window is not None,
+        SOFT_CAP=layer.soft_cap is not None,
+        SINKS=sinks is not None,
+        FIXED_KEYS=tiles.fixed_keys,
+        SKIPPED=skipped,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

@@ -1,0 +1,186 @@
+"""Kernels over the rows of live sequences: what a step writes to them, copies between them and reads out of them.
+
+All rows lie in one arena of 32-bit words (quire/worker/device/row_arena.py), so that one launch serves all tables. Each
+kernel is bound by its launch: a step of 256 sequences moves a few kilobytes, far below what a microsecond of memory
+bandwidth carries. Hence flat grids, few programs, and nothing compiled for the sizes of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import launch
+
+WORDS = 1024
+"""Words that one program writes or copies."""
+TOKENS = 256
+"""Tokens, and sequences, that one program prepares."""
+
+
+@triton.jit(do_not_specialize=["num_writes"])
+def _write_kernel(arena, destinations, values, num_writes, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_writes
+    destination = tl.load(destinations + index, mask=mask, other=0)
+    tl.store(arena + destination, tl.load(values + index, mask=mask, other=0), mask=mask)
+
+
+def write_words(arena: torch.Tensor, destinations: torch.Tensor, values: torch.Tensor) -> None:
+    """arena[destinations[i]] = values[i]. All int32, [words], [N], [N]; destinations are distinct."""
+    num_writes = len(destinations)
+    grid = (triton.cdiv(num_writes, WORDS),)
+    launch(_write_kernel, grid, arena, destinations, values, num_writes, BLOCK=WORDS)
+
+
+@triton.jit
+def _copy_kernel(arena, copies, BLOCK: tl.constexpr):
+    copy = copies + 3 * tl.program_id(0)
+    source, destination, length = tl.load(copy), tl.load(copy + 1), tl.load(copy + 2)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < length
+    words = tl.load(arena + source + index, mask=mask, other=0)
+    tl.store(arena + destination + index, words, mask=mask)
+
+
+def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
+    """For each of `copies` ([N, 3] int32): words from the first offset to the second, as many as the third says, at
+    most `longest`. What one writes no other reads or writes. arena: [words] int32."""
+    launch(_copy_kernel, (len(copies), triton.cdiv(longest, WORDS)), arena, copies, BLOCK=WORDS)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "tables", "group_words", "block_width",
+        "slot_stride",
+    ]
+)  # fmt: skip
+def _prepare_kernel(
+    arena, rows, starts, query_start, token_ids, positions, slots, out_rows, out_query_start, out_seq_lens, num_seqs,
+    num_tokens, padded_seqs, padded_tokens, token_width, tables, group_words, block_width, slot_stride,
+    NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+    # Sequences: the columns as they came, then padding.
+    is_seq = index < num_seqs
+    end = tl.load(query_start + index + 1, mask=is_seq, other=0)
+    count = end - tl.load(query_start + index, mask=is_seq, other=0)
+    seq_len = tl.load(starts + index, mask=is_seq, other=0) + count
+    in_batch = index < padded_seqs
+    tl.store(out_rows + index, tl.load(rows + index, mask=is_seq, other=0), mask=in_batch)
+    tl.store(out_seq_lens + index, seq_len, mask=in_batch)
+    tl.store(out_query_start + index + 1, tl.where(is_seq, end, num_tokens), mask=in_batch)
+    tl.store(out_query_start + index, tl.zeros_like(index), mask=index == 0)
+
+    # Tokens: the sequence of each is the last one that begins at or before it.
+    is_token = index < num_tokens
+    low = tl.zeros_like(index)
+    high = low + num_seqs
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        begins = tl.load(query_start + middle, mask=is_token, other=0) <= index
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    first = tl.load(query_start + low, mask=is_token, other=0)
+    position = tl.load(starts + low, mask=is_token, other=0) + index - first
+    row = tl.load(rows + low, mask=is_token, other=0).to(tl.int64)
+    token_id = tl.load(arena + row * token_width + position, mask=is_token, other=0)
+    in_batch = index < padded_tokens
+    tl.store(token_ids + index, token_id.to(tl.int64), mask=in_batch)
+    tl.store(positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
+    table = arena + tables + row * block_width
+    for _group in tl.static_range(NUM_GROUPS):
+        block = tl.load(table + position // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+        slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(slots + index, slot, mask=in_batch)
+        table += group_words
+        slots += slot_stride
+
+
+@dataclass(frozen=True, slots=True)
+class RowTables:
+    """Where tables lie in the arena, in words: the token table at its beginning, then the block tables of the groups.
+
+    token_width, block_width: words of a row of each. blocks: where the first group's table begins. group_words: from
+    one group's table to the next one's.
+    """
+
+    token_width: int
+    blocks: int
+    group_words: int
+    block_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """What the host says of S scheduled sequences with T tokens. int32, on the device.
+
+    rows, starts: [S], the sequence's row, and the first position that this step computes. query_start: [S + 1], where
+    the sequence's tokens begin among the T.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    query_start: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InputBuffers:
+    """The inputs of any step, at full capacity; a step uses their beginnings. As DeviceBatch describes them.
+
+    token_ids, positions: [T] int64. slots: [groups, T] int64. rows, seq_lens: [S] int32. query_start: [S + 1] int32.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def prepare_inputs(
+    arena: torch.Tensor,
+    tables: RowTables,
+    columns: StepColumns,
+    inputs: InputBuffers,
+    num_tokens: int,
+    padded: tuple[int, int],
+    block_size: int,
+) -> None:
+    """Gather the inputs of a step. arena: [words] int32. num_tokens: T. padded: sequences and tokens with padding."""
+    num_seqs, (padded_seqs, padded_tokens) = len(columns.rows), padded
+    assert num_seqs <= padded_seqs <= len(inputs.rows), "more sequences than there is room for"
+    assert num_tokens <= padded_tokens <= len(inputs.token_ids), "more tokens than there is room for"
+    launch(
+        _prepare_kernel,
+        (triton.cdiv(max(padded_seqs, padded_tokens), TOKENS),),
+        arena,
+        columns.rows,
+        columns.starts,
+        columns.query_start,
+        inputs.token_ids,
+        inputs.positions,
+        inputs.slots,
+        inputs.rows,
+        inputs.query_start,
+        inputs.seq_lens,
+        num_seqs,
+        num_tokens,
+        padded_seqs,
+        padded_tokens,
+        tables.token_width,
+        tables.blocks,
+        tables.group_words,
+        tables.block_width,
+        inputs.slots.stride(0),
+        NUM_GROUPS=len(inputs.slots),
+        BLOCK_SIZE=block_size,
+        # The same for all batches: as many halvings as the longest list of sequences takes.
+        SEARCH_STEPS=len(inputs.rows).bit_length(),
+        BLOCK=TOKENS,
+    )

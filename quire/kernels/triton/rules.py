@@ -1,0 +1,177 @@
+"""Rules on single tokens, from lists: logit bias, bans before `min_tokens`, banned sequences, allowed tokens.
+
+The lists of all rows lie in one int32 tensor. It begins with a header of eight words for each row: the start and the
+size of its list of each kind. Starts count words from the tensor's beginning, sizes count entries:
+
+    bias: (token, bits of a float32); stop and allowed tokens: (token,);
+    banned sequences: (last token, length of the prefix, start of the prefix), the prefixes standing elsewhere.
+
+Traffic is that of the lists' tokens, some kilobytes, except for allowed tokens, which write minus infinity to the whole
+row: 4 bytes per token, 156 MB and 36 us for 256 rows of 151,936 at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.sampling_words import MIN_TOKENS, load_integer
+
+HEADER_WORDS = tl.constexpr(8)
+BIAS = tl.constexpr(0)
+STOP = tl.constexpr(1)
+BANNED = tl.constexpr(2)
+ALLOWED = tl.constexpr(3)
+BANNED_SCORE = tl.constexpr(-1e30)
+"""`quire.sampling.rules.BANNED_SCORE`."""
+BLOCK = 256
+FILL = 8192
+"""Tokens that one program fills."""
+
+
+@triton.jit
+def _list_of(lists, row, KIND: tl.constexpr):
+    """Start and size of a list."""
+    header = lists + row * HEADER_WORDS + 2 * KIND
+    return tl.load(header), tl.load(header + 1)
+
+
+@triton.jit
+def _bias_kernel(scores, rows, lists, scores_stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64)
+    begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), BIAS)
+    start = tl.full([], 0, tl.int32)
+    while start < size:
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < size
+        entry = lists + begin + 2 * entries
+        tokens = tl.load(entry, mask=mask, other=0)
+        bias = tl.load(entry + 1, mask=mask, other=0).to(tl.float32, bitcast=True)
+        place = scores + index * scores_stride + tokens
+        tl.store(place, tl.load(place, mask=mask, other=0) + bias, mask=mask)
+        start += BLOCK
+
+
+@triton.jit
+def _ban(place, mask):
+    """Lower scores to the banned one; minus infinity and NaN stay what they are."""
+    score = tl.load(place, mask=mask, other=0)
+    tl.store(place, tl.full(score.shape, BANNED_SCORE, tl.float32), mask=mask & (score > BANNED_SCORE))
+
+
+@triton.jit
+def _stop_kernel(
+    scores, rows, words, lengths, num_prompt_tokens, lists, scores_stride, words_stride, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    begin, size = _list_of(lists, row, STOP)
+    num_generated = tl.load(lengths + index) - tl.load(num_prompt_tokens + index)
+    size = tl.where(num_generated < load_integer(words + row * words_stride, MIN_TOKENS), size, 0)
+    start = tl.full([], 0, tl.int32)
+    while start < size:
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < size
+        tokens = tl.load(lists + begin + entries, mask=mask, other=0)
+        _ban(scores + index * scores_stride + tokens, mask)
+        start += BLOCK
+
+
+@triton.jit
+def _banned_kernel(
+    scores, rows, lengths, num_prompt_tokens, token_table, lists, scores_stride, table_stride, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index).to(tl.int64)
+    begin, size = _list_of(lists, row, BANNED)
+    length = tl.load(lengths + index)
+    num_generated = length - tl.load(num_prompt_tokens + index)
+    start = tl.full([], 0, tl.int32)
+    while start < size:
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < size
+        entry = lists + begin + 3 * entries
+        last = tl.load(entry, mask=mask, other=0)
+        prefix_length = tl.load(entry + 1, mask=mask, other=0)
+        prefix = tl.load(entry + 2, mask=mask, other=0)
+        is_complete = mask & (prefix_length <= num_generated)
+        longest = tl.max(tl.where(is_complete, prefix_length, 0))
+        back = tl.full([], 0, tl.int32)
+        while back < longest:
+            is_compared = is_complete & (back < prefix_length)
+            expected = tl.load(lists + prefix + prefix_length - 1 - back, mask=is_compared, other=0)
+            place = token_table + row * table_stride + length - 1 - back + tl.zeros([BLOCK], tl.int32)
+            is_same = expected == tl.load(place, mask=is_compared, other=0)
+            is_complete = is_complete & (is_same | (back >= prefix_length))
+            back += 1
+        _ban(scores + index * scores_stride + last, is_complete)
+        start += BLOCK
+
+
+@triton.jit
+def _gather_kernel(scores, rows, lists, saved, scores_stride, SAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Save the scores of allowed tokens, or put them back."""
+    index = tl.program_id(0).to(tl.int64)
+    begin, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
+    start = tl.program_id(1) * BLOCK
+    while start < size:
+        entries = start + tl.arange(0, BLOCK)
+        mask = entries < size
+        place = scores + index * scores_stride + tl.load(lists + begin + entries, mask=mask, other=0)
+        if SAVES:
+            tl.store(saved + begin + entries, tl.load(place, mask=mask, other=0), mask=mask)
+        else:
+            tl.store(place, tl.load(saved + begin + entries, mask=mask, other=0), mask=mask)
+        start += tl.num_programs(1) * BLOCK
+
+
+@triton.jit
+def _fill_kernel(scores, rows, lists, scores_stride, vocab_size, BLOCK: tl.constexpr):
+    index = tl.program_id(1).to(tl.int64)
+    _, size = _list_of(lists, tl.load(rows + index).to(tl.int64), ALLOWED)
+    if size > 0:
+        tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        impossible = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(scores + index * scores_stride + tokens, impossible, mask=tokens < vocab_size)
+
+
+def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:
+    """scores: [R, vocab_size] float32, changed in place; rows: [R] int32, places in the header of `lists`."""
+    launch(_bias_kernel, (len(rows),), scores, rows, lists, scores.stride(0), BLOCK=BLOCK)
+
+
+def ban_stop_tokens(
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    words: torch.Tensor,
+    positions: tuple[torch.Tensor, torch.Tensor],
+    lists: torch.Tensor,
+) -> None:
+    """In rows that generated fewer than `min_tokens` tokens. positions: (lengths, num_prompt_tokens), [R] int32."""
+    strides = (scores.stride(0), words.stride(0))
+    launch(_stop_kernel, (len(rows),), scores, rows, words, *positions, lists, *strides, BLOCK=BLOCK)
+
+
+def ban_sequences(
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    positions: tuple[torch.Tensor, torch.Tensor],
+    token_table: torch.Tensor,
+    lists: torch.Tensor,
+) -> None:
+    """Ban the tokens that would complete a banned sequence. Only generated tokens can match a prefix."""
+    strides = (scores.stride(0), token_table.stride(0))
+    launch(_banned_kernel, (len(rows),), scores, rows, *positions, token_table, lists, *strides, BLOCK=BLOCK)
+
+
+def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:
+    """In rows that have a list of allowed tokens, make every other token impossible."""
+    saved = torch.empty(len(lists), dtype=torch.float32, device=scores.device)
+    vocab_size, stride = scores.shape[1], scores.stride(0)
+    grid = (len(rows), 8)
+    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, SAVES=True, BLOCK=BLOCK)
+    fill_grid = (triton.cdiv(vocab_size, FILL), len(rows))
+    launch(_fill_kernel, fill_grid, scores, rows, lists, stride, vocab_size, BLOCK=FILL)
+    launch(_gather_kernel, grid, scores, rows, lists, saved, stride, SAVES=False, BLOCK=BLOCK)

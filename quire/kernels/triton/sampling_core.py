@@ -1,0 +1,81 @@
+"""Parts of the sampling kernels: scores, weights, the uniform number of a token, and drawing inside a stretch of a row.
+
+A weight is exp((score - largest) / temperature), as in `quire.sampling.draw`: the largest of a row is 1. Weights are
+never stored. Computing them again costs less than writing them and reading them back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ONE = tl.constexpr(0x3F800000)
+"""The bits of 1.0, the largest weight. Bits of floats that are not negative are in the order of their values."""
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32."""
+
+
+@triton.jit
+def load_scores(row, tokens, mask):
+    """Scores of tokens as float32, minus infinity where masked. row: where the row begins."""
+    scores = tl.load(row + tokens, mask=mask, other=0).to(tl.float32)
+    return tl.where(mask, scores, float("-inf"))
+
+
+@triton.jit
+def weigh(scores, largest, temperature):
+    """Weights. largest: the finite maximum of the row; temperature: above 0."""
+    return tl.exp((scores - largest) / temperature)
+
+
+@triton.jit
+def load_weights(row, tokens, mask, largest, temperature):
+    """Weights of tokens, 0 where masked."""
+    return weigh(load_scores(row, tokens, mask), largest, temperature)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def uniform(seed, index):
+    """Number `index` of the stream of a seed (uint64), a float64 strictly between 0 and 1: bit for bit that of
+    quire/sampling/randomness.py, so that a request's seed means the same numbers on every device."""
+    golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    state = _mix(seed + golden) + (index.to(tl.uint64) + 1) * golden
+    bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits: the conversion of signed integers is the shorter one
+    return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def position_of(cumulative, target, total):
+    """Index of the first entry that exceeds the target, but at most the one that reaches the total, for targets that
+    rounding has pushed there. cumulative: [N] float64, never falling."""
+    above = tl.sum((cumulative <= target).to(tl.int32))
+    last = tl.sum((cumulative < total).to(tl.int32))
+    return tl.minimum(above, last)
+
+
+@triton.jit
+def draw_within(row, start, end, likeliest, target, lowest, largest, temperature, TILE: tl.constexpr):
+    """The token of start..end at which the weights of at least `lowest`, added up in order, exceed `target` (float64).
+
+    likeliest: what to take if all weights vanish in rounding.
+    """
+    token = likeliest
+    position = tl.full([], 0, tl.int32) + start
+    while position < end:
+        tokens = position + tl.arange(0, TILE)
+        weights = load_weights(row, tokens, tokens < end, largest, temperature)
+        weights = tl.where(weights >= lowest, weights, 0).to(tl.float64)
+        cumulative = tl.cumsum(weights, 0)
+        total = tl.max(cumulative)
+        if total > 0:
+            token = position + position_of(cumulative, target, total)
+        position = tl.where(total > target, end, position + TILE)
+        target -= total
+    return token

@@ -1,0 +1,60 @@
+"""Operations on a GPU: Triton kernels between the matrix products, attention as the device back end computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.kernels.triton.norm import norm
+from quire.kernels.triton.rotary import rotation_angles
+from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayers:
+    """Asks for a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products whose
+    rows have the same bits whatever else is in the batch, at some cost in speed."""
+
+    device: torch.device
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRotation:
+    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each. Element i of a head's
+    first half turns with element i of the second by angle i."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class DeviceAttentionStep(Protocol):
+    """What `attend` takes: one step of the device's attention back end."""
+
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Head norms, rotation, the write to the pages and attention. qkv: [T, (num_heads + 2 num_kv_heads) *
+        head_dim]; used up. Returns [T, num_heads * head_dim], `out` when given."""
+        ...
+
+
+class DeviceOperations:
+    """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
+
+    def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
+        return norm(x, weights.weight, weights.bias, weights.epsilon, centred=weights.centred)
+
+    def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
+        return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
+
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, step: DeviceAttentionStep
+    ) -> torch.Tensor:
+        return step.attend(heads, qkv, rotation, None)
+
+    def widen(self, x: torch.Tensor) -> torch.Tensor:
+        """As it is: the sampling kernels widen what they read, and half the bytes are written and read."""
+        return x

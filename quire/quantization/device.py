@@ -1,0 +1,46 @@
+"""Plain weights on a GPU: the library's matrix products, or ones that are the same for a row in any batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.triton.activation import activation
+from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.matmul import matmul
+from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
+
+
+class DeviceLinear(UnquantizedLinear):
+    """Instance of LinearMethod: stored as UnquantizedLinear does, computed without waiting for the device.
+
+    A residual is added by the product itself where there is no bias, and written over: one pass less over it than a
+    kernel of its own would take, and one rounding less. batch_invariant: see `quire.kernels.triton.matmul`.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, batch_invariant: bool) -> None:
+        super().__init__(dtype)
+        self._batch_invariant = batch_invariant
+
+    def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        shape, weight, bias = parameters.shape, parameters.weight, parameters.bias
+        if shape.activation is not None:
+            assert residual is None, "what an activation gives is not added to a residual"
+            return activation(self._product(x, weight, bias, None), shape.activation, gated=shape.gated)
+        return self._product(x, weight, bias, residual)
+
+    def lookup(
+        self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return embedding(parameters.weight, indices, onto)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._batch_invariant:
+            return matmul(x, weight, bias, residual)
+        if residual is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return residual.addmm_(x, weight.t())
+        return residual.add_(F.linear(x, weight, bias))

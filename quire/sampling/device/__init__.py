@@ -1,0 +1,1 @@
+"""The sampler of a device: everything that `quire.sampling` does, enqueued without waiting for anything."""

@@ -1,0 +1,116 @@
+"""The rows of live sequences as the host knows them: which row is whose, how long each is, and its block tables. What
+the tokens are, it need not know. Every change is also written down for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.step import NewSequence, SequenceFork, StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.device.row_arena import RowArena
+from quire.worker.device.upload import RowWrites
+from quire.worker.row_index import RowIndex
+
+if TYPE_CHECKING:
+    from quire.sampling.device.parameters import DeviceSamplingRows
+
+
+class DeviceRows:
+    """lengths: [num_rows] int64, tokens in the row, those counted that an enqueued step will sample.
+    num_prompt_tokens: [num_rows] int64. tables: the host's copy of the block tables. sampling: the sampler's rows.
+    """
+
+    def __init__(self, arena: RowArena, tables: BlockTables, sampling: DeviceSamplingRows) -> None:
+        num_rows = len(arena.token_ids)
+        self.lengths = np.zeros(num_rows, np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows, np.int64)
+        self.tables = tables
+        self.sampling = sampling
+        self._arena = arena
+        self._index = RowIndex(num_rows)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
+        """[len(seq_ids)] int64."""
+        return self._index.rows_of(seq_ids)
+
+    def update(self, plan: StepPlan, writes: RowWrites) -> None:
+        """Everything that the plan changes in rows, those of its forks included.
+
+        A child's row is nobody else's before, so it makes no difference that forks are made behind the forward pass:
+        what they copy does not change in it. Writes that can come first do, so that they share a round.
+        """
+        for seq_id in plan.released:
+            self._release(seq_id)
+        for new in plan.new_sequences:
+            self._add(new, writes)
+        for child in (*plan.branches, *plan.forks):
+            self._add_child(child, writes)
+        for branch in plan.branches:
+            self._copy_parent(branch, {}, writes)
+        for seq_id, token_id in plan.chosen_tokens:
+            row = self._index.row_of(seq_id)
+            writes.write(self._arena.token_offset(row, int(self.lengths[row]) - 1), np.array([token_id], np.int32))
+        for seq_id, block_ids in plan.new_blocks.items():
+            self._append_blocks(self._index.row_of(seq_id), block_ids, writes)
+        for seq_id, group, logical_index, block_id in plan.replaced_blocks:
+            row = self._index.row_of(seq_id)
+            self.tables.replace(row, group, logical_index, block_id)
+            writes.write(self._arena.block_offset(row, group, logical_index), np.array([block_id], np.int32))
+        if plan.forks:
+            sampled_at = sampled_positions(plan)
+            for fork in plan.forks:
+                self._copy_parent(fork, sampled_at, writes)
+
+    def _release(self, seq_id: int) -> None:
+        row = self._index.release(seq_id)
+        self.tables.clear(row)
+        self.sampling.clear(row)
+
+    def _add(self, new: NewSequence, writes: RowWrites) -> None:
+        row = self._index.take(new.seq_id)
+        self._set_tokens(row, new.token_ids, writes)
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.sampling.set(row, new.sampling, writes)
+        self._append_blocks(row, new.block_ids, writes)
+
+    def _add_child(self, fork: SequenceFork, writes: RowWrites) -> None:
+        """Give a child a row, with what does not come from its parent."""
+        row = self._index.take(fork.child)
+        self.sampling.set(row, fork.sampling, writes)
+        if fork.token_ids is not None:
+            self._set_tokens(row, fork.token_ids, writes)
+
+    def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int], writes: RowWrites) -> None:
+        """A child that is sampled in this step has its parent's tokens up to that position; a child with a history
+        brought its tokens along; any other child has all tokens of its parent."""
+        arena, tables = self._arena, self.tables
+        parent, child = self._index.row_of(fork.parent), self._index.row_of(fork.child)
+        self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
+        if fork.token_ids is None:
+            length = sampled_at.get(fork.child, int(self.lengths[parent]))
+            self.lengths[child] = length
+            writes.copy(arena.token_offset(parent), arena.token_offset(child), length)
+        tables.copy(parent, child)
+        for group, count in enumerate(tables.num_blocks(parent)):
+            writes.copy(arena.block_offset(parent, group), arena.block_offset(child, group), count)
+
+    def _set_tokens(self, row: int, token_ids: Sequence[int], writes: RowWrites) -> None:
+        self.lengths[row] = len(token_ids)
+        writes.write(self._arena.token_offset(row), np.array(token_ids, np.int32))
+
+    def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]], writes: RowWrites) -> None:
+        for group, (start, new) in enumerate(zip(self.tables.num_blocks(row), block_ids, strict=True)):
+            writes.write(self._arena.block_offset(row, group, start), np.array(new, np.int32))
+        self.tables.append(row, block_ids)
+
+
+def sampled_positions(plan: StepPlan) -> dict[int, int]:
+    """Sequence -> position of the token that this plan samples for it."""
+    ends = (plan.start_positions[index] + plan.num_tokens[index] for index in plan.sample_from)
+    return dict(zip(plan.sample_seq_ids, ends, strict=True))

@@ -1,0 +1,101 @@
+"""CUDA graphs behind a small seam, so that what is recorded can be tested where there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Graph(Protocol):
+    """Work that was recorded once, on tensors at fixed addresses."""
+
+    def replay(self) -> None:
+        """Enqueue all of it, on the stream of the context that one is in."""
+        ...
+
+
+class GraphCapture(Protocol):
+    """Makes graphs. Work between `begin` and `end` is recorded and not run: what it would compute is not there yet.
+
+    Graphs of one capture share memory for what they compute on the way: of all graphs, only the one that was replayed
+    last (with those that continue it) has left results. The tensors that a graph reads from outside must outlive it.
+    """
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Graph: ...
+
+    def abandon(self) -> None:
+        """After an error between `begin` and `end`."""
+        ...
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory without keeping it: once the tensor is gone, later captures may use it for something else."""
+        ...
+
+
+@contextmanager
+def capturing(capture: GraphCapture) -> Iterator[None]:
+    """For a body that begins and ends captures. An error leaves no capture open; and no garbage is collected meanwhile,
+    because freeing another graph's memory is an error during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    except BaseException:
+        capture.abandon()
+        raise
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CudaGraphCapture:
+    """torch.cuda.CUDAGraph, captured on the stream of the context that one is in, which is not the default stream."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._current: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        assert self._current is None, "one capture at a time"
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a front end, another engine) may go on using the device.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._current = graph
+
+    def end(self) -> Graph:
+        assert self._current is not None, "begin comes first"
+        graph, self._current = self._current, None
+        graph.capture_end()
+        return graph
+
+    def abandon(self) -> None:
+        graph, self._current = self._current, None
+        if graph is not None:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                # The capture is invalid already; what matters is that the stream has left it.
+                graph.reset()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous(), "only memory in one piece is borrowed"
+        view = _Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        return torch.as_tensor(view, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
+class _Memory:
+    """Bytes of a device that somebody else owns, as torch takes them."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

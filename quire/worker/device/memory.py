@@ -1,0 +1,155 @@
+"""A device's memory: how much there is, what a piece of work takes of it, the pools' pages, and errors that say the
+arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import allocate
+from quire.kv_cache.layout import KVCacheLayout
+from quire.utils.sizes import format_bytes
+from quire.worker.kv_tensors import allocate_pages
+from quire.worker.memory import available_memory
+
+
+class DeviceMemory(Protocol):
+    """Bytes throughout."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `measure_peak` measures; where it does not, work is not run for its sake."""
+        ...
+
+    def total(self) -> int:
+        """Of the device."""
+        ...
+
+    def free(self) -> int:
+        """What nobody uses, memory that torch only keeps in reserve counted as free."""
+        ...
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        """Run `work` to its end; return how much more was taken meanwhile, at most."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Lock memory of the host, so that the device copies from and to it beside everybody's work."""
+        ...
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+
+class CudaMemory:
+    """Of one CUDA device."""
+
+    is_measured = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        # What torch has reserved, not what it has handed out: pieces too small for the next tensor are gone as well.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return max(0, torch.cuda.max_memory_reserved(self._device) - before)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            raise InsufficientMemoryError(
+                f"the system refuses to lock {format_bytes(memory.nbytes)} of host memory for swapped blocks (CUDA "
+                f"error {int(status)}); set swap_space to less"
+            )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class HostMemory:
+    """The host as its own device, in Triton's interpreter."""
+
+    is_measured = False
+
+    def total(self) -> int:
+        return available_memory()
+
+    def free(self) -> int:
+        return available_memory()
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        raise AssertionError("what the interpreter takes says nothing")
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Nothing copies beside the host."""
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Nothing was locked."""
+
+
+def make_memory(device: torch.device) -> DeviceMemory:
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+
+
+def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: what no block has held yet must be finite, since
+    masked keys are multiplied as well. Raises InsufficientMemoryError."""
+    if device.type == "cpu":
+        return allocate_pages(layout)
+    shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)
+    with arithmetic(memory, f"the KV cache of {layout.num_blocks} blocks", layout.num_blocks * layout.block_bytes):
+        return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers_per_group)]
+
+
+class HostPool:
+    """The pool of blocks on the host: each in one piece, all of them pinned.
+
+    blocks: [num_host_blocks + 1, num_pages, page bytes] uint8. pages[j]: [num_host_blocks + 1, page bytes], views.
+    """
+
+    def __init__(self, layout: KVCacheLayout, memory: DeviceMemory) -> None:
+        """Raises InsufficientMemoryError."""
+        num_blocks = layout.num_host_blocks + 1
+        flat = allocate(num_blocks * layout.block_bytes)
+        self.blocks = flat.view(num_blocks, layout.layers_per_group, -1)
+        self._memory = memory
+        memory.pin(self.blocks)
+
+    @property
+    def pages(self) -> Sequence[torch.Tensor]:
+        return self.blocks.unbind(1)
+
+    def close(self) -> None:
+        """Nobody copies from or to it any more."""
+        self._memory.unpin(self.blocks)
+
+
+@contextmanager
+def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Turns the device's error into InsufficientMemoryError that says what was to fit where. num_bytes: None: not
+    known."""
+    free = memory.free()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} are needed, and "
+        raise InsufficientMemoryError(
+            f"no memory on the device for {purpose}: {needed}of its {format_bytes(memory.total())} "
+            f"{format_bytes(free)} were free"
+        ) from None

@@ -1,0 +1,68 @@
+"""A step that was enqueued: its result, or what went wrong, is known when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from quire.errors import QuireError
+from quire.step import StepResult
+
+
+class PendingStep(Future[StepResult]):
+    """The future of one plan. Nobody completes it: `result` and `exception` wait for the device, on the caller's
+    thread, so that a future nobody asks is never done.
+
+    Steps run in order on the device, and end in order as well, whichever is asked for: when an earlier step has failed,
+    this one ran over rows that lack a token, so that it has no result.
+    """
+
+    def __init__(self, step_id: int, collect: Callable[[], StepResult] | None, previous: PendingStep | None) -> None:
+        """collect: waits for the result, or raises what went wrong. previous: the step that was enqueued before."""
+        super().__init__()
+        self.set_running_or_notify_cancel()  # later plans rely on the effects of this one
+        self._step_id = step_id
+        self._collect = collect
+        self._previous = previous
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it, or a step before it, is known to have failed."""
+        if self.done():
+            return super().exception() is not None
+        return self._previous is not None and self._previous.has_failed
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """Wait; return the result, or raise what went wrong. There is no timeout: what a device does cannot be left."""
+        assert timeout is None, "a step on a device is waited for to its end"
+        self._settle()
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        assert timeout is None, "a step on a device is waited for to its end"
+        self._settle()
+        return super().exception()
+
+    def _settle(self) -> None:
+        collect, self._collect = self._collect, None
+        if collect is None:
+            return
+        previous, self._previous = self._previous, None
+        if previous is not None and previous.exception() is not None:
+            self.set_exception(QuireError(f"step {self._step_id} has no result, because an earlier step failed"))
+            return
+        try:
+            result = collect()
+        except BaseException as error:
+            self.set_exception(error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt is the caller's, whichever step it waited for
+        else:
+            self.set_result(result)
+
+
+def failed_step(step_id: int, error: BaseException) -> PendingStep:
+    """A plan that was not enqueued, or not wholly."""
+    pending = PendingStep(step_id, None, None)
+    pending.set_exception(error)
+    return pending

@@ -1,0 +1,271 @@
+"""The worker of a device: the model and the KV cache lie there, plans are enqueued, results are waited for later."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+import triton
+
+from quire.attention.triton_backend import TritonAttention
+from quire.config.engine import EngineConfig
+from quire.errors import QuireError
+from quire.kernels.triton.block_copy import PageTable
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.device import DeviceLayers
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model
+from quire.sampling.device.sampler import DeviceSampler
+from quire.scheduler.preemption import PreemptionCosts
+from quire.step import StepPlan, StepResult
+from quire.worker.block_file import BlockLayout
+from quire.worker.cache_directory import require_writable
+from quire.worker.cache_identity import cache_namespace, device_code
+from quire.worker.device.execution_choice import ExecutionSettings, execution_settings
+from quire.worker.device.facts import device_limits, device_name
+from quire.worker.device.graph_capture import CudaGraphCapture
+from quire.worker.device.graphs import ForwardPasses, PassShape
+from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
+from quire.worker.device.parking import ParkedWeights
+from quire.worker.device.pending import PendingStep, failed_step
+from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
+from quire.worker.device.runner import Collect, DeviceModelRunner
+from quire.worker.device.state import make_state
+from quire.worker.device.streams import make_streams
+from quire.worker.device.transfers import StreamTransfers
+from quire.worker.disk_store import DiskStore
+from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
+from quire.worker.kv_tensors import typed_pages
+from quire.worker.kv_transfer import BlockTransfers, NoTransfers
+from quire.worker.load_progress import LoadProgress
+from quire.worker.preemption_costs import time_copies
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _enqueues(
+    method: Callable[Concatenate[DeviceWorker, Arguments], Result],
+) -> Callable[Concatenate[DeviceWorker, Arguments], Result]:
+    """Run a method of the worker in inference mode, on the compute stream of its device, whichever thread calls."""
+
+    def call(self: DeviceWorker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.inference_mode(), self.streams.computing():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class DeviceWorker:
+    """Owns the model, the pool's tensors and the rows. Life as the CPU's worker; plans are launched."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.streams = make_streams(torch.device(config.device.device))
+        self._memory = make_memory(self.streams.device)
+        self._free_at_start = self._memory.free()
+        self._model: CausalLM | None = None
+        self._parked: ParkedWeights | None = None
+        self._host_pool: HostPool | None = None
+        self._runner: DeviceModelRunner | None = None
+        self._layout: KVCacheLayout | None = None
+        self._transfers: BlockTransfers = NoTransfers()
+        self._disk: DiskTier = NoDiskTier()
+        self._last: PendingStep | None = None
+
+    @_enqueues
+    def load(self) -> list[LayerSpec]:
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
+        config = self._config
+        if config.cache.offload_dir is not None:
+            require_writable(config.cache.offload_dir)  # better said before than after minutes of loading
+        layers = DeviceLayers(self.streams.device, config.device.batch_invariant)
+        with LoadProgress() as progress, arithmetic(self._memory, f"the weights of {config.model.name}"):
+            self._model = load_model(config.model, config.load, progress=progress, device_layers=layers)
+        self.streams.synchronize()
+        return self._model.kv_specs()
+
+    @_enqueues
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Measure what is free, and what the largest steps take. Raises InsufficientMemoryError."""
+        assert self._model is not None, "load comes before profile"
+        config = self._config
+        return profile_device(
+            self._model,
+            self._make_backend,
+            config.model,
+            StepLimits(config.cache.block_size, max_num_batched_tokens, max_num_seqs, config.model.max_model_len),
+            execution_settings(config.device, max_num_seqs),
+            self._memory,
+            self._free_at_start,
+            self.streams.device,
+        )
+
+    @_enqueues
+    def allocate(self, layout: KVCacheLayout) -> None:
+        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
+        assert self._model is not None, "load comes before allocate"
+        config = self._config
+        model, scheduler = config.model, config.scheduler
+        pages = allocate_device_pages(layout, self._memory, self.streams.device)
+        if layout.num_host_blocks:
+            self._host_pool = HostPool(layout, self._memory)
+            self._transfers = StreamTransfers(self.streams, pages, self._host_pool.blocks)
+            if config.cache.offload_dir is not None:
+                self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
+        settings = execution_settings(config.device, scheduler.max_num_seqs)
+        state = make_state(config, layout, settings, self.streams)
+        self._layout = layout
+        self._runner = DeviceModelRunner(
+            model=self._model,
+            passes=self._make_passes(self._make_backend(layout, pages), settings),
+            settings=settings,
+            sampler=DeviceSampler(state.requests.sampling),
+            state=state,
+            pages=PageTable.of_pages(pages),
+            transfers=self._transfers,
+            vocab_size=model.vocab_size,
+        )
+        self.streams.synchronize()
+
+    @_enqueues
+    def measure_preemption_costs(self) -> PreemptionCosts:
+        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
+        assert self._model is not None, "load comes first"
+        assert self._layout is not None, "allocate comes first"
+        scheduler, longest = self._config.scheduler, self._config.model.max_model_len
+        limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
+        seconds_per_token = time_device_prompt(
+            self._model, self._make_backend, limits, self.streams.device, self.streams.synchronize
+        )
+        return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
+
+    def describe(self) -> str:
+        """What computes, in which formats."""
+        model, device = self._config.model, self._config.device
+        mode = "batch-invariant" if device.batch_invariant else "fastest"
+        graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
+        where = device_name(self.streams.device)
+        formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
+        return f"Triton kernels on {where}, {formats}, {mode} kernels, {graphs}"
+
+    @_enqueues
+    def idle(self) -> bool:
+        """Capture one more CUDA graph, while no plan is outstanding; returns whether there was one left."""
+        assert self._runner is not None, "allocate comes before idle"
+        return self._runner.capture_next()
+
+    @_enqueues
+    def sleep(self, level: int) -> None:
+        """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
+        altogether at level 2. What is on disk stays."""
+        self.streams.synchronize()
+        self._disk.close()
+        self._last = None
+        layout = self._layout
+        self._release_pools()
+        self._layout = layout
+        if level == 2:
+            self._model, self._parked = None, None
+        elif self._parked is None:
+            assert self._model is not None, "load comes before sleep"
+            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes())
+        gc.collect()
+        self._memory.free()  # what torch keeps in reserve goes back as well
+
+    @_enqueues
+    def wake_up(self) -> None:
+        """Bring the weights back, or load them, and make the pools anew. Raises ModelLoadError or
+        InsufficientMemoryError."""
+        assert self._layout is not None, "allocate comes before sleep"
+        if self._model is None:
+            self.load()
+        elif self._parked is not None:
+            with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
+                self._parked.restore()
+            self._parked = None
+        self.allocate(self._layout)
+
+    @_enqueues
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one plan; its result is asked of what is returned. After an error the rows are in an unknown state,
+        so every later plan fails as well."""
+        assert self._runner is not None, "allocate comes before launch"
+        previous = self._last
+        if previous is not None and previous.has_failed:
+            return failed_step(
+                plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
+            )
+        try:
+            self._disk.begin(plan)
+            collect = self._runner.launch(plan)
+        except BaseException as error:
+            self._last = failed_step(plan.step_id, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._last = PendingStep(plan.step_id, self._collecting(plan, collect), previous)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for what was enqueued, and finish what is being stored on disk. Idempotent."""
+        self.streams.synchronize()
+        self._disk.close()
+        self._last = None
+        self._release_pools()
+
+    def _release_pools(self) -> None:
+        """Let go of everything that holds keys and values."""
+        self._runner, self._layout = None, None
+        self._transfers, self._disk = NoTransfers(), NoDiskTier()
+        if self._host_pool is not None:
+            self._host_pool.close()
+            self._host_pool = None
+
+    def _open_store(self, host: HostPool, layout: KVCacheLayout) -> DiskStore:
+        config, device = self._config, self.streams.device
+        assert config.cache.offload_dir is not None
+        code = device_code(device_name(device), device_limits(device).capability, triton.__version__)
+        namespace = cache_namespace(config.model, config.load, config.device, layout, code)
+        files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
+        return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host.pages))
+
+    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
+        config = self._config
+        model = config.model
+        return TritonAttention(
+            layout,
+            typed_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            device_limits(self.streams.device),
+            num_heads=model.num_heads,
+            dtype=getattr(torch, model.dtype),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=model.max_model_len + 1,
+            batch_invariant=config.device.batch_invariant,
+        )
+
+    def _make_passes(self, backend: TritonAttention, settings: ExecutionSettings) -> ForwardPasses:
+        assert self._model is not None, "load comes before allocate"
+        model = self._config.model
+        shape = PassShape(
+            hidden_size=model.hidden_size,
+            attention_size=model.num_heads * model.head_dim,
+            longest=model.max_model_len + 1,
+            dtype=getattr(torch, model.dtype),
+            device=self.streams.device,
+        )
+        has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
+        return ForwardPasses(self._model, backend, shape, settings, CudaGraphCapture() if has_graphs else None)
+
+    def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
+        def wait() -> StepResult:
+            with self.streams.computing():
+                result = collect()
+                result.disk = self._disk.end(plan)
+            return result
+
+        return wait

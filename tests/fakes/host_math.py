@@ -1,0 +1,85 @@
+"""A device worker whose model and attention are the CPU's plain ones: hundreds of steps take seconds, where Triton's
+interpreter would take minutes. Rows, uploads, prepared inputs, sampling and the order of a step are the real ones.
+
+Its logits are, bit by bit, those of `attention_backend="torch"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import AttentionBatch
+from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
+from quire.config.engine import EngineConfig
+from quire.executors.device import DeviceExecutor
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.spec import LayerSpec
+from quire.models.loader import load_model
+from quire.worker.device.streams import HostStreams
+from quire.worker.device.worker import DeviceWorker
+from quire.worker.kv_tensors import typed_pages
+
+
+class HostAttention:
+    """Plans the plain back end's step for a batch that lies "on the device". No padding."""
+
+    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
+        self._plain = TorchAttention(layout, pages)
+
+    def plan(self, batch: DeviceBatch) -> TorchAttentionStep:
+        query_start, seq_lens, rows = batch.query_start.long(), batch.seq_lens.long(), batch.rows.long()
+        counts = query_start.diff()
+        assert int(counts.min()) > 0, "there is no padding without graphs"
+        assert int(seq_lens.max()) <= batch.max_seq_len
+        assert int(counts.max()) <= batch.max_query_len
+        return self._plain.plan(
+            AttentionBatch(
+                query_start=query_start,
+                start_positions=seq_lens - counts,
+                positions=batch.positions,
+                sequence_index=torch.repeat_interleave(torch.arange(batch.num_seqs), counts),
+                block_tables=tuple(table[rows].contiguous() for table in batch.block_tables),
+                slot_mapping=batch.slot_mapping,
+            )
+        )
+
+
+@dataclass
+class LateCopy:
+    """Reads the tensors when it is waited for: whoever has overwritten them by then shows."""
+
+    tensors: Sequence[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.tensors]
+
+
+class LateStreams(HostStreams):
+    """Results reach the host as late as they may."""
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return LateCopy(list(tensors))
+
+
+class HostMathWorker(DeviceWorker):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.streams = LateStreams()
+
+    def load(self) -> list[LayerSpec]:
+        with torch.inference_mode():
+            self._model = load_model(self._config.model, self._config.load)
+        return self._model.kv_specs()
+
+    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
+        return HostAttention(layout, typed_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))
+
+
+class HostMathExecutor(DeviceExecutor):
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker = HostMathWorker(config)

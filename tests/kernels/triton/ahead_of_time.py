@@ -1,0 +1,138 @@
+"""Compiles every Triton kernel for a GPU that is not there, as its wrapper launches it for the shapes of real models.
+
+    python -m tests.kernels.triton.ahead_of_time 90
+    python -m tests.kernels.triton.ahead_of_time 80 products
+
+(the second only what multiplies matrices, where cards differ most) prints a line of JSON for each launch: kernel, bytes
+of shared memory, registers, bytes of stack (spills), and how often the widest loads and the tensor cores' products
+occur. What the interpreter does not see is seen here: types that do not fit, blocks that are no powers of two, shared
+memory or registers that do not suffice. Wrappers are called with tensors that have no memory (torch's device "meta").
+Run without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from quire.kernels.triton.activation import activation
+from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.matmul import matmul
+from quire.kernels.triton.norm import norm
+from quire.kernels.triton.rotary import rotation_angles
+from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
+from quire.kernels.triton.runtime import recorded_launches
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class AbsentGPU:
+    """What Triton asks a driver for while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+class CompilingRecorder:
+    """Compiles what is launched, and prints what came of it."""
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        ptx = compiled.asm["ptx"]
+        wide = Counter(re.findall(r"\b(?:ld|st)\.global\.v4|\bwgmma\.mma_async|\bmma\.sync|\bcp\.async\.c\w", ptx))
+        line = {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+        print(json.dumps(line | wide), flush=True)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", run.stdout)[-1]
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+Calls = list[Callable[[], object]]
+float32 = partial(empty, dtype=torch.float32)
+int32 = partial(empty, dtype=torch.int32)
+
+
+def layer_calls() -> Calls:
+    """Between the products of a layer, in the shapes of Qwen3-8B and GPT-2."""
+    pages = PageTable(empty(36, dtype=torch.int64), 65536, 65536, ())
+    return [
+        lambda: norm(empty(8, 4096), empty(4096), None, 1e-6, centred=False),
+        lambda: norm(empty(8, 4096), empty(4096), None, 1e-6, centred=False, residual=empty(8, 4096)),
+        lambda: norm(empty(8, 768), empty(768), empty(768), 1e-5, centred=True),
+        lambda: rotation_angles(empty(8, dtype=torch.int64), float32(64), 1.0),
+        lambda: activation(empty(8, 2 * 12288), "silu", gated=True),
+        lambda: activation(empty(8, 3072), "gelu", gated=False),
+        lambda: activation(empty(8, 3072), "gelu_new", gated=False),
+        lambda: activation(empty(8, 3072), "relu", gated=False),
+        lambda: embedding(empty(151936, 4096), int32(8)),
+        lambda: embedding(empty(1024, 768), empty(8, dtype=torch.int64), empty(8, 768)),
+        lambda: copy_pages(pages, pages, int32(4, 2)),
+    ]
+
+
+def row_calls() -> Calls:
+    """What a step changes in the rows, and its inputs, of two KV groups."""
+    int64 = partial(empty, dtype=torch.int64)
+    inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
+    columns = StepColumns(int32(5), int32(5), int32(6))
+    tables = RowTables(40964, 256 * 40964, 256 * 2564, 2564)
+    return [
+        lambda: write_words(int32(10**6), int32(9), int32(9)),
+        lambda: copy_words(int32(10**6), int32(3, 3), 5000),
+        lambda: prepare_inputs(int32(10**6), tables, columns, inputs, 9, (8, 16), 16),
+    ]
+
+
+def product_calls() -> Calls:
+    """What multiplies matrices."""
+    return [
+        lambda: matmul(empty(8, 12288), empty(4096, 12288), None, empty(8, 4096)),
+        lambda: matmul(empty(8, 4096), empty(24576, 4096)),
+        lambda: matmul(empty(8, 768), empty(3072, 768), empty(3072)),
+        lambda: matmul(float32(8, 4096), float32(4096, 4096)),
+    ]
+
+
+def main() -> None:
+    driver.set_active(AbsentGPU(int(sys.argv[1])))
+    with recorded_launches(CompilingRecorder()):
+        for call in product_calls() + ([] if "products" in sys.argv[2:] else layer_calls() + row_calls()):
+            call()
+
+
+if __name__ == "__main__":
+    main()

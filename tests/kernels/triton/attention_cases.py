@@ -1,0 +1,136 @@
+"""Random batches for the attention kernels, with everything that must not be read or written poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import LayerAttention
+from quire.kernels.triton.attention_tiles import HeadShape, SplitPlan, Tiles, scratch_rows
+from quire.kernels.triton.decode_attention import SplitScratch, split_attention
+from quire.kernels.triton.paged_attention import varlen_attention
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """Sequences as (length, new tokens), and one layer's pages that hold their keys and values. A slot that no sequence
+    owns holds NaN, an entry of a block table that none does names a block outside the pool. Two rows of the tables and
+    two tokens are padding."""
+
+    layer: LayerAttention
+    sequences: list[tuple[int, int]]
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    page_dtype: torch.dtype | None = None
+    sinks: torch.Tensor | None = None
+    seed: int = 0
+    pages: torch.Tensor = field(init=False)
+    qkv: torch.Tensor = field(init=False)
+    batch: DeviceBatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        layer, lengths = self.layer, [length for length, _ in self.sequences]
+        counts = [-(-length // self.block_size) for length in lengths]
+        num_blocks = sum(counts) + 3
+        page_dtype = self.page_dtype or self.dtype
+        shape = (num_blocks, 2, self.block_size, layer.num_kv_heads, layer.head_dim)
+        self.pages = torch.full(shape, NAN, dtype=page_dtype)
+        rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)].int()
+        table = torch.full((len(lengths) + 2, max(counts) + 2), 10**6, dtype=torch.int32)
+        blocks = torch.randperm(num_blocks - 1, generator=generator).int()[: sum(counts)] + 1
+        for row, length, own in zip(rows, lengths, blocks.split(counts), strict=True):
+            table[row, : len(own)] = own
+            for position in range(length):
+                block = int(own[position // self.block_size])
+                drawn = torch.randn(2, *shape[3:], generator=generator)
+                self.pages[block, :, position % self.block_size] = drawn.to(page_dtype)
+        starts = torch.tensor([0, *(new for _, new in self.sequences)]).cumsum(0)
+        real = int(starts[-1])
+        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        self.qkv = torch.randn(real + 2, width, generator=generator).to(self.dtype)
+        self.qkv[real:] = NAN
+        padding = torch.zeros(2, dtype=torch.int32)
+        self.batch = DeviceBatch(
+            num_seqs=len(lengths) + 2,
+            num_tokens=real + 2,
+            max_query_len=max(new for _, new in self.sequences),
+            max_seq_len=max(lengths),
+            rows=torch.cat((rows, padding)),
+            query_start=torch.cat((starts, starts[-1:], starts[-1:])).int(),
+            seq_lens=torch.cat((torch.tensor(lengths, dtype=torch.int32), padding)),
+            positions=torch.zeros(real + 2, dtype=torch.int64),
+            slot_mapping=(torch.full((real + 2,), -1),),
+            block_tables=(table,),
+        )
+
+    @property
+    def num_real_tokens(self) -> int:
+        return self.batch.num_tokens - 2
+
+    @property
+    def shape(self) -> HeadShape:
+        return HeadShape(self.layer.num_heads, self.layer.num_kv_heads, self.layer.head_dim, 4)
+
+    def poisoned(self) -> torch.Tensor:
+        return torch.full((self.batch.num_tokens, self.layer.num_heads * self.layer.head_dim), NAN, dtype=self.dtype)
+
+    def varlen(self, tiles: Tiles, skipped: int = 0) -> torch.Tensor:
+        out = self.poisoned()
+        varlen_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, tiles, skipped=skipped, sinks=self.sinks)
+        return out
+
+    def split(self, plan: SplitPlan) -> torch.Tensor:
+        out = self.poisoned()
+        scratch = SplitScratch.allocate(
+            scratch_rows(plan, self.shape, self.batch.num_seqs), self.layer.head_dim, out.device
+        )
+        for part in (scratch.values, scratch.maxima, scratch.totals):
+            part.fill_(NAN)
+        split_attention(self.qkv, self.pages, out, self.batch, 0, self.layer, plan, scratch, sinks=self.sinks)
+        return out
+
+    @cached_property
+    def expected(self) -> torch.Tensor:
+        """[real tokens, num_heads * head_dim] float64, token by token over keys gathered one by one."""
+        layer, table, starts = self.layer, self.batch.block_tables[0], self.batch.query_start.tolist()
+        query = self.qkv[:, : layer.num_heads * layer.head_dim].double()
+        query = query.view(-1, layer.num_heads, layer.head_dim)
+        group = layer.num_heads // layer.num_kv_heads
+        outs = []
+        for index, (length, new) in enumerate(self.sequences):
+            row = table[self.batch.rows[index]]
+            for token in range(new):
+                own = length - new + token
+                first = 0 if layer.window is None else max(0, own - layer.window + 1)
+                seen = torch.arange(first, own + 1)
+                stored = self.pages[row[seen // self.block_size].long(), :, seen % self.block_size].double()
+                key, value = stored.repeat_interleave(group, dim=2).unbind(1)
+                scores = torch.einsum("hd,lhd->hl", query[starts[index] + token], key) * layer.scale
+                if layer.soft_cap is not None:
+                    scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks.double()[:, None]), dim=1)
+                weights = torch.softmax(scores, dim=1)[:, : len(seen)]
+                outs.append(torch.einsum("hl,lhd->hd", weights, value).flatten())
+        return torch.stack(outs) if outs else torch.empty(0, query.shape[1] * query.shape[2])
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def assert_equals_reference(case: Case, out: torch.Tensor, *, most_tokens: int | None = None) -> None:
+    """Tokens of sequences with at most `most_tokens` new ones (None: all) are right, nothing else is written."""
+    expected, starts = case.expected, case.batch.query_start.tolist()
+    for index, (_, new) in enumerate(case.sequences):
+        mine = slice(starts[index], starts[index] + new)
+        if most_tokens is None or new <= most_tokens:
+            torch.testing.assert_close(out[mine].double(), expected[mine], rtol=0, atol=TOLERANCE[case.dtype])
+        else:
+            assert out[mine].isnan().all(), "another kernel's sequence was written"
+    assert out[case.num_real_tokens :].isnan().all(), "padding was written"

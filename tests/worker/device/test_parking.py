@@ -1,0 +1,49 @@
+"""Weights of a sleeping model: nothing of them is left on the device, and all of them come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.worker.device.parking import ParkedWeights, tensors_of
+from tests.worker.device.passes import SETTINGS, Passes, tiny_config
+
+CPU = torch.device("cpu")
+STEP = ([0, 1], [0, 0], [[1, 2], [3]])
+
+
+def test_all_weights_go_and_come_back(bundled_model_path: Path) -> None:
+    passes = Passes(tiny_config(bundled_model_path), SETTINGS["eager"])
+    model = passes.model
+    before = passes.run(*STEP)
+    tensors = list(tensors_of(model))
+    with torch.inference_mode():
+        parked = ParkedWeights(model, CPU, model.weight_bytes())
+        assert parked.num_bytes >= model.weight_bytes()
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
+        parked.restore()
+    assert torch.equal(passes.run(*STEP), before)
+    parked.restore()  # nothing left to do
+    assert torch.equal(passes.run(*STEP), before)
+
+
+def test_views_share_their_memory_again() -> None:
+    class Layer:
+        def __init__(self) -> None:
+            self.whole = torch.arange(8.0)
+            self.parts = {"half": [self.whole[4:]]}
+
+    Layer.__module__ = "quire.tests"
+    layer = Layer()
+    parked = ParkedWeights(layer, CPU, 32)
+    assert parked.num_bytes == 32
+    parked.restore()
+    layer.whole[5] = -1
+    assert layer.parts["half"][0].tolist() == [4, -1, 6, 7]
+
+
+def test_weights_that_were_not_found_are_a_bug_that_shows() -> None:
+    with pytest.raises(AssertionError, match="were found"):
+        ParkedWeights({"a": torch.zeros(2)}, CPU, 9)

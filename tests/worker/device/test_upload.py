@@ -1,0 +1,107 @@
+"""The upload of a step: columns, buffers that take turns, and rounds of writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.worker.device.streams import HostStreams
+from quire.worker.device.upload import FIRST_CAPACITY, SECTION_ALIGNMENT, RowWrites, Upload
+
+
+@dataclass
+class Event:
+    number: int
+    log: list[str]
+
+    def wait(self) -> None:
+        raise AssertionError("no stream need wait for an upload")
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.number}")
+
+
+@dataclass
+class LoggingStreams(HostStreams):
+    log: list[str] = field(default_factory=list)
+    num_events: int = 0
+
+    def record(self) -> Event:  # type: ignore[override]
+        self.num_events += 1
+        self.log.append(f"sent {self.num_events}")
+        return Event(self.num_events, self.log)
+
+
+def test_columns_of_any_shape_come_up_as_they_are() -> None:
+    upload = Upload(HostStreams(), 2)
+    arrays = [np.arange(5), np.array([[1, -2], [3, 2**31 - 1]]), np.zeros(0, np.int64), np.arange(40) - 2**31]
+    for _ in range(3):
+        upload.begin()
+        sections = [upload.add(values) for values in arrays]
+        upload.send()
+        for section, values in zip(sections, arrays, strict=True):
+            assert section.start % SECTION_ALIGNMENT == 0
+            assert upload.view(section).dtype == torch.int32
+            assert upload.view(section).tolist() == values.tolist()
+
+
+def test_a_large_step_grows_the_buffers_and_keeps_what_was_there() -> None:
+    upload = Upload(HostStreams(), 2)
+    upload.begin()
+    first = upload.add(np.array([7, 8, 9]))
+    large = upload.add(np.arange(3 * FIRST_CAPACITY))
+    upload.send()
+    assert upload.view(first).tolist() == [7, 8, 9]
+    assert upload.view(large).tolist() == list(range(3 * FIRST_CAPACITY))
+
+
+def test_a_buffer_is_filled_again_only_when_it_was_copied() -> None:
+    streams = LoggingStreams()
+    upload = Upload(streams, 2)
+    for step in range(4):
+        upload.begin()
+        upload.add(np.array([step]))
+        upload.send()
+    assert streams.log == ["sent 1", "sent 2", "wait 1", "sent 3", "wait 2", "sent 4"]
+
+
+def arena_after(writes: RowWrites, size: int = 64) -> list[int]:
+    upload = Upload(HostStreams(), 1)
+    upload.begin()
+    writes.add_to(upload)
+    upload.send()
+    arena = torch.arange(size, dtype=torch.int32)
+    writes.apply(upload, arena)
+    found: list[int] = arena.tolist()
+    return found
+
+
+def words(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_writes_and_copies_take_effect_in_order() -> None:
+    """A write behind a copy changes the copy, not what was copied; a copy of a copy sees the first one."""
+    writes = RowWrites()
+    writes.write(0, words(100, 101))
+    writes.write(5, words())
+    writes.copy(0, 10, 4)
+    writes.write(11, words(200))
+    writes.copy(10, 20, 3)
+    writes.copy(0, 30, 1)
+    writes.copy(20, 40, 3)
+    expected = list(range(64))
+    expected[0:2] = [100, 101]
+    expected[10:14] = [100, 200, 2, 3]
+    expected[20:23] = [100, 200, 2]
+    expected[30:31] = [100]
+    expected[40:43] = [100, 200, 2]
+    assert arena_after(writes) == expected
+
+
+def test_a_step_without_changes_launches_nothing() -> None:
+    writes = RowWrites()
+    assert arena_after(writes) == list(range(64))
+    assert [(each.values, each.copies) for each in writes._sections] == [(None, None)]
