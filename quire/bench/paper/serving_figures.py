@@ -59,16 +59,6 @@ def _figure12(results: Results, scale: Scale) -> list[Row]:
     ]  # fmt: skip
 
 
-def figure12_table(results: Results, scale: Scale) -> list[tuple[str, str, str, float]]:
-    """(model, workload, system, sustained rate): what the ratios are made of."""
-    return [
-        (SERVERS[model].title, work, system, results.sustained(curve(model, system, work, scale)))
-        for model in MODELS
-        for work in WORKLOADS
-        for system in COMPARED
-    ]
-
-
 def _plot_figure12(figure: Any, results: Results, scale: Scale) -> None:
     figure.set_size_inches(12, 7)
     grid = figure.subplots(len(WORKLOADS), len(MODELS))
