@@ -68,7 +68,7 @@ def test_short_splits_are_not_cut(device: torch.device) -> None:
     assert_equals_reference(case, out)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     sequences=st.lists(
         st.integers(1, 70).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, min(length, 9)))),
@@ -101,7 +101,7 @@ def test_shapes(
         assert torch.equal(split[~split.isnan()], varlen[~split.isnan()])
 
 
-@pytest.mark.parametrize("name", ["two-key-heads", "everything", "head-64-bfloat16"])
+@pytest.mark.parametrize("name", ["block-4", "everything", "head-64-bfloat16"])
 def test_same_bits_however_a_row_comes_about(name: str, device: torch.device) -> None:
     """Batch-invariant mode: each token of a sequence, computed in chunks of any size that begin anywhere, or as a
     decode by either kernel."""
