@@ -9,6 +9,8 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import (
+    MIDDLE_ROWS,
+    SMALL_ROWS,
     SPLITTING_PAYS,
     DeviceLimits,
     HeadShape,
@@ -72,11 +74,19 @@ class TritonAttention:
         split = self._split_plan(batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
-        if batch.num_seqs == 1 or batch.max_seq_len < SPLITTING_PAYS:
+        no_short_ones = batch.num_tokens == batch.num_seqs * batch.max_query_len
+        if no_short_ones or batch.max_seq_len < SPLITTING_PAYS:
             split = None
         if self._batch_invariant:
             return fixed_tiles(self.shape, self._limits), split
         return varlen_tiles(self.shape, batch.max_query_len, self._limits), split
+
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """Values of `max_query_len` that between them need every kernel, in batches of two or more sequences, one of
+        them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
+        if self._batch_invariant:
+            return 1, 2
+        return 1, *(rows // self.shape.group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS))
 
     def _split_plan(self, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
         if self._batch_invariant:

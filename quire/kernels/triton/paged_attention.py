@@ -40,7 +40,7 @@ def _find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+@triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _varlen_kernel(
     query,
     pages,
@@ -51,6 +51,7 @@ def _varlen_kernel(
     tables,
     sinks,
     num_seqs,
+    skipped,
     query_stride,
     out_stride,
     table_stride,
@@ -68,10 +69,9 @@ def _varlen_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
-    SKIPPED: tl.constexpr,
 ):
     """Program (tile of queries, key head). The last tiles, which have most keys, come first; the tiles of one key head
-    run side by side and share its keys in the L2 cache. SKIPPED: sequences with at most this many new tokens are
+    run side by side and share its keys in the L2 cache. skipped: sequences with at most this many new tokens are
     another kernel's."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -80,7 +80,7 @@ def _varlen_kernel(
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
     first = (tile - begin // TOKENS - sequence) * TOKENS
-    if (first >= num_new) | (num_new <= SKIPPED):
+    if (first >= num_new) | (num_new <= skipped):
         return
     num_tokens = tl.minimum(num_new - first, TOKENS)
     first_position = tl.load(seq_lens + sequence) - num_new + first
@@ -153,6 +153,7 @@ def varlen_attention(
         batch.block_tables[group],
         sinks,
         batch.num_seqs,
+        skipped,
         query.stride(0),
         out.stride(0),
         batch.block_tables[group].stride(0),
@@ -168,7 +169,6 @@ def varlen_attention(
         SOFT_CAP=layer.soft_cap is not None,
         SINKS=sinks is not None,
         FIXED_KEYS=tiles.fixed_keys,
-        SKIPPED=skipped,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

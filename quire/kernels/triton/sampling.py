@@ -133,7 +133,7 @@ def _pick_kernel(
                 total = tl.max(cumulative)
                 number = position - tl.load(num_prompt_tokens + index)
                 target = uniform(load_bits(row_words, SEED), number.to(tl.int64)) * total
-                segment = position_of(cumulative, target, total)
+                segment = position_of(cumulative, masses, target, SEGMENTS)
                 before = tl.max(tl.where(segments < segment, cumulative, 0))
                 likeliest = tl.load(tokens + index * NUM_SEGMENTS + segment)
                 start = segment * SEGMENT
