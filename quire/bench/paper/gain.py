@@ -82,7 +82,7 @@ def measure(
 ) -> list[Gain]:
     """Run all systems, one after the other, each on an engine of its own. on_done: told how many requests each step
     finished. Raises QuireError when two of them generate different tokens."""
-    gains = []
+    gains: list[Gain] = []
     expected: dict[str, list[int]] | None = None
     for system in COMPARED:
         options = EngineOptions(
