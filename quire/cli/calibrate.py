@@ -104,6 +104,7 @@ NAMES: Mapping[str, tuple[str, float, str]] = {
     "launch_overhead": ("for each kernel", 1e6, "µs"),
     "token_overhead": ("for each token", 1e6, "µs"),
     "sequence_overhead": ("for each sequence", 1e6, "µs"),
+    "new_sequence_overhead": ("for each sequence that begins", 1e6, "µs"),
     "host_overhead": ("between steps", 1e6, "µs"),
     "host_overhead_per_sequence": ("between steps, for each sequence", 1e6, "µs"),
 }

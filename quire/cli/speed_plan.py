@@ -127,7 +127,9 @@ def _time_to_first_token(plan: MemoryPlan, cost: CostModel, num_tokens: int) -> 
     for start in range(0, num_tokens, chunk):
         count = min(chunk, num_tokens - start)
         is_last = start + count == num_tokens
-        seconds = cost.step_seconds(_work(cost, [start], [count], int(is_last)))
+        work = _work(cost, [start], [count], int(is_last))
+        work.num_new = int(start == 0)
+        seconds = cost.step_seconds(work)
         total += seconds + hardware.host_overhead + hardware.host_overhead_per_sequence
     return total
 
@@ -154,6 +156,7 @@ def _limit(cost: CostModel, work: StepWork) -> str:
         launch_overhead=0.0,
         token_overhead=0.0,
         sequence_overhead=0.0,
+        new_sequence_overhead=0.0,
         link_latency=0.0,
         link_bandwidth=math.inf,
     )

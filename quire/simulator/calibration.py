@@ -39,6 +39,10 @@ PRIOR = 1e-5
 LEAST_SPREAD = 0.02
 USUAL = 1.5
 """Residuals beyond so many spreads count linearly."""
+TRUSTING = 20
+"""Iterations in which every step counts, however far from what is predicted ..."""
+ALL = 10.0
+"""... up to a factor of e to this."""
 TOLD = 0.01
 """A number whose change by all of itself would move predicted times by less than so much is not told by the log."""
 NO_TIME = 1e-9
@@ -63,9 +67,10 @@ PARAMETERS = (
     Parameter("launch_overhead", NO_TIME, 1e-3, start=1e-6),
     Parameter("token_overhead", NO_TIME, 1e-2, start=1e-5),
     Parameter("sequence_overhead", NO_TIME, 1e-2, start=1e-5),
+    Parameter("new_sequence_overhead", NO_TIME, 1e-1, start=1e-4),
 )
 FACTORS = ("compute", "bandwidth", "attention_compute", "attention_bandwidth")
-SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead")
+SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequence_overhead")
 """What grows when everything takes longer; FACTORS fall."""
 
 
@@ -110,13 +115,20 @@ def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
         swaps = bool(record.num_swapped_in or record.num_swapped_out)
         if record.tokens and not swaps and not was_swapping:
             gap = record.gap if record.num_carried else None
-            found.append(Sample(StepWork.of(plan_of(record), windows), record.seconds, gap))
+            found.append(Sample(work_of(record, windows), record.seconds, gap))
         was_swapping = swaps
     return found
 
 
+def work_of(record: StepRecord, windows: Windows) -> StepWork:
+    """What a logged step computed."""
+    work = StepWork.of(plan_of(record), windows)
+    work.num_new = len(record.tokens) - record.num_carried
+    return work
+
+
 def plan_of(record: StepRecord) -> StepPlan:
-    """A plan that costs what the logged one did."""
+    """A plan with the columns of the logged one; who is new is not in them."""
     return StepPlan(
         step_id=record.step,
         seq_ids=list(range(len(record.tokens))),
@@ -193,8 +205,13 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tupl
     x, damping = start, 1e-2
     r = residuals(x)
     jacobian = _jacobian(residuals, x, r)
-    for _ in range(ITERATIONS):
+    for number in range(ITERATIONS):
         bend = USUAL * max(LEAST_SPREAD, 1.4826 * _typical(r))
+        is_first = number < TRUSTING
+        if number == TRUSTING:
+            damping = 1e-2
+        if is_first:  # while the numbers are far off, what they mispredict is no disturbance
+            bend = max(bend, ALL)
         weights = _weights(r, bend)
         prior = PRIOR * len(r)
         gradient = jacobian.T @ (weights * r) + prior * (x - start)
@@ -208,12 +225,12 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> tupl
             moved = float(np.abs(tried - x).max())
             x, r, damping = tried, tried_r, max(damping / 3, 1e-9)
             jacobian = _jacobian(residuals, x, r)
-            if moved < 1e-4 or now - better < 1e-7 * now:
-                break
+            is_still = moved < 1e-4 or now - better < 1e-7 * now
         else:
             damping *= 4
-            if damping > 1e9:
-                break
+            is_still = damping > 1e9
+        if is_still and not is_first:
+            break
     return x, jacobian
 
 

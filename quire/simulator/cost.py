@@ -168,6 +168,7 @@ class CostModel:
         for name, value in self._constant.items():
             _add(seconds, name, value)
         _add(seconds, "per sequence", work.num_sequences * self.hardware.sequence_overhead)
+        _add(seconds, "per new sequence", work.num_new * self.hardware.new_sequence_overhead)
         if work.num_copied_blocks:
             seconds["block copies"] = self._copies(work)
         return {name: value for name, value in seconds.items() if value}
@@ -208,6 +209,7 @@ class CostModel:
             return 0.0
         rows = tokens + self._half_rows
         total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
+        total += work.num_new * self._per_new_sequence
         for per_row, weights, row_bytes in self._flat_products:
             by_peak, by_bandwidth = rows * per_row, weights + tokens * row_bytes
             total += by_peak if by_peak > by_bandwidth else by_bandwidth
@@ -361,7 +363,7 @@ class CostModel:
             constant["hand-over"], per_token["hand-over"] = latency, row / link
         self._sum_constant = sum(constant.values())
         self._sum_per_token, self._sum_per_sampled = sum(per_token.values()), sum(per_sampled.values())
-        self._per_sequence = hardware.sequence_overhead
+        self._per_sequence, self._per_new_sequence = hardware.sequence_overhead, hardware.new_sequence_overhead
         self._flat_products = [(each.per_row, each.weights, each.row_bytes) for each in self._products]
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
         return constant, per_token, per_sampled
@@ -398,6 +400,7 @@ def _share(work: StepWork, m: int) -> StepWork:
         num_tokens=-(-work.num_tokens // m),
         num_sequences=-(-work.num_sequences // m),
         num_sampled=-(-work.num_sampled // m),
+        num_new=-(-work.num_new // m),
         num_chunks=-(-work.num_chunks // m),
         num_decodes=-(-work.num_decodes // m),
         decode_context=[-(-value // m) for value in work.decode_context],

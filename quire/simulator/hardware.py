@@ -72,7 +72,8 @@ class Hardware:
     node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
     and direction for each device, and network_latency.
     half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
-    token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides.
+    token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides;
+    new_sequence_overhead: one that gets a row in it.
     source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
@@ -95,6 +96,7 @@ class Hardware:
     half_rows: float = 0.0
     token_overhead: float = 0.0
     sequence_overhead: float = 0.0
+    new_sequence_overhead: float = 0.0
     source: str = ""
     kind: str = "gpu"
 

@@ -23,6 +23,8 @@ class StepWork(msgspec.Struct, kw_only=True):
     num_tokens: int = 0
     num_sequences: int = 0
     num_sampled: int = 0
+    num_new: int = 0
+    """Sequences that get a row."""
     num_chunks: int = 0
     """Sequences that compute more than one token."""
     num_decodes: int = 0
@@ -53,6 +55,7 @@ class StepWork(msgspec.Struct, kw_only=True):
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             num_sampled=len(plan.sample_seq_ids),
+            num_new=len(plan.new_sequences),
             num_chunks=len(chunks),
             num_decodes=num_decodes,
             decode_context=[_decode_context(decode_starts, num_decodes, window) for window in windows],

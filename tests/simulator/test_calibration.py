@@ -17,7 +17,7 @@ from quire.cli.main import main as quire
 from quire.clock import VirtualClock
 from quire.errors import UserError
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
-from quire.simulator.calibration import MIN_STEPS, Fit, calibrate, plan_of, samples_of
+from quire.simulator.calibration import MIN_STEPS, Fit, calibrate, plan_of, samples_of, work_of
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Factors, Hardware, find, read_profile
 from quire.simulator.shape import ModelShape, find_shape
@@ -34,6 +34,7 @@ TRUE = replace(
     launch_overhead=4e-6,
     token_overhead=8e-6,
     sequence_overhead=5e-5,
+    new_sequence_overhead=2e-2,
     host_overhead=4e-4,
     host_overhead_per_sequence=2e-5,
 )
@@ -61,7 +62,7 @@ def logged(num_steps: int, seconds: Callable[[StepWork], float], *, seed: int = 
             num_sampled=len(starts),
             num_carried=count,
         )
-        record.seconds = seconds(StepWork.of(plan_of(record)))
+        record.seconds = seconds(work_of(record, (None,)))
         records.append(record)
     return records
 
@@ -85,6 +86,7 @@ def test_numbers_come_back() -> None:
     assert fit.decode_steps.count + fit.other_steps.count == fit.all_steps.count == fit.num_logged
     for name, tolerance in (("compute", 0.06), ("bandwidth", 0.1), ("attention_bandwidth", 0.06)):
         assert getattr(factors, name) == pytest.approx(getattr(TRUE.factors, name), rel=tolerance), name
+    assert found.new_sequence_overhead == pytest.approx(2e-2, rel=0.1)
     assert found.host_overhead == pytest.approx(4e-4, rel=0.01)
     assert found.host_overhead_per_sequence == pytest.approx(2e-5, rel=0.02)
 
@@ -162,7 +164,7 @@ def test_a_logged_step_costs_what_its_plan_did(tmp_path: Path) -> None:
     client.core.shutdown()
 
     def counted(plan: StepPlan) -> StepWork:
-        return msgspec.structs.replace(StepWork.of(plan, (None, 7)), waits_for_swap=False)
+        return msgspec.structs.replace(StepWork.of(plan, (None, 7)), waits_for_swap=False, num_new=0)
 
     _, records = read_step_log(path)
     assert [counted(plan_of(record)) for record in records] == [counted(plan) for plan in executor.plans]
@@ -207,7 +209,7 @@ def test_the_command_writes_a_profile_that_predicts(log: Path, capsys: pytest.Ca
     assert "197 steps of opt-125m" in hardware.source
     cost = CostModel(SHAPE, hardware, precision=Precision.of(SHAPE))
     for record in logged(20, true_cost().step_seconds, seed=5):
-        assert cost.step_seconds(StepWork.of(plan_of(record))) == pytest.approx(record.seconds, rel=0.05)
+        assert cost.step_seconds(work_of(record, (None,))) == pytest.approx(record.seconds, rel=0.05)
 
 
 def test_the_command_as_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

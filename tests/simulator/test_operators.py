@@ -25,7 +25,7 @@ from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
 
-GPU = replace(find("h100"), half_rows=3.0, token_overhead=2e-7, sequence_overhead=5e-7)
+GPU = replace(find("h100"), half_rows=3.0, token_overhead=2e-7, sequence_overhead=5e-7, new_sequence_overhead=1e-6)
 CASES = [
     ("opt-13b", Layout()),
     ("llama-3-70b", Layout(tp=4)),
