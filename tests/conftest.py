@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 os.environ["OMP_NUM_THREADS"] = "1"
 # And before Triton is: its kernels run in the interpreter wherever there is no GPU to compile them for.
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 for _name in [name for name in os.environ if name.startswith("QUIRE_")]:
     del os.environ[_name]
 # A directory of this run alone, so that a socket or process left behind is known to be ours.
@@ -53,7 +53,8 @@ def device() -> torch.device:
     """Where Triton kernels are tested: compiled on a GPU where there is one, else interpreted on host tensors."""
     import torch
 
-    return torch.device("cuda" if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ else "cpu")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.attention_peers import peers
 from benchmarks.gpu.limits import Work
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.subjects import BLOCK_SIZE, Subject
+from benchmarks.gpu.subjects import BLOCK_SIZE, Build, Subject
 from benchmarks.gpu.timing import Call
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
@@ -73,6 +74,7 @@ class AttentionSubjects:
                     # One block a sequence: the same kernel over keys and values in one piece.
                     "contiguous": partial(self.paged, batch, padded(batch.length)),
                     "torch, contiguous": partial(self.torch_contiguous, batch),
+                    **self._peers(batch),
                 },
             )
         for batch in map(self.scaled, PROMPTS):
@@ -84,6 +86,7 @@ class AttentionSubjects:
                     "triton": partial(self.paged, batch, BLOCK_SIZE),
                     "contiguous": partial(self.paged, batch, padded(batch.length)),
                     "torch, contiguous": partial(self.torch_contiguous, batch),
+                    **self._peers(batch),
                 },
             )
 
@@ -147,6 +150,9 @@ class AttentionSubjects:
         positions = torch.arange(batch.length, device=self.device)
         seen = positions <= (batch.length - batch.num_new + positions[: batch.num_new])[:, None]
         return lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+
+    def _peers(self, batch: Batch) -> dict[str, Build]:
+        return {name: partial(peer, batch, self.shape, self.device) for name, peer in peers(self.device).items()}
 
     def _heads(self) -> HeadWeights:
         shape = self.shape

@@ -20,10 +20,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from quire.cli.parameters import count_parameters
 
 from benchmarks.gpu import records
-from benchmarks.gpu.idle import idle_shares, kernel_times
+from benchmarks.gpu.idle import idle_shares, kernel_times, settled
 from benchmarks.gpu.limits import Ceilings, Work, measure_ceilings
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
@@ -74,13 +73,10 @@ class Engine:
             lambda each: InProcessClient(each, executor="benchmarks.gpu.step_log:make_executor"),
         )
         self._numbers = count()
-        model = self._front_end.config.model
-        parameters = count_parameters(model)
-        head = model.vocab_size * model.hidden_size
-        self.vocab_size = model.vocab_size
+        self.vocab_size = shape.vocab
         self.cost = ModelCost(
-            layer_parameters=parameters.read_per_step - head,
-            head_parameters=head,
+            layer_parameters=shape.layer_parameters,
+            head_parameters=shape.head_parameters,
             itemsize=shape.itemsize,
             kv_bytes=shape.kv_bytes * shape.num_layers,
             attention_width=shape.num_heads * shape.head_dim * shape.num_layers,
@@ -199,7 +195,7 @@ class Tasks:
                 times.__exit__(None, None, None)
 
         self._engine.run(work, seed=5, on_step=on_step)
-        return idle_shares(found)
+        return idle_shares(settled(found))
 
     def batch(self) -> Iterator[Record]:
         """The work that Transformers does as well, then many long requests, as far as they come."""

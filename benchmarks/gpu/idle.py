@@ -37,6 +37,11 @@ def idle_shares(kernels: Iterable[tuple[float, float]], long_gap: float = LONG_G
     return Idle(sum(gaps) / window, sum(gap for gap in gaps if gap > long_gap) / window, len(ordered))
 
 
+def settled(kernels: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without the first quarter: a profiler that starts holds the host up for a while, and the card with it."""
+    return sorted(kernels)[len(kernels) // 4 :]
+
+
 @contextmanager
 def kernel_times() -> Iterator[list[tuple[float, float]]]:
     """While it is open, what the card runs (kernels and copies) is noted; the list is filled at its end."""

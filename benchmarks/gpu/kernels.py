@@ -17,6 +17,7 @@ from benchmarks.gpu import records
 from benchmarks.gpu.attention_subjects import AttentionSubjects
 from benchmarks.gpu.limits import Ceilings, measure_ceilings
 from benchmarks.gpu.records import Record
+from benchmarks.gpu.sampling_subjects import SamplingSubjects
 from benchmarks.gpu.shapes import QWEN3_8B, TINY
 from benchmarks.gpu.subjects import Subject, Subjects
 from benchmarks.gpu.timing import CACHE_BYTES, measure
@@ -37,7 +38,8 @@ def main() -> None:
     with torch.inference_mode():
         ceilings = emit_ceilings(device, arguments.tiny, emit)
         shape, scale = (TINY, TINY_SCALE) if arguments.tiny else (QWEN3_8B, 1)
-        subjects = [*AttentionSubjects(shape, device, scale).all(), *Subjects(shape, device, scale).all()]
+        kinds = (AttentionSubjects, Subjects, SamplingSubjects)
+        subjects = [subject for kind in kinds for subject in kind(shape, device, scale).all()]
         for subject in subjects:
             if time.monotonic() - started > arguments.seconds:
                 emit({"part": "kernels", "what": "skipped", "kernel": subject.kernel, "case": subject.case})

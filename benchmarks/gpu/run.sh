@@ -28,5 +28,5 @@ if [ -n "$wheels" ]; then
 fi
 # Compiled kernels stay here: every part of the run shares them, nothing is left behind.
 export TRITON_CACHE_DIR="$site/triton" PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-unset TRITON_INTERPRET
+export TRITON_INTERPRET=0
 "$python" -m benchmarks.gpu.run "${rest[@]+"${rest[@]}"}"

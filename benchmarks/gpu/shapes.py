@@ -36,6 +36,18 @@ class Shape:
         """Of one token in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize
 
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers and the last norm: what every token is multiplied with."""
+        projections = self.hidden * (self.qkv_width + self.num_heads * self.head_dim)
+        norms = 2 * self.hidden + 2 * self.head_dim
+        return self.num_layers * (projections + 3 * self.hidden * self.intermediate + norms) + self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the projection to the vocabulary (and as many of the input embedding, which is looked up)."""
+        return self.vocab * self.hidden
+
     def config(self) -> dict[str, Any]:
         """config.json."""
         return {

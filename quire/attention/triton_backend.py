@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_tiles import (
+    MIDDLE_ROWS,
+    SMALL_ROWS,
     SPLITTING_PAYS,
     DeviceLimits,
     HeadShape,
@@ -21,7 +22,7 @@ from quire.kernels.triton.attention_tiles import (
     varlen_tiles,
 )
 from quire.kernels.triton.decode_attention import SplitScratch, split_attention
-from quire.kernels.triton.paged_attention import varlen_attention
+from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention
 from quire.kernels.triton.qkv_write import Rotation, prepare_heads
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.operations import HeadWeights
@@ -72,11 +73,19 @@ class TritonAttention:
         split = self._split_plan(batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
-        if batch.num_seqs == 1 or batch.max_seq_len < SPLITTING_PAYS:
+        no_short_ones = batch.num_tokens == batch.num_seqs * batch.max_query_len
+        if no_short_ones or batch.max_seq_len < SPLITTING_PAYS:
             split = None
         if self._batch_invariant:
             return fixed_tiles(self.shape, self._limits), split
         return varlen_tiles(self.shape, batch.max_query_len, self._limits), split
+
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """Values of `max_query_len` that between them need every kernel, in batches of two or more sequences, one of
+        them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
+        if self._batch_invariant:
+            return 1, 2
+        return 1, *(rows // self.shape.group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS))
 
     def _split_plan(self, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
         if self._batch_invariant:
@@ -107,17 +116,15 @@ class TritonAttentionStep:
         if out is None:
             out = torch.empty(qkv.shape[0], layer.num_heads * layer.head_dim, dtype=qkv.dtype, device=qkv.device)
         prepare_heads(heads, qkv, rotation, pages, self._batch.slot_mapping[group])
-        self._attend(layer, group, qkv, pages, out)
+        self._attend(PagedAttention(qkv, pages, out, self._batch, group, layer))
         return out
 
-    def _attend(
-        self, layer: LayerAttention, group: int, qkv: torch.Tensor, pages: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _attend(self, work: PagedAttention) -> None:
+        layer = work.layer
         if layer.window not in self._kernels:
             self._kernels[layer.window] = self._backend.kernels(self._batch, layer.window)
         tiles, split = self._kernels[layer.window]
         if split is not None:
-            split_attention(qkv, pages, out, self._batch, group, layer, split, self._backend.scratch)
+            split_attention(work, split, self._backend.scratch)
         if tiles is not None:
-            skipped = 0 if split is None else split.tokens
-            varlen_attention(qkv, pages, out, self._batch, group, layer, tiles, skipped=skipped)
+            varlen_attention(work, tiles, skipped=0 if split is None else split.tokens)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.bench.paper.figure import FULL, QUICK, Figure
 from quire.bench.paper.figures import Row, rows
+from quire.bench.paper.gain import Gain
 from quire.bench.paper.measure import Usage, run, write_text
 from quire.bench.paper.run import FIGURES, plot, print_table, run_trials
 from quire.bench.paper.workloads import draw
@@ -24,6 +26,7 @@ from quire.simulator.workloads import ALPACA, LONGEST_INPUT, SHAREGPT, SIGMA
 
 NUM_REQUESTS = {ALPACA.name: 256, SHAREGPT.name: 32}
 NUM_REQUESTS_QUICK = {ALPACA.name: 64, SHAREGPT.name: 8}
+GAIN_REQUESTS, GAIN_REQUESTS_QUICK = 80, 24
 TEXT_TOKENS = 32 * LONGEST_INPUT
 MAX_NUM_SEQS = 96
 NUM_BLOCKS = 6000
@@ -114,9 +117,53 @@ def _run_engine(namespace: argparse.Namespace) -> int:
             usages = _measure(core, table, counts, namespace.seed or 0, tick)
     finally:
         core.shutdown()
+    gains = _measure_gain(namespace)
     _print(table, usages)
-    report.write_json(namespace.json, {"benchmark": "paper", "options": options_json(namespace)} | _json(table, usages))
+    _print_gain(gains)
+    result = {"benchmark": "paper", "options": options_json(namespace), "gain": _gain_json(gains)}
+    report.write_json(namespace.json, result | _json(table, usages))
     return 0
+
+
+def _measure_gain(namespace: argparse.Namespace) -> list[Gain]:
+    from quire.bench import report
+    from quire.bench.paper import gain
+
+    work = gain.requests(GAIN_REQUESTS_QUICK if namespace.quick else GAIN_REQUESTS, namespace.seed or 0)
+    total = len(work) * len(gain.COMPARED)
+    with gain.dummy_model() as model, report.progress_bar("paged against contiguous", total) as tick:
+
+        def on_done(count: int) -> None:
+            for _ in range(count):
+                tick()
+
+        return gain.measure(model, DEFAULT_EXECUTOR, work, num_threads=namespace.threads, on_done=on_done)
+
+
+def _print_gain(gains: list[Gain]) -> None:
+    from rich.table import Table
+
+    from quire.bench import report
+
+    paged = gains[-1]
+    title = "Throughput on the engine: OPT-125M's shape, ShareGPT's lengths and the pool of Fig. 13a divided by four"
+    printed = Table(title=title, title_justify="left")
+    printed.add_column("scheduler")
+    for column in ("requests in the batch", "steps", "tokens/s", f"{paged.system} over it"):
+        printed.add_column(column, justify="right")
+    for each in gains:
+        printed.add_row(
+            each.system,
+            f"{each.mean_running:.1f}",
+            f"{each.num_steps:,}",
+            f"{each.throughput:,.1f}",
+            f"{paged.throughput / each.throughput:.2f}",
+        )
+    report.console().print(printed)
+
+
+def _gain_json(gains: list[Gain]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(each) | {"throughput": each.throughput} for each in gains]
 
 
 def _core(namespace: argparse.Namespace) -> EngineCore:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server, the CPU kernels"),
     "simulate": ("quire.cli.simulate", "serve a trace on simulated devices: latencies, throughput, memory"),
     "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, predicted speed"),
+    "doctor": ("quire.cli.doctor", "what would compute here, how and why, and what is wrong"),
     "top": ("quire.cli.top", "live view of a server: KV blocks, requests, rates"),
 }
 

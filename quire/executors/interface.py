@@ -36,7 +36,8 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any."""
+        """Start a plan; at most `queue_depth` are outstanding. The future carries the worker's exception, if any. It
+        may be one that is completed only when it is asked for its result."""
         ...
 
     def idle(self) -> bool:

@@ -50,8 +50,8 @@ class Decoder(ABC):
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
         fill_slots(self.slots, self._names, weights)
 
-    def release_workspaces(self) -> None:  # noqa: B027 (nothing to do is what most models do)
-        """There are none."""
+    def release_workspaces(self) -> None:
+        return  # operators run one by one and keep nothing
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self.slots.values())

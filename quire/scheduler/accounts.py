@@ -93,16 +93,15 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
 
 def num_reserved_slots(in_flight: Iterable[InFlight], block_size: int) -> int:
     """Slots of used blocks whose tokens are computed by plans in flight. O(their sequences and tokens)."""
-    starts: dict[Sequence, int] = {}
-    for flight in in_flight:
-        for sequence, start in zip(flight.sequences, flight.plan.start_positions, strict=True):
-            starts.setdefault(sequence, start)
-        for parent, children in flight.forked:
-            for child in children:
-                starts[child] = starts[parent]
+    flights = list(in_flight)
+    columns: Iterable[tuple[Sequence, int]]
+    if len(flights) == 1 and not flights[0].forked:
+        columns = zip(flights[0].sequences, flights[0].plan.start_positions, strict=True)
+    else:
+        columns = _first_starts(flights).items()
     reserved = 0
     shared: dict[int, int] = {}
-    for sequence, start in starts.items():
+    for sequence, start in columns:
         blocks, end = sequence.blocks, sequence.num_computed_tokens
         if blocks is None:
             continue  # ended or preempted meanwhile: what is written is nobody's
@@ -112,6 +111,18 @@ def num_reserved_slots(in_flight: Iterable[InFlight], block_size: int) -> int:
         else:
             _add_slots(shared, blocks, start, end, block_size)
     return reserved + sum(shared.values())
+
+
+def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
+    """Where each sequence of several plans, and each child that forks in one, began to compute."""
+    starts: dict[Sequence, int] = {}
+    for flight in flights:
+        for sequence, start in zip(flight.sequences, flight.plan.start_positions, strict=True):
+            starts.setdefault(sequence, start)
+        for parent, children in flight.forked:
+            for child in children:
+                starts[child] = starts[parent]
+    return starts
 
 
 def _add_slots(slots: dict[int, int], blocks: SequenceBlocks, start: int, end: int, block_size: int) -> None:

@@ -7,27 +7,65 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.paper import gain
 from quire.bench.paper.figures import rows
 from quire.cli import bench_paper
 from quire.cli.main import main
 from quire.simulator.workloads import ALPACA, SHAREGPT
 
+SMALL = {
+    "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64,
+}  # fmt: skip
 
-def test_without_engine_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "paper"]) == 2
-    assert "quire bench paper --engine" in capsys.readouterr().err
+
+def test_simulated_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "paper.json"
+    arguments = [
+        "bench",
+        "paper",
+        "--quick",
+        "--figures",
+        "table1,fig1,fig11,slides",
+        "--plots",
+        str(tmp_path / "plots"),
+    ]
+    assert main([*arguments, "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "OPT-13B: KV slots in 12 GiB, thousands" in printed
+    rows = json.loads(file.read_text())["rows"]
+    assert {"figure": "§3", "quantity": "OPT-13B: KV of a token, KB", "ours": 800.0, "paper": 800.0} in rows
+    assert len(rows) == 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--figures", "fig3"], "unknown figure 'fig3'"),
+        (["--seed", "1"], "--seed is for the real engine: add --engine"),
+        (["--engine", "--plots", "x"], "--plots is for the simulated figures: leave out --engine"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "paper", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_paper, "NUM_REQUESTS_QUICK", {ALPACA.name: 3, SHAREGPT.name: 1})
     monkeypatch.setattr(bench_paper, "rows", lambda: [rows()[0], rows()[1], rows()[5], rows()[6]])
     monkeypatch.setattr(bench_paper, "TEXT_TOKENS", 1024)
+    monkeypatch.setattr(bench_paper, "GAIN_REQUESTS_QUICK", 3)
+    monkeypatch.setattr(gain, "OPT_125M", gain.OPT_125M | SMALL)
     file = tmp_path / "paper.json"
     assert main(["bench", "paper", "--engine", "--quick", "--threads", "1", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "token states, ShareGPT, basic sampling" in printed
     assert "37.6 to 55.2" in printed
+    assert "Throughput on the engine" in printed
     result = json.loads(file.read_text())
+    assert [each["system"] for each in result["gain"]] == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "Quire"]
+    assert len({each["num_tokens"] for each in result["gain"]}) == 1
+    assert all(each["throughput"] > 0 for each in result["gain"])
     assert [(row["quantity"], row["paper"]) for row in result["rows"]] == [
         ("token states, ShareGPT, basic sampling", 96.3),
         ("blocks saved, Alpaca, parallel sampling of 2", 6.1),

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kernels.triton.sampling_words import NUM_WORDS
 from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.device.parameters import DeviceSamplingRows, pack_words
 from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.device.warm_up import warm_up
 from quire.sampling_params import SamplingParams
 from tests.sampling.helpers import Case
 from tests.sampling.test_device_sampler import beam
@@ -134,6 +135,21 @@ def test_only_enqueues_what_the_rows_use(
 def test_the_check_sees_each_kind(wait: Any) -> None:
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), OnlyEnqueues():
         wait(torch.empty(1, device="meta"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_warming_up_runs_every_kernel_and_leaves_nothing(num_rows: int) -> None:
+    table = torch.zeros((num_rows, 8), dtype=torch.int32)
+    words = torch.zeros((num_rows, NUM_WORDS), dtype=torch.int32)
+    rows = DeviceSamplingRows(num_rows, words, 40)
+    launches = Launches()
+    with recorded_launches(launches):
+        warm_up(DeviceSampler(rows), rows, table, torch.zeros(2, 64, dtype=torch.bfloat16))
+    assert set(launches.names) == {"scan", "pick", "normalize", "rank", *EDITS, *FILTERS}
+    assert rows.lists.tensor()[: num_rows * 8].tolist() == [0] * 8 * num_rows
+    assert not rows.rows_with_prompt_logprobs
+    defaults = pack_words(Case(SamplingParams()).sampling)
+    assert (words.numpy() == defaults).all()
 
 
 def test_raw_logits_are_kept_where_log_probabilities_are_wanted() -> None:

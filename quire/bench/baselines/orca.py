@@ -1,7 +1,9 @@
 """Orca's iteration-level scheduling (Yu et al., OSDI 2022) over contiguous regions, as the paper assumes it (§6.1).
 
 After every step finished requests leave and waiting ones join, whole prompts in a batch with everybody's next tokens.
-Three reservations make the paper's three variants (quire/bench/baselines/reservation.py).
+`OrcaPromptsApartScheduler` computes prompts in steps of their own instead, as all of the paper's systems may have done,
+which ran in one code (quire/bench/baselines/separate_prompts.py). Three reservations make the paper's three variants
+(quire/bench/baselines/reservation.py).
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ class OrcaScheduler(ContiguousScheduler):
     """First come, first served: the first request that finds no region keeps all others waiting."""
 
     def _plan(self, builder: PlanBuilder, now: float) -> None:
+        self._schedule_running(builder)
+        self._start_waiting(builder, now)
+
+    def _schedule_running(self, builder: PlanBuilder) -> None:
         for request in self._rows:
             for sequence in request.sequences:
                 if sequence.blocks is not None:
                     self._schedule_next(builder, sequence, sequence.max_total_tokens)
+
+    def _start_waiting(self, builder: PlanBuilder, now: float) -> None:
         waiting = self._waiting
         while waiting and waiting[0].num_prompt_tokens <= builder.budget:
             request = waiting[0]
@@ -34,3 +42,12 @@ class OrcaScheduler(ContiguousScheduler):
                 self._drop(sequence)
         if not request.live_sequences:
             self._rows.remove(request)
+
+
+class OrcaPromptsApartScheduler(OrcaScheduler):
+    """While a waiting request finds a region, a step computes new prompts alone."""
+
+    def _plan(self, builder: PlanBuilder, now: float) -> None:
+        self._start_waiting(builder, now)
+        if not builder.sequences:
+            self._schedule_running(builder)

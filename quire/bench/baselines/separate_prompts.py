@@ -13,7 +13,8 @@ from quire.step import StepPlan
 
 
 class SeparatePromptsScheduler(Scheduler):
-    """Prompts first, in a step of their own; then everybody's next token."""
+    """Prompts first, in a step of their own; then everybody's next token. What the token budget cuts off a prompt is
+    computed with the latter."""
 
     def schedule(self, now: float) -> StepPlan | None:
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)

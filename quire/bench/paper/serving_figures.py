@@ -21,6 +21,7 @@ WORKLOADS = ("sharegpt", "alpaca")
 COMPARED = (FASTER_TRANSFORMER, ORCA_MAX, ORCA_POW2, ORCA_ORACLE, PAGED)
 SHAREGPT_RATE, ALPACA_RATE = 2.0, 30.0
 """Requests per second of Fig. 13."""
+_STEEP = "close to what it sustains a batch grows steeply with each ms of a step"
 _APART = "Quire computes prompts beside next tokens; with the paper's steps of prompts alone see the row below"
 
 
@@ -56,16 +57,6 @@ def _figure12(results: Results, scale: Scale) -> list[Row]:
         Row("Fig. 12", f"{name} {FASTER_TRANSFORMER}, most", batch[1], 22.0, why=
             "the paper's batch size and padding are not known; here a batch takes all that fit, which is generous"),
     ]  # fmt: skip
-
-
-def figure12_table(results: Results, scale: Scale) -> list[tuple[str, str, str, float]]:
-    """(model, workload, system, sustained rate): what the ratios are made of."""
-    return [
-        (SERVERS[model].title, work, system, results.sustained(curve(model, system, work, scale)))
-        for model in MODELS
-        for work in WORKLOADS
-        for system in COMPARED
-    ]
 
 
 def _plot_figure12(figure: Any, results: Results, scale: Scale) -> None:
@@ -114,7 +105,9 @@ def _figure13(results: Results, scale: Scale) -> list[Row]:
             why = _APART if system == PAGED else why
             rows.append(Row(f"Fig. {part}", f"{what}: requests in the batch, {system}", found[system], paper, "", why))
         apart = results.usage(window(PROMPTS_APART, scale)).mean_running
-        rows.append(Row(f"Fig. {part}", f"{what}: requests in the batch, {PROMPTS_APART}", apart, papers[PAGED], ""))
+        rows.append(
+            Row(f"Fig. {part}", f"{what}: requests in the batch, {PROMPTS_APART}", apart, papers[PAGED], "", _STEEP)
+        )
         if part == "13a":
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_ORACLE}", found[PAGED] / found[ORCA_ORACLE], 2.2))
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_MAX}", found[PAGED] / found[ORCA_MAX], 4.3))

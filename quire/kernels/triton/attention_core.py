@@ -237,9 +237,19 @@ def merged(maximum, total, values, part_maximum, part_total, part_values):
 
 
 @triton.jit
+def load_sinks(sinks, heads, SINKS: tl.constexpr):
+    """[rows] float32, of each row's query head; -inf where there are none."""
+    if SINKS:
+        found = tl.load(sinks + heads).to(tl.float32)
+    else:
+        found = tl.full(heads.shape, float("-inf"), tl.float32)
+    return found
+
+
+@triton.jit
 def normalised(maximum, total, values, sink):
     """Divide by the sum of weights, the sink's included. sink: [rows], natural units; -inf for none."""
-    sink = sink.to(tl.float32) * LOG2_E
+    sink = sink * LOG2_E
     new_maximum = tl.maximum(maximum, sink)
     factor = tl.exp2(maximum - new_maximum)
     total = tl.fma(total, factor, tl.exp2(sink - new_maximum))

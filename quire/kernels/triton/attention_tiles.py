@@ -22,8 +22,12 @@ SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, 
 """KiB that one block can have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 SMALLEST_SHARED_MEMORY = 99
 """Of the capabilities 8.0 and later that are not listed."""
-SMALLEST_M = 16
-"""Rows of the matrix units' smallest tile."""
+SMALL_ROWS = 16
+"""Of the smallest tile, the matrix units' own."""
+MIDDLE_ROWS = 64
+"""Of the tile for sequences that would leave most of a whole one empty; and of the one tile of batch-invariant mode."""
+ROWS = 128
+"""Of a whole tile."""
 RESIDENT_PROGRAMS = 2
 """Decode programs that a multiprocessor runs at the same time, for which `split_tiles` leaves shared memory."""
 MAX_SPLITS = 64
@@ -107,16 +111,17 @@ def varlen_tiles(shape: HeadShape, max_query_len: int, limits: DeviceLimits) -> 
     if shape.itemsize == 4:
         return _float32_tiles(shape)
     rows = max_query_len * shape.group
-    if rows > 64:
-        return _fitted(shape, 128, limits, limits.shared_memory)
-    return _fitted(shape, 64 if rows > SMALLEST_M else SMALLEST_M, limits, limits.shared_memory // RESIDENT_PROGRAMS)
+    if rows > MIDDLE_ROWS:
+        return _fitted(shape, ROWS, limits, limits.shared_memory)
+    block_m = MIDDLE_ROWS if rows > SMALL_ROWS else SMALL_ROWS
+    return _fitted(shape, block_m, limits, limits.shared_memory // RESIDENT_PROGRAMS)
 
 
 def split_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
     """Tiles of the split kernel: as few rows as there can be, and memory for two programs on a multiprocessor."""
     if shape.itemsize == 4:
         return _float32_tiles(shape)
-    return _fitted(shape, SMALLEST_M, limits, limits.shared_memory // RESIDENT_PROGRAMS)
+    return _fitted(shape, SMALL_ROWS, limits, limits.shared_memory // RESIDENT_PROGRAMS)
 
 
 def fixed_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
@@ -124,13 +129,13 @@ def fixed_tiles(shape: HeadShape, limits: DeviceLimits) -> Tiles:
     order of additions inside a tile, and another size of tile is another instruction with an order of its own."""
     if shape.itemsize == 4:
         return replace(_float32_tiles(shape), fixed_keys=FIXED_KEYS)
-    tiles = _fitted(shape, 64, limits, limits.shared_memory // RESIDENT_PROGRAMS)
+    tiles = _fitted(shape, MIDDLE_ROWS, limits, limits.shared_memory // RESIDENT_PROGRAMS)
     return replace(tiles, fixed_keys=FIXED_KEYS)
 
 
 def _float32_tiles(shape: HeadShape) -> Tiles:
     """No matrix unit keeps float32's precision: products are made by the ordinary ones, all operands in registers."""
-    return Tiles(max(SMALLEST_M, _power(shape.group)), 32, 4, 1)
+    return Tiles(max(SMALL_ROWS, _power(shape.group)), 32, 4, 1)
 
 
 def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory: int) -> Tiles:
@@ -139,8 +144,8 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
     do they read it slower than they multiply; earlier cards hold them in registers, where 64 keys are what fits."""
     block_m = max(block_m, _power(shape.group))
     # Warps in fours: a warp holds at least 16 rows, and 64 rows of 256 sums are too many for four.
-    num_warps = 8 if block_m >= 128 or (block_m == 64 and shape.dim > 128) else 4
-    most_keys = 128 if shape.dim <= 64 or (block_m >= 128 and limits.capability[0] >= 9) else 64
+    num_warps = 8 if block_m >= ROWS or (block_m == MIDDLE_ROWS and shape.dim > 128) else 4
+    most_keys = 128 if shape.dim <= 64 or (block_m >= ROWS and limits.capability[0] >= 9) else 64
     left = shared_memory - block_m * shape.dim * shape.itemsize
     for block_n, num_stages in ((128, 3), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2)):
         if block_n <= most_keys and 2 * block_n * shape.dim * shape.itemsize * num_stages <= left:
@@ -171,7 +176,7 @@ def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: Device
     # Where sequences alone fill the device, only the long ones are cut.
     min_keys = LONGEST_SPLIT // 4 if splits == 1 else 2 * tiles.block_n
     splits = max(splits, min(MAX_SPLITS, -(-max_seq_len // LONGEST_SPLIT)))
-    return SplitPlan(tiles, max(1, SMALLEST_M // shape.group), splits, splits, min_keys)
+    return SplitPlan(tiles, max(1, SMALL_ROWS // shape.group), splits, splits, min_keys)
 
 
 def fixed_split_plan(

@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
     load_queries,
+    load_sinks,
     merged,
     no_keys,
     normalised,
@@ -20,8 +19,8 @@ from quire.kernels.triton.attention_core import (
     score_constants,
     store_rows,
 )
-from quire.kernels.triton.attention_tiles import SplitPlan, padded_dim
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS
+from quire.kernels.triton.attention_tiles import SplitPlan
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention
 from quire.kernels.triton.runtime import bound, launch
 
 UNROLLED = 8
@@ -133,11 +132,7 @@ def _split_kernel(
                 # As the varlen kernel does: this turns -0 into 0.
                 nothing_maximum, nothing_total, nothing = no_keys(BLOCK_M, DIM)
                 maximum, total, values = merged(nothing_maximum, nothing_total, nothing, maximum, total, values)
-            if SINKS:
-                sink = tl.load(sinks + kv_head * GROUP + head).to(tl.float32)
-            else:
-                sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            values = normalised(maximum, total, values, sink)
+            values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS))
             store_rows(out, out_stride, values, begin, num_new, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
         else:
             place = ((sequence * NUM_KV_HEADS + kv_head).to(tl.int64) * capacity + split) * (TOKENS * GROUP)
@@ -211,65 +206,43 @@ def _merge_kernel(
                 tl.load(part_totals + at, mask=present & (one == 0), other=0.0),
                 tl.load(part_values + at[:, None] * HEAD_DIM + dims, mask=present & (dims < HEAD_DIM), other=0.0),
             )
-    if SINKS:
-        sink = tl.load(sinks + query_head + one).to(tl.float32)
-    else:
-        sink = tl.full((1,), float("-inf"), tl.float32)
-    values = normalised(maximum, total, values, sink)
+    values = normalised(maximum, total, values, load_sinks(sinks, query_head + one, SINKS))
     at = (begin + token).to(tl.int64) * out_stride + query_head * HEAD_DIM
     tl.store(out + at + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def split_attention(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    out: torch.Tensor,
-    batch: DeviceBatch,
-    group: int,
-    layer: LayerAttention,
-    plan: SplitPlan,
-    scratch: SplitScratch,
-    *,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
     """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
-    heads = layer.num_heads // layer.num_kv_heads
-    tiles, tables = plan.tiles, batch.block_tables[group]
+    layer, batch, tiles = work.layer, work.batch, plan.tiles
     scale, cap, window = score_constants(layer)
-    shared = {
-        "NUM_KV_HEADS": layer.num_kv_heads,
-        "GROUP": heads,
-        "HEAD_DIM": layer.head_dim,
-        "DIM": padded_dim(layer.head_dim),
+    shared = work.constants() | {
         "BLOCK_N": tiles.block_n,
         "TOKENS": plan.tokens,
-        "WINDOW": layer.window is not None,
-        "SINKS": sinks is not None,
         "FIXED_KEYS": tiles.fixed_keys,
     }
     parts = (scratch.values, scratch.maxima, scratch.totals)
     launch(
         _split_kernel,
         (layer.num_kv_heads, batch.num_seqs, plan.num_programs),
-        query,
-        pages,
-        out,
+        work.query,
+        work.pages,
+        work.out,
         *parts,
         batch.rows,
         batch.query_start,
         batch.seq_lens,
-        tables,
-        sinks,
-        query.stride(0),
-        out.stride(0),
-        tables.stride(0),
+        work.tables,
+        work.sinks,
+        work.query.stride(0),
+        work.out.stride(0),
+        work.tables.stride(0),
         plan.capacity,
         plan.min_keys,
         scale,
         cap,
         window,
         **shared,
-        BLOCK_SIZE=pages.shape[2],
+        BLOCK_SIZE=work.pages.shape[2],
         BLOCK_M=tiles.block_m,
         SOFT_CAP=layer.soft_cap is not None,
         num_warps=tiles.num_warps,
@@ -279,12 +252,12 @@ def split_attention(
         launch(
             _merge_kernel,
             (layer.num_heads, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
-            out,
+            work.out,
             *parts,
             batch.query_start,
             batch.seq_lens,
-            sinks,
-            out.stride(0),
+            work.sinks,
+            work.out.stride(0),
             plan.num_programs,
             plan.capacity,
             plan.min_keys,

@@ -16,7 +16,8 @@ reduction over 4,096 numbers, 10 us.
 
 When the list is too long, or does not reach the share (a nucleus of thousands of tokens, k above 960), the row is
 ranked by passes, three bits of v in each: ten passes of one program, or twenty with both filters. The outcome is the
-same.
+same. Such a pass is bound by arithmetic, some 50 instructions per entry for eight values of v: 40 us of a
+multiprocessor for a row of 151,936, so 0.4 ms for up to 132 such rows. That is what models with random weights pay.
 
 Least traffic for 256 rows of 151,936 tokens: `scan` and `collect` read the logits once each, 2 * 78 MB in bfloat16,
 2 * 156 MB in float32, 36 and 72 us at 4.3 TB/s; the lane maxima of 19 segments are 20 MB, written and read, 9 us; lists
@@ -33,7 +34,7 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch
 from quire.kernels.triton.sampling import finish_row
 from quire.kernels.triton.sampling_core import ONE, draw_within, load_weights, position_of, uniform, weigh
-from quire.kernels.triton.sampling_shapes import SamplingBuffers, SamplingShapes
+from quire.kernels.triton.sampling_shapes import Histories, SamplingBuffers, SamplingShapes
 from quire.kernels.triton.sampling_words import (
     FEATURES,
     MIN_P,
@@ -79,7 +80,7 @@ def _largest_reached_by_passes(
         stride = tl.maximum((high - low) // (PIVOTS + 1), 1)
         pivots = low + stride * (tl.arange(0, PIVOTS) + 1)
         sums = tl.zeros([PIVOTS, LANES], tl.float64)
-        for start in range(0, VOCAB, LANES):
+        for start in tl.range(0, VOCAB, LANES, loop_unroll_factor=4):
             tokens = start + tl.arange(0, LANES)
             mask = tokens < VOCAB
             weights = load_weights(row, tokens, mask, largest, temperature)
@@ -100,7 +101,7 @@ def _sums_above(row, VOCAB: tl.constexpr, largest, temperature, value, LANES: tl
     counts = tl.zeros([LANES], tl.float64)
     above = tl.zeros([LANES], tl.float64)
     from_value = tl.zeros([LANES], tl.float64)
-    for start in range(0, VOCAB, LANES):
+    for start in tl.range(0, VOCAB, LANES, loop_unroll_factor=4):
         tokens = start + tl.arange(0, LANES)
         weights = load_weights(row, tokens, tokens < VOCAB, largest, temperature)
         is_above = weights > value
@@ -221,6 +222,25 @@ def _lowest_by_passes(row, VOCAB: tl.constexpr, largest, temperature, top_k, top
 
 
 @triton.jit
+def _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED: tl.constexpr):
+    """The lowest weight that top-k (0: off) and top-p keep, from a list of the largest weights; whether the list
+    reaches the share, if it is one of the whole row. weights: [LISTED] float32; amounts: the same as float64."""
+    lowest = tl.full([], 0.0, tl.float32)
+    reaches = top_p >= 0.0
+    if top_k > 0:
+        goal = top_k.to(tl.float64)
+        lowest = _largest_reached(weights, tl.full([LISTED], 1.0, tl.float64), goal)
+        is_above = weights > lowest
+        missing = goal - tl.sum(is_above.to(tl.float64))
+        mass = tl.sum(tl.where(is_above, amounts, 0)) + missing * lowest.to(tl.float64)
+    if top_p < 1.0:
+        share = top_p * mass
+        lowest = tl.maximum(lowest, _largest_reached(weights, amounts, share))
+        reaches = (tl.sum(amounts) >= share) | (top_k > 0)
+    return lowest, reaches
+
+
+@triton.jit
 def _pick_filtered_kernel(
     logits,
     rows,
@@ -273,27 +293,16 @@ def _pick_filtered_kernel(
             listed, count = _listed_tokens(counts, lists, index, NUM_SEGMENTS, SEGMENT, LISTED)
             weights = load_weights(line, listed, listed >= 0, largest, temperature)
             amounts = weights.to(tl.float64)
-            lowest = tl.full([], 0.0, tl.float32)
-            if top_k > 0:
-                goal = top_k.to(tl.float64)
-                ones = tl.full([LISTED], 1.0, tl.float64)
-                lowest = _largest_reached(weights, ones, goal)
-                is_above = weights > lowest
-                missing = goal - tl.sum(is_above.to(tl.float64))
-                mass = tl.sum(tl.where(is_above, amounts, 0)) + missing * lowest.to(tl.float64)
+            lowest, reaches = _lowest_in_list(weights, amounts, top_k, top_p, mass, LISTED)
             # Every weight that may stay is in the list, if it is complete and reaches as far as the filters do.
-            is_enough = (count > 0) & (count <= LISTED)
-            if top_p < 1.0:
-                share = top_p * mass
-                lowest = tl.maximum(lowest, _largest_reached(weights, amounts, share))
-                is_enough = is_enough & ((tl.sum(amounts) >= share) | (cutoff == 0) | (top_k > 0))
+            is_enough = (count > 0) & (count <= LISTED) & (reaches | (cutoff == 0))
             min_p = load_float(row_words, MIN_P)
             if is_enough:
                 lowest = tl.maximum(lowest, min_p)
                 kept = tl.where(weights >= lowest, amounts, 0)
                 cumulative = tl.cumsum(kept, 0)
                 total = tl.max(cumulative)
-                place_in_list = position_of(cumulative, fraction * total, total)
+                place_in_list = position_of(cumulative, kept, fraction * total, LISTED)
                 token = tl.sum(tl.where(tl.arange(0, LISTED) == place_in_list, listed, 0))
             else:
                 mass = tl.sum(tl.load(masses + place, mask=segments < NUM_SEGMENTS, other=0))
@@ -369,8 +378,7 @@ def pick_filtered(
     logits: torch.Tensor,
     rows: torch.Tensor,
     words: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    token_table: torch.Tensor,
+    histories: Histories,
     buffers: SamplingBuffers,
     shapes: SamplingShapes,
     filtered: int,
@@ -384,18 +392,19 @@ def pick_filtered(
         logits,
         rows,
         words,
-        *positions,
+        histories.lengths,
+        histories.num_prompt_tokens,
         buffers.maxima,
         buffers.tokens,
         buffers.cutoffs,
         buffers.counts,
         buffers.masses,
         buffers.lists,
-        token_table,
+        histories.token_table,
         buffers.chosen,
         logits.stride(0),
         words.stride(0),
-        token_table.stride(0),
+        histories.token_table.stride(0),
         vocab_size,
         num_segments,
         FILTERED=filtered,

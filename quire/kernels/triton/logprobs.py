@@ -34,7 +34,7 @@ def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
     sums = tl.zeros([LANES], tl.float32)
     num_above = tl.zeros([LANES], tl.int32)
     damage = tl.zeros([LANES], tl.int32)
-    for start in range(0, VOCAB, LANES):
+    for start in tl.range(0, VOCAB, LANES, loop_unroll_factor=2):
         scores = load_scores(row, start + lanes, start + lanes < VOCAB)
         is_better = scores > best
         # Of two impossible scores the difference would be no number.

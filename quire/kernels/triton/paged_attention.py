@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +14,7 @@ from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
     load_queries,
+    load_sinks,
     merged,
     no_keys,
     normalised,
@@ -40,7 +44,7 @@ def _find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+@triton.jit(do_not_specialize=["num_seqs", "skipped"], do_not_specialize_on_alignment=BATCH_COLUMNS)
 def _varlen_kernel(
     query,
     pages,
@@ -51,6 +55,7 @@ def _varlen_kernel(
     tables,
     sinks,
     num_seqs,
+    skipped,
     query_stride,
     out_stride,
     table_stride,
@@ -68,10 +73,9 @@ def _varlen_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     FIXED_KEYS: tl.constexpr,
-    SKIPPED: tl.constexpr,
 ):
     """Program (tile of queries, key head). The last tiles, which have most keys, come first; the tiles of one key head
-    run side by side and share its keys in the L2 cache. SKIPPED: sequences with at most this many new tokens are
+    run side by side and share its keys in the L2 cache. skipped: sequences with at most this many new tokens are
     another kernel's."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -80,7 +84,7 @@ def _varlen_kernel(
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
     first = (tile - begin // TOKENS - sequence) * TOKENS
-    if (first >= num_new) | (num_new <= SKIPPED):
+    if (first >= num_new) | (num_new <= skipped):
         return
     num_tokens = tl.minimum(num_new - first, TOKENS)
     first_position = tl.load(seq_lens + sequence) - num_new + first
@@ -110,65 +114,72 @@ def _varlen_kernel(
             queries, maximum, total, values, pages, table, 0, last_position + 1, first_position, last_position,
             positions, scale, cap, window, NUM_KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, WINDOW, SOFT_CAP,
         )  # fmt: skip
-    if SINKS:
-        sink = tl.load(sinks + kv_head * GROUP + head).to(tl.float32)
-    else:
-        sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    values = normalised(maximum, total, values, sink)
+    values = normalised(maximum, total, values, load_sinks(sinks, kv_head * GROUP + head, SINKS))
     store_rows(out, out_stride, values, begin + first, num_tokens, kv_head, GROUP, HEAD_DIM, DIM, BLOCK_M)
 
 
-def varlen_attention(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    out: torch.Tensor,
-    batch: DeviceBatch,
-    group: int,
-    layer: LayerAttention,
-    tiles: Tiles,
-    *,
-    skipped: int = 0,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Causal attention of a step's tokens over all that their sequences have in the pages.
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """What attention kernels compute: causal attention of a step's tokens over all that their sequences have in pages.
 
     query: [T, at least num_heads * head_dim], rows of any stride: heads first, what follows is ignored. pages: of the
     layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; the step's keys and values are written. out: [T,
-    num_heads * head_dim], written for tokens of sequences alone. group: KV group of the layer. skipped: sequences with
-    at most that many new tokens are left out. sinks: [num_heads], logits that take part in each head's softmax and have
-    no value.
+    num_heads * head_dim], written for tokens of sequences alone. group: KV group of the layer. sinks: [num_heads],
+    logits that take part in each head's softmax and have no value.
     """
-    heads = layer.num_heads // layer.num_kv_heads
-    tokens = tiles.tokens(heads)
-    grid = (batch.num_tokens // tokens + batch.num_seqs, layer.num_kv_heads)
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    out: torch.Tensor
+    batch: DeviceBatch
+    group: int
+    layer: LayerAttention
+    sinks: torch.Tensor | None = None
+
+    @property
+    def tables(self) -> torch.Tensor:
+        return self.batch.block_tables[self.group]
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments that all kernels share."""
+        layer = self.layer
+        return {
+            "NUM_KV_HEADS": layer.num_kv_heads,
+            "GROUP": layer.num_heads // layer.num_kv_heads,
+            "HEAD_DIM": layer.head_dim,
+            "DIM": padded_dim(layer.head_dim),
+            "WINDOW": layer.window is not None,
+            "SINKS": self.sinks is not None,
+        }
+
+
+def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
+    """skipped: sequences with at most that many new tokens are left out."""
+    layer, batch = work.layer, work.batch
+    constants = work.constants()
     launch(
         _varlen_kernel,
-        grid,
-        query,
-        pages,
-        out,
+        (batch.num_tokens // tiles.tokens(constants["GROUP"]) + batch.num_seqs, layer.num_kv_heads),
+        work.query,
+        work.pages,
+        work.out,
         batch.rows,
         batch.query_start,
         batch.seq_lens,
-        batch.block_tables[group],
-        sinks,
+        work.tables,
+        work.sinks,
         batch.num_seqs,
-        query.stride(0),
-        out.stride(0),
-        batch.block_tables[group].stride(0),
+        skipped,
+        work.query.stride(0),
+        work.out.stride(0),
+        work.tables.stride(0),
         *score_constants(layer),
-        NUM_KV_HEADS=layer.num_kv_heads,
-        GROUP=heads,
-        HEAD_DIM=layer.head_dim,
-        DIM=padded_dim(layer.head_dim),
-        BLOCK_SIZE=pages.shape[2],
+        **constants,
+        BLOCK_SIZE=work.pages.shape[2],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        WINDOW=layer.window is not None,
         SOFT_CAP=layer.soft_cap is not None,
-        SINKS=sinks is not None,
         FIXED_KEYS=tiles.fixed_keys,
-        SKIPPED=skipped,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.sampling_shapes import Histories
 from quire.kernels.triton.sampling_words import (
     FREQUENCY_PENALTY,
     PRESENCE_PENALTY,
@@ -109,24 +110,24 @@ def apply_penalties(
     scores: torch.Tensor,
     rows: torch.Tensor,
     words: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    token_table: torch.Tensor,
+    histories: Histories,
     counts: torch.Tensor,
 ) -> None:
     """Apply, in place, each row's penalties to its tokens. scores: [R, vocab_size] float32. rows: [R] int32, places in
-    `words` and `token_table` ([num_rows, capacity] int32). positions: (lengths, num_prompt_tokens), [R] int32. counts:
-    [at least R, vocab_size] int32, zeros before and after."""
+    `words`. counts: [at least R, vocab_size] int32, zeros before and after."""
+    lengths, num_prompt_tokens, token_table = histories
     vocab_size = scores.shape[1]
     grid = (len(rows), PROGRAMS)
     strides = (words.stride(0), token_table.stride(0), vocab_size)
-    launch(_count_kernel, grid, rows, words, *positions, token_table, counts, *strides, BLOCK=BLOCK)
+    launch(_count_kernel, grid, rows, words, lengths, num_prompt_tokens, token_table, counts, *strides, BLOCK=BLOCK)
     launch(
         _apply_kernel,
         grid,
         scores,
         rows,
         words,
-        *positions,
+        lengths,
+        num_prompt_tokens,
         token_table,
         counts,
         scores.stride(0),

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.sampling_shapes import Histories
 from quire.kernels.triton.sampling_words import MIN_TOKENS, load_integer
 
 HEADER_WORDS = tl.constexpr(8)
@@ -143,27 +144,18 @@ def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor
 
 
 def ban_stop_tokens(
-    scores: torch.Tensor,
-    rows: torch.Tensor,
-    words: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    lists: torch.Tensor,
+    scores: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, histories: Histories, lists: torch.Tensor
 ) -> None:
-    """In rows that generated fewer than `min_tokens` tokens. positions: (lengths, num_prompt_tokens), [R] int32."""
+    """In rows that generated fewer than `min_tokens` tokens."""
+    lengths, num_prompt_tokens, _ = histories
     strides = (scores.stride(0), words.stride(0))
-    launch(_stop_kernel, (len(rows),), scores, rows, words, *positions, lists, *strides, BLOCK=BLOCK)
+    launch(_stop_kernel, (len(rows),), scores, rows, words, lengths, num_prompt_tokens, lists, *strides, BLOCK=BLOCK)
 
 
-def ban_sequences(
-    scores: torch.Tensor,
-    rows: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    token_table: torch.Tensor,
-    lists: torch.Tensor,
-) -> None:
+def ban_sequences(scores: torch.Tensor, rows: torch.Tensor, histories: Histories, lists: torch.Tensor) -> None:
     """Ban the tokens that would complete a banned sequence. Only generated tokens can match a prefix."""
-    strides = (scores.stride(0), token_table.stride(0))
-    launch(_banned_kernel, (len(rows),), scores, rows, *positions, token_table, lists, *strides, BLOCK=BLOCK)
+    strides = (scores.stride(0), histories.token_table.stride(0))
+    launch(_banned_kernel, (len(rows),), scores, rows, *histories, lists, *strides, BLOCK=BLOCK)
 
 
 def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from quire.kernels.triton.runtime import launch
 from quire.kernels.triton.sampling_core import LOWEST, draw_within, position_of, uniform, weigh
-from quire.kernels.triton.sampling_shapes import SamplingBuffers, SamplingShapes
+from quire.kernels.triton.sampling_shapes import Histories, SamplingBuffers, SamplingShapes
 from quire.kernels.triton.sampling_words import (
     FEATURES,
     SEED,
@@ -133,7 +133,7 @@ def _pick_kernel(
                 total = tl.max(cumulative)
                 number = position - tl.load(num_prompt_tokens + index)
                 target = uniform(load_bits(row_words, SEED), number.to(tl.int64)) * total
-                segment = position_of(cumulative, target, total)
+                segment = position_of(cumulative, masses, target, SEGMENTS)
                 before = tl.max(tl.where(segments < segment, cumulative, 0))
                 likeliest = tl.load(tokens + index * NUM_SEGMENTS + segment)
                 start = segment * SEGMENT
@@ -186,18 +186,15 @@ def pick(
     logits: torch.Tensor,
     rows: torch.Tensor,
     words: torch.Tensor,
-    positions: tuple[torch.Tensor, torch.Tensor],
-    token_table: torch.Tensor,
+    histories: Histories,
     buffers: SamplingBuffers,
     shapes: SamplingShapes,
     *,
     random: bool,
     filtered: int,
 ) -> None:
-    """Choose a token for each row that is not filtered, from what `scan` left.
-
-    positions: (lengths, num_prompt_tokens), [R] int32. token_table: [num_rows, capacity] int32; the token is written to
-    it at the row's length, and to `buffers.chosen`.
+    """Choose a token for each row that is not filtered, from what `scan` left. It is written to `buffers.chosen`, and
+    to the token table at the row's length.
     """
     count, vocab_size = logits.shape
     num_segments = shapes.num_segments(vocab_size)
@@ -207,15 +204,16 @@ def pick(
         logits,
         rows,
         words,
-        *positions,
+        histories.lengths,
+        histories.num_prompt_tokens,
         buffers.maxima,
         buffers.tokens,
         buffers.sums,
-        token_table,
+        histories.token_table,
         buffers.chosen,
         logits.stride(0),
         words.stride(0),
-        token_table.stride(0),
+        histories.token_table.stride(0),
         vocab_size,
         num_segments,
         RANDOM=random,

@@ -52,12 +52,13 @@ def uniform(seed, index):
 
 
 @triton.jit
-def position_of(cumulative, target, total):
-    """Index of the first entry that exceeds the target, but at most the one that reaches the total, for targets that
-    rounding has pushed there. cumulative: [N] float64, never falling."""
-    above = tl.sum((cumulative <= target).to(tl.int32))
-    last = tl.sum((cumulative < total).to(tl.int32))
-    return tl.minimum(above, last)
+def position_of(cumulative, amounts, target, SIZE: tl.constexpr):
+    """Index of the first entry whose cumulative amount exceeds the target, at most the last one that has an amount: for
+    targets that rounding has pushed to the total. Never one without an amount. All [SIZE] float64."""
+    places = tl.arange(0, SIZE)
+    first = tl.min(tl.where((amounts > 0) & (cumulative > target), places, SIZE))
+    last = tl.max(tl.where(amounts > 0, places, 0))
+    return tl.minimum(first, last)
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def draw_within(row, start, end, likeliest, target, lowest, largest, temperature
         cumulative = tl.cumsum(weights, 0)
         total = tl.max(cumulative)
         if total > 0:
-            token = position + position_of(cumulative, target, total)
+            token = position + position_of(cumulative, weights, target, TILE)
         position = tl.where(total > target, end, position + TILE)
         target -= total
     return token

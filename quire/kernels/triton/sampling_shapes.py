@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,15 @@ class SamplingShapes:
 
     def num_segments(self, vocab_size: int) -> int:
         return -(-vocab_size // self.segment)
+
+
+class Histories(NamedTuple):
+    """The tokens of R rows. lengths: [R] int32, how many there are. num_prompt_tokens: [R] int32. token_table:
+    [num_rows, capacity] int32, of all rows."""
+
+    lengths: torch.Tensor
+    num_prompt_tokens: torch.Tensor
+    token_table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.kernels.triton.sampling_shapes import Histories
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampleBatch:
@@ -25,6 +27,6 @@ class DeviceSampleBatch:
     token_table: torch.Tensor
 
     @property
-    def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lengths, num_prompt_tokens), as kernels take them."""
-        return self.lengths, self.num_prompt_tokens
+    def histories(self) -> Histories:
+        """What kernels must know of the rows' tokens."""
+        return Histories(self.lengths, self.num_prompt_tokens, self.token_table)

@@ -61,6 +61,10 @@ class DeviceSamplingRows:
         self.lists.set(row, params.logit_bias or {}, stop_tokens, sampling.bad_token_sequences, allowed)
         writes.write(self._offset + row * self._stride, pack_words(sampling))
 
+    def row_at(self, offset: int) -> int:
+        """The row whose words begin at an offset of the arena."""
+        return (offset - self._offset) // self._stride
+
     def clear(self, row: int) -> None:
         """Forget that `row` wants anything for its prompt. The rest is overwritten by the next owner."""
         self.rows_with_prompt_logprobs.discard(row)

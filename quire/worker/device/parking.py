@@ -16,7 +16,7 @@ PACKAGE = "quire."
 
 
 class ParkedWeights:
-    """The memory of every tensor of `model` that lies on `device`."""
+    """The memory of every tensor of `model` that lies on `device` (of which a process has one of a kind)."""
 
     def __init__(self, model: object, device: torch.device, num_bytes: int) -> None:
         """Copies to the host and gives the device's memory back. num_bytes: of the model's weights, which must all have
@@ -24,7 +24,7 @@ class ParkedWeights:
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors_of(model)
-            if tensor.device == device and tensor.untyped_storage().nbytes()
+            if tensor.device.type == device.type and tensor.untyped_storage().nbytes()
         }
         found = sum(storage.nbytes() for storage in storages.values())
         assert found >= num_bytes, f"the model has {num_bytes} bytes of weights, and {found} of them were found"

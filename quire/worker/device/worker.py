@@ -27,16 +27,17 @@ from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.execution_choice import ExecutionSettings, execution_settings
 from quire.worker.device.facts import device_limits, device_name
-from quire.worker.device.graph_capture import CudaGraphCapture
+from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graphs import ForwardPasses, PassShape
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.parking import ParkedWeights
 from quire.worker.device.pending import PendingStep, failed_step
 from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
 from quire.worker.device.runner import Collect, DeviceModelRunner
-from quire.worker.device.state import make_state
+from quire.worker.device.state import StepState, make_state
 from quire.worker.device.streams import make_streams
 from quire.worker.device.transfers import StreamTransfers
+from quire.worker.device.warm_up import warm_up, warm_up_attention, warm_up_plans
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
 from quire.worker.kv_tensors import typed_pages
@@ -119,17 +120,21 @@ class DeviceWorker:
                 self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
         settings = execution_settings(config.device, scheduler.max_num_seqs)
         state = make_state(config, layout, settings, self.streams)
+        sampler = DeviceSampler(state.requests.sampling)
+        backend = self._make_backend(layout, pages)
         self._layout = layout
         self._runner = DeviceModelRunner(
             model=self._model,
-            passes=self._make_passes(self._make_backend(layout, pages), settings),
+            passes=self._make_passes(backend, settings),
             settings=settings,
-            sampler=DeviceSampler(state.requests.sampling),
+            sampler=sampler,
             state=state,
             pages=PageTable.of_pages(pages),
             transfers=self._transfers,
             vocab_size=model.vocab_size,
         )
+        if self.streams.device.type == "cuda":  # the interpreter compiles nothing
+            self._warm_up(self._runner, backend, sampler, state, layout)
         self.streams.synchronize()
 
     @_enqueues
@@ -166,9 +171,7 @@ class DeviceWorker:
         self.streams.synchronize()
         self._disk.close()
         self._last = None
-        layout = self._layout
         self._release_pools()
-        self._layout = layout
         if level == 2:
             self._model, self._parked = None, None
         elif self._parked is None:
@@ -188,7 +191,11 @@ class DeviceWorker:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
             self._parked = None
-        self.allocate(self._layout)
+        try:
+            self.allocate(self._layout)
+        except BaseException:
+            self._release_pools()  # all of it is made again at the next try
+            raise
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -220,7 +227,7 @@ class DeviceWorker:
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
-        self._runner, self._layout = None, None
+        self._runner = None
         self._transfers, self._disk = NoTransfers(), NoDiskTier()
         if self._host_pool is not None:
             self._host_pool.close()
@@ -233,6 +240,23 @@ class DeviceWorker:
         namespace = cache_namespace(config.model, config.load, config.device, layout, code)
         files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
         return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host.pages))
+
+    def _warm_up(
+        self,
+        runner: DeviceModelRunner,
+        backend: TritonAttention,
+        sampler: DeviceSampler,
+        state: StepState,
+        layout: KVCacheLayout,
+    ) -> None:
+        assert self._model is not None, "load comes before allocate"
+        model, scheduler = self._config.model, self._config.scheduler
+        longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
+        if scheduler.max_num_seqs > 1:
+            warm_up_attention(self._model, backend, state.inputs, longest, max_num_tokens)
+        plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
+        hidden = torch.zeros(2, model.hidden_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
+        warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
         config = self._config
@@ -259,7 +283,10 @@ class DeviceWorker:
             device=self.streams.device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return ForwardPasses(self._model, backend, shape, settings, CudaGraphCapture() if has_graphs else None)
+        return ForwardPasses(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
+
+    def _make_capture(self) -> GraphCapture:
+        return CudaGraphCapture()
 
     def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
         def wait() -> StepResult:

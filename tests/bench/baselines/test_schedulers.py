@@ -11,7 +11,7 @@ from quire.request import FinishReason
 from tests.bench.baselines.drive import BASELINES, Driver
 from tests.fakes.core import generate_alone, make_config
 
-ORCAS = [name for name in BASELINES if name.startswith("Orca")]
+ORCAS = ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -103,6 +103,15 @@ def test_orca_lets_requests_join_and_leave_between_steps() -> None:
     driver.run()
     # Prompts of 4 and 6; both go on; "short" has ended and the whole prompt of "next" joins the first one's next token.
     assert [sorted(plan.num_tokens) for plan in driver.executor.plans][:4] == [[4, 6], [1, 1], [1, 5], [1, 1]]
+
+
+def test_prompts_apart_make_everybody_else_wait() -> None:
+    driver = Driver("Orca (Oracle), prompts apart", num_blocks=32)
+    driver.add("one", prompt(1, 4), max_tokens=3)
+    driver.step()
+    driver.add("two", prompt(2, 5), max_tokens=2)
+    driver.run()
+    assert [sorted(plan.num_tokens) for plan in driver.executor.plans] == [[4], [5], [1, 1], [1]]
 
 
 def test_the_first_that_does_not_fit_keeps_the_others_waiting() -> None:

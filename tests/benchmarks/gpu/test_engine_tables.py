@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu.engine import MODES, decode_step_seconds, engine_setup, roofline_seconds
-from benchmarks.gpu.idle import idle_shares
+from benchmarks.gpu.idle import idle_shares, settled
 from benchmarks.gpu.limits import Ceilings, Work
 from benchmarks.gpu.shapes import QWEN3_8B
 from benchmarks.gpu.step_log import STEPS, ModelCost, NotedStep, RecordingExecutor, Step
@@ -58,6 +58,12 @@ def test_gaps_between_kernels() -> None:
         idle_shares([])
 
 
+def test_the_start_of_a_profile_does_not_count() -> None:
+    kernels = [(100.0 + index, 101.0 + index) for index in range(6)] + [(0.0, 1.0), (1.0, 2.0)]
+    assert idle_shares(kernels).all_gaps > 0.9
+    assert idle_shares(settled(kernels)).all_gaps == 0.0
+
+
 class FakeExecutor:
     """Answers at once."""
 
@@ -94,15 +100,15 @@ def test_the_shape_is_that_of_qwen3_8b() -> None:
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from quire.cli.parameters import count_parameters
-
     from quire.config.hf_config import load_model_config
+    from quire.simulator.shape import ModelShape
 
     with TemporaryDirectory() as directory:
         path = str(QWEN3_8B.write(Path(directory)))
         config = load_model_config(path, dtype="auto", max_model_len=None, revision=None, config_only=True)
     assert config.dtype == "bfloat16"
-    assert count_parameters(config).total == 8_190_735_360
+    assert QWEN3_8B.layer_parameters + 2 * QWEN3_8B.head_parameters == 8_190_735_360
+    assert ModelShape.from_config(config).parameters() == 8_190_735_360
     assert QWEN3_8B.kv_bytes * QWEN3_8B.num_layers == 147_456
 
 

@@ -165,6 +165,8 @@ def test_the_summary(tmp_path: Path) -> None:
     assert "prefill attention, b, triton" in text
     assert "ERROR no" in text
     assert text.count("not measured") == 2
+    assert "86.0%  Qwen3-8B, batch 1" in text
+    assert "9.00  over Transformers" in text
     assert str(tmp_path / "results.json") in text
 
 

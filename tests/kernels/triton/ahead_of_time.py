@@ -28,7 +28,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.interface import LayerAttention
+from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.activation import activation
+from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
@@ -36,6 +40,11 @@ from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import recorded_launches
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import FullAttentionSpec
+from quire.layers.device import DeviceRotation
+from quire.layers.operations import HeadWeights, NormWeights
+from tests.kernels.triton.sampling_calls import sampling_calls
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -127,10 +136,57 @@ def product_calls() -> Calls:
     ]
 
 
+QWEN3_8B = LayerAttention(0, 32, 8, 128, 0.1)
+WIDE_HEADS = LayerAttention(0, 8, 4, 256, 0.1, window=4096, soft_cap=50.0)
+
+
+def attention_call(
+    layer: LayerAttention, capability: int, new_tokens: int, *, dtype: torch.dtype = torch.bfloat16, fixed: bool = False
+) -> Callable[[], object]:
+    """One layer of the back end over four sequences, with norms and rotation."""
+    spec = FullAttentionSpec(layer.num_kv_heads, layer.head_dim, dtype.itemsize)
+    backend = TritonAttention(
+        KVCacheLayout(16, 9, *group_layers([spec])),
+        [empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)],
+        DeviceLimits(divmod(capability, 10), 132),
+        num_heads=layer.num_heads,
+        dtype=dtype,
+        max_num_seqs=4,
+        max_model_len=8192,
+        batch_invariant=fixed,
+    )
+    num_tokens = 4 if new_tokens == 1 else 3 + new_tokens
+    long = empty(num_tokens, dtype=torch.int64)
+    batch = DeviceBatch(
+        4, num_tokens, new_tokens, 8192, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
+    )
+    norms = [NormWeights(layer.head_dim, empty(layer.head_dim, dtype=dtype), None, 1e-6, False) for _ in range(2)]
+    qkv = empty(num_tokens, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, dtype=dtype)
+    rotation = DeviceRotation(*float32(2, num_tokens, layer.head_dim // 2).unbind())
+    return lambda: backend.plan(batch).attend(HeadWeights(layer, *norms), qkv, rotation, None)
+
+
+def attention_calls(capability: int) -> Calls:
+    """A chunk of 512 tokens beside single ones: the split and the varlen kernel. Batch-invariant, too, and with wide
+    heads, a window and a soft cap on the newer card."""
+    plain = attention_call(QWEN3_8B, capability, 512)
+    if capability < 90:
+        return [plain]
+    return [
+        plain,
+        attention_call(QWEN3_8B, capability, 512, fixed=True),
+        attention_call(WIDE_HEADS, capability, 512),
+    ]
+
+
 def main() -> None:
-    driver.set_active(AbsentGPU(int(sys.argv[1])))
+    capability = int(sys.argv[1])
+    driver.set_active(AbsentGPU(capability))
+    calls = product_calls() + attention_calls(capability)
+    if "products" not in sys.argv[2:]:
+        calls += layer_calls() + row_calls() + sampling_calls()
     with recorded_launches(CompilingRecorder()):
-        for call in product_calls() + ([] if "products" in sys.argv[2:] else layer_calls() + row_calls()):
+        for call in calls:
             call()
 
 

@@ -28,14 +28,14 @@ class Recorder:
         self.launches.append((kernel, grid, args, constants))
 
 
-def test_a_launch_runs_the_kernel() -> None:
-    out = torch.zeros(32)
+def test_a_launch_runs_the_kernel(device: torch.device) -> None:
+    out = torch.zeros(32, device=device)
     launch(_add_index, (2,), out, 3, SIZE=16)
     assert out.tolist() == [3.0 * index for index in range(32)]
 
 
-def test_a_recorder_gets_the_very_arguments_instead() -> None:
-    out, recorder = torch.zeros(32), Recorder()
+def test_a_recorder_gets_the_very_arguments_instead(device: torch.device) -> None:
+    out, recorder = torch.zeros(32, device=device), Recorder()
     with recorded_launches(recorder):
         launch(_add_index, (2,), out, 3, SIZE=16)
     assert not out.any()
@@ -45,8 +45,8 @@ def test_a_recorder_gets_the_very_arguments_instead() -> None:
     assert out[15] == 15
 
 
-def test_a_recorder_ends_with_an_error_and_hears_its_own_thread_only() -> None:
-    out, recorder = torch.zeros(16), Recorder()
+def test_a_recorder_ends_with_an_error_and_hears_its_own_thread_only(device: torch.device) -> None:
+    out, recorder = torch.zeros(16, device=device), Recorder()
     other = threading.Thread(target=launch, args=(_add_index, (1,), out, 1), kwargs={"SIZE": 16})
 
     def fail() -> None:

@@ -51,20 +51,21 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_prepare_heads(name: str) -> None:
-    shape = SHAPES[name]
+def test_prepare_heads(name: str, device: torch.device) -> None:
+    shape, slots = SHAPES[name], SLOTS.to(device)
     generator = torch.Generator().manual_seed(0)
     tokens, width = len(SLOTS), shape.heads + 2 * shape.kv_heads
-    qkv = torch.randn(tokens, width * shape.dim, generator=generator).to(shape.dtype)
+    qkv = torch.randn(tokens, width * shape.dim, generator=generator).to(device, shape.dtype)
     before = qkv.clone()
-    weights = [torch.randn(shape.dim, generator=generator).to(shape.dtype) for _ in range(2)]
+    weights = [torch.randn(shape.dim, generator=generator).to(device, shape.dtype) for _ in range(2)]
     norms = [NormWeights(shape.dim, weight, None, EPSILON, False) if shape.norm else None for weight in weights]
-    angles = torch.randn(tokens, shape.rotary // 2, generator=generator)
+    angles = torch.randn(tokens, shape.rotary // 2, generator=generator).to(device)
     turn = Turn(angles.cos(), angles.sin()) if shape.rotary else None
     layer = LayerAttention(0, shape.heads, shape.kv_heads, shape.dim, 1.0)
-    pages = torch.full((6, 2, shape.block_size, shape.kv_heads, shape.dim), NAN, dtype=shape.page_dtype or shape.dtype)
+    page_shape = (6, 2, shape.block_size, shape.kv_heads, shape.dim)
+    pages = torch.full(page_shape, NAN, dtype=shape.page_dtype or shape.dtype, device=device)
 
-    prepare_heads(HeadWeights(layer, *norms), qkv, turn, pages, SLOTS)
+    prepare_heads(HeadWeights(layer, *norms), qkv, turn, pages, slots)
 
     query, key, value = (
         before.view(tokens, width, shape.dim).double().split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -76,10 +77,10 @@ def test_prepare_heads(name: str) -> None:
     cut = shape.heads * shape.dim
     torch.testing.assert_close(qkv[:, :cut].double(), query.flatten(1), **close)
     assert torch.equal(qkv[:, cut:], before[:, cut:])
-    written = SLOTS[SLOTS >= 0]
+    written = slots[slots >= 0]
     stored = pages[written // shape.block_size, :, written % shape.block_size].double()
-    torch.testing.assert_close(stored[:, 0], key[SLOTS >= 0], **close)
-    assert torch.equal(stored[:, 1], value[SLOTS >= 0])
+    torch.testing.assert_close(stored[:, 0], key[slots >= 0], **close)
+    assert torch.equal(stored[:, 1], value[slots >= 0])
     assert pages.isnan().all(dim=-1).all(dim=-1).sum() == pages.shape[0] * 2 * shape.block_size - 2 * len(written)
 
 
@@ -99,26 +100,27 @@ def _turned(heads: torch.Tensor, turn: Turn | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reshape_and_cache_alone_is_its_twin(dtype: torch.dtype) -> None:
+def test_reshape_and_cache_alone_is_its_twin(dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
-    key, value = (torch.randn(5, 3, 24, generator=generator).to(dtype) for _ in range(2))
-    pages = torch.zeros(6, 2, 8, 3, 24, dtype=dtype)
-    expected, kept = pages.clone(), SLOTS >= 0
-    reference.write_kv(expected, reference.key_rows(SLOTS[kept], 8), key[kept], value[kept])
-    write_kv(pages, SLOTS, key, value)
+    key, value = (torch.randn(5, 3, 24, generator=generator).to(device, dtype) for _ in range(2))
+    slots, pages = SLOTS.to(device), torch.zeros(6, 2, 8, 3, 24, dtype=dtype, device=device)
+    expected, kept = pages.clone(), slots >= 0
+    reference.write_kv(expected, reference.key_rows(slots[kept], 8), key[kept], value[kept])
+    write_kv(pages, slots, key, value)
     assert torch.equal(pages, expected)
 
 
-def test_bits_do_not_depend_on_other_tokens() -> None:
+def test_bits_do_not_depend_on_other_tokens(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
-    qkv = torch.randn(5, 8 * 16, generator=generator)
-    angles = torch.randn(5, 8, generator=generator)
-    weight = torch.randn(16, generator=generator)
+    slots = SLOTS.to(device)
+    qkv = torch.randn(5, 8 * 16, generator=generator).to(device)
+    angles = torch.randn(5, 8, generator=generator).to(device)
+    weight = torch.randn(16, generator=generator).to(device)
     norm = NormWeights(16, weight, None, EPSILON, False)
     heads = HeadWeights(LayerAttention(0, 4, 2, 16, 1.0), norm, norm)
-    pages, alone_pages = torch.zeros(2, 6, 2, 8, 2, 16)
+    pages, alone_pages = torch.zeros(2, 6, 2, 8, 2, 16, device=device)
     alone = qkv[3:4].clone()
-    prepare_heads(heads, qkv, Turn(angles.cos(), angles.sin()), pages, SLOTS)
-    prepare_heads(heads, alone, Turn(angles[3:4].cos(), angles[3:4].sin()), alone_pages, SLOTS[3:4])
+    prepare_heads(heads, qkv, Turn(angles.cos(), angles.sin()), pages, slots)
+    prepare_heads(heads, alone, Turn(angles[3:4].cos(), angles[3:4].sin()), alone_pages, slots[3:4])
     assert torch.equal(alone[0], qkv[3])
     assert torch.equal(alone_pages[5], pages[5])

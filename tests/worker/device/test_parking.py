@@ -37,7 +37,7 @@ def test_views_share_their_memory_again() -> None:
 
     Layer.__module__ = "quire.tests"
     layer = Layer()
-    parked = ParkedWeights(layer, CPU, 32)
+    parked = ParkedWeights(layer, torch.device("cpu:0"), 32)  # by another name
     assert parked.num_bytes == 32
     parked.restore()
     layer.whole[5] = -1

@@ -99,6 +99,8 @@ def test_writes_and_copies_take_effect_in_order() -> None:
     expected[30:31] = [100]
     expected[40:43] = [100, 200, 2]
     assert arena_after(writes) == expected
+    # On a device the copies of a round run side by side: what one writes no other of it may read.
+    assert [len(each.copies) for each in writes._rounds] == [1, 2, 1]
 
 
 def test_a_step_without_changes_launches_nothing() -> None:
