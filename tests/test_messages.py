@@ -88,7 +88,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT)
-REFUSAL = Refusal("r-2", "too long", param="prompt")
+REFUSAL = Refusal("r-2", "too long", param="prompt", is_asleep=True)
 DISK_REPORT = DiskReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],

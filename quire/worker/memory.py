@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ def measure_peak(work: Callable[[], object], root: Path = ROOT) -> int | None:
     Exact (the kernel keeps the peak), except that other threads of the process count as well, which errs on the safe
     side. Returns None, having run `work`, where the system does not let a process reset its peak.
     """
+    gc.collect()  # what is freed meanwhile would hide what is taken
     can_reset = _reset_peak(root)
     before = resident_memory(root)
     work()

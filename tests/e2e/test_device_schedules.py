@@ -48,7 +48,7 @@ events = st.one_of(
 engines = st.fixed_dictionaries(
     {
         "model": st.sampled_from(sorted(MODELS)),
-        "spare": st.integers(0, 4),
+        "spare": st.integers(0, 2),
         "max_num_batched_tokens": st.sampled_from([6, 20]),
         "queue_depth": st.sampled_from([2, 2, 1]),
         "preemption": st.sampled_from([{}, {"preemption_mode": "swap", "swap_space": "1MiB"}]),
@@ -126,7 +126,7 @@ def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Clien
     totals: Counter[str] = Counter()
 
     @settings(
-        max_examples=4,
+        max_examples=12,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         phases=[Phase.explicit, Phase.generate],
         report_multiple_bugs=False,

@@ -268,7 +268,7 @@ def test_dummy_weights_do_not_depend_on_the_order_of_loading(directory: Path) ->
     model = load_directory(directory, "dummy")
     expected = logits_of(model)
     model.slots = dict(reversed(model.slots.items()))
-    model.load_weights(dummy_weights(model.slots, 0, lambda done, total: None))
+    model.load_weights(dummy_weights(model.slots, 0, lambda done, total: None, torch.device("cpu")))
     assert torch.equal(logits_of(model), expected)
 
 
