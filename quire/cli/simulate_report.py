@@ -88,7 +88,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     candidates = sweep_module.layouts(scenario, num_devices)
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
     front = sweep_module.pareto_front([point for result in results for point in result.points])
-    table = Table(title=f"{_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
+    table = Table(title=f"{_devices_title(scenario)}: layouts of {num_devices} devices", title_justify="left")
     columns = ["layout", "most tokens/s/GPU", "at TPOT ms", "best 1/TPOT", "on the front"]
     if scenario.objectives:
         columns += ["requests/s that hold", "each GPU"]
@@ -110,7 +110,7 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     report.console().print(table)
     _write(namespace, scenario, {"layouts": [_layout_json(scenario, result, front) for result in results]})
     if namespace.plot is not None:
-        plots.plot_pareto(namespace.plot / "pareto.png", results, title=_title(scenario))
+        plots.plot_pareto(namespace.plot / "pareto.png", results, title=_devices_title(scenario))
     return 0
 
 
@@ -118,8 +118,11 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 
 def _title(scenario: Scenario) -> str:
-    cost = scenario.cost
-    return f"{cost.shape.name} on {cost.hardware.title}, {cost.layout}"
+    return f"{_devices_title(scenario)}, {scenario.cost.layout}"
+
+
+def _devices_title(scenario: Scenario) -> str:
+    return f"{scenario.cost.shape.name} on {scenario.cost.hardware.title}"
 
 
 def _print_run(scenario: Scenario, metrics: Metrics) -> None:

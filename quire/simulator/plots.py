@@ -14,6 +14,8 @@ from quire.simulator.sweep import LayoutResult, pareto_front
 WIDTH, HEIGHT, DOTS = 7.0, 4.0, 150
 """Inches, and dots for each."""
 MILLISECONDS = 1e3
+LOGARITHMIC_FROM = 20
+"""The largest of the values over the smallest."""
 
 
 def check_matplotlib() -> None:
@@ -64,8 +66,17 @@ def plot_latency(path: Path, runs: Mapping[float, Metrics], *, title: str = "") 
             axis.plot(rates, [MILLISECONDS * each.mean for each in found], marker="o", label="mean")
             axis.plot(rates, [MILLISECONDS * each.percentile(99) for each in found], marker="^", label="P99")
             axis.set_ylabel(label)
-            axis.set_yscale("log")
+            _scale(axis)
         axes[-1].set_xlabel("request rate (requests/s)")
+
+
+def _scale(axis: Any) -> None:
+    """Logarithmic where latencies lie far apart, as when a queue grows; else from zero, with plain numbers."""
+    values = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
+    if values and max(values) > LOGARITHMIC_FROM * min(values):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
 
 
 def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -89,12 +90,18 @@ def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
     scenario = replace(scenario, cost=_cost(scenario, layout))
     points: list[Point] = []
     rate = _lowest_rate(scenario)
-    while len(points) < MAX_POINTS:
-        points.append(point(layout, rate, scenario.run(rate)))
+    for _ in range(MAX_POINTS):
+        found_point = point(layout, rate, scenario.run(rate))
+        if math.isnan(found_point.tpot):  # nobody arrived, or nobody for more than a token
+            rate *= 2
+            continue
+        points.append(found_point)
         if len(points) > 1 and points[-1].tokens_per_second < GROWTH * points[-2].tokens_per_second:
             break
         rate *= 2
     found = None
+    if not points:
+        raise UserError("no request of more than one token arrives: take a longer duration", param="duration")
     if scenario.objectives:
         try:
             found = find_rate(scenario.run, scenario.holds, start=points[len(points) // 2].rate).rate
