@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median, quantiles
 
 import torch
+
+from quire.bench.kernels.measure import Timing
 
 NUM_SAMPLES = 7
 SAMPLE_SECONDS = 4e-3
@@ -18,25 +18,6 @@ CACHE_BYTES = 60 << 20
 """Second-level cache of an H200. Operands come in so many copies that they exceed it four times."""
 
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one call, of each sample."""
-
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return median(self.samples)
-
-    @property
-    def spread(self) -> float:
-        """Distance of the quartiles, as a share of the median."""
-        if len(self.samples) < 2:
-            return 0.0
-        low, _, high = quantiles(self.samples, n=4, method="inclusive")
-        return (high - low) / self.median
 
 
 def num_copies(operand_bytes: float, cache_bytes: int = CACHE_BYTES) -> int:

@@ -23,7 +23,7 @@ from quire.request import EngineRequest, FinishReason, Request, RequestStatus, S
 from quire.scheduler.accounts import InFlight, describe_kv
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.branching import Branching, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.deadlines import Deadlines, timeout_updates
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
@@ -116,16 +116,7 @@ class Scheduler:
         for request in self._deadlines.expired(now):
             ended = request.live_sequences
             self._stats.timed_out_requests_total += 1
-            if request.beam_search is not None:
-                request.beam_search.cut(FinishReason.TIMEOUT)
-                last = hypothesis_updates(request)
-            else:
-                last = [
-                    SequenceUpdate(request.request_id, s.index, [], finish_reason=FinishReason.TIMEOUT) for s in ended
-                ]
-            for update in last:
-                describe(update, request, now)
-            updates += last
+            updates += timeout_updates(request, now)
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 

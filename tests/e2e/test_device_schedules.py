@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from tests.e2e.device_models import MODELS
-from tests.e2e.test_random_schedules import NOT_FOR_BEAMS, Client, assert_as_alone
+from tests.e2e.test_random_schedules import Client, assert_as_alone, made_consistent, run_script
 from tests.fakes.host_math import HostMathExecutor
 from tests.models.harness import randomize, save
 
@@ -93,33 +93,7 @@ def alone(make_client: Callable[..., Client]) -> Iterator[Callable[..., tuple[Cl
 
 
 def engine_request(shared: int, own: list[int], kind: dict[str, Any], **params: Any) -> dict[str, Any]:
-    request = {"prompt": PREFIX[:shared] + own, **params, **kind}
-    if "min_tokens" in request:
-        request["min_tokens"] = min(request["min_tokens"], request["max_tokens"])
-    if "use_beam_search" in request:
-        request = {name: value for name, value in request.items() if name not in NOT_FOR_BEAMS}
-    return request
-
-
-def run_script(client: Client, script: list[Any]) -> tuple[dict[str, dict[str, Any]], set[tuple[str, int | None]]]:
-    """Requests, numbers of steps and aborts, in order; then on to the end. Returns what was requested and aborted."""
-    made: dict[str, dict[str, Any]] = {}
-    aborted: set[tuple[str, int | None]] = set()
-    for event in script:
-        match event:
-            case dict():
-                name = f"r{len(made)}"
-                made[name] = engine_request(**event)
-                client.add(name, **made[name])
-            case int():
-                for _ in range(event):
-                    if client.core.has_work:
-                        client.step()
-            case (number, index):
-                client.abort(f"r{number}", index)
-                aborted.add((f"r{number}", index))
-    client.run()
-    return made, aborted
+    return made_consistent({"prompt": PREFIX[:shared] + own, **params, **kind})
 
 
 def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Client], alone: Callable[..., Any]) -> None:
@@ -138,7 +112,7 @@ def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Clien
         num_blocks = NUM_GROUPS[model] * (MAX_MODEL_LEN // 4 + spare)
         client = make_client(model, num_blocks_override=num_blocks, **options.pop("preemption"), **options)
         try:
-            made, aborted = run_script(client, script)
+            made, aborted = run_script(client, script, engine_request)
             totals.update({name: getattr(client.core.stats(), name) for name in EXERCISED})
         finally:
             client.core.shutdown()

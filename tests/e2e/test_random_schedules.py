@@ -168,7 +168,11 @@ def alone(make_client: MakeClient) -> Iterator[Callable[..., Client]]:
 def engine_request(
     family: int, shared: int, own: list[int], extra: dict[str, Any], kind: dict[str, Any], **params: Any
 ) -> dict[str, Any]:
-    request = {"prompt": PREFIXES[family][:shared] + own, **params, **extra, **kind}
+    return made_consistent({"prompt": PREFIXES[family][:shared] + own, **params, **extra, **kind})
+
+
+def made_consistent(request: dict[str, Any]) -> dict[str, Any]:
+    """The request without what its other parameters do not allow."""
     if "min_tokens" in request:
         request["min_tokens"] = min(request["min_tokens"], request["max_tokens"])
     if "use_beam_search" in request:
@@ -176,7 +180,9 @@ def engine_request(
     return request
 
 
-def run_script(client: Client, script: list[Any]) -> tuple[dict[str, dict[str, Any]], set[tuple[str, int | None]]]:
+def run_script(
+    client: Client, script: list[Any], make_request: Callable[..., dict[str, Any]] = engine_request
+) -> tuple[dict[str, dict[str, Any]], set[tuple[str, int | None]]]:
     """Requests, numbers of steps and aborts, in order; then on to the end. Returns what was requested and aborted."""
     made: dict[str, dict[str, Any]] = {}
     aborted: set[tuple[str, int | None]] = set()
@@ -184,7 +190,7 @@ def run_script(client: Client, script: list[Any]) -> tuple[dict[str, dict[str, A
         match event:
             case dict():
                 name = f"r{len(made)}"
-                made[name] = engine_request(**event)
+                made[name] = make_request(**event)
                 client.add(name, **made[name])
             case int():
                 for _ in range(event):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.branching import Branching, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.deadlines import Deadlines, timeout_updates
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.reporting import attach_prompt_logprobs, describe
 from quire.scheduler.stop import finish_reason
@@ -61,7 +62,7 @@ class _OwnRegions:
         """The place keeps its region for the next beam."""
 
 
-class ContiguousScheduler:
+class ContiguousScheduler(ABC):
     """Subclasses plan: `_plan` fills a builder, `_leave` decides when who has ended gives its row and region back."""
 
     keeps_ended = False
@@ -159,16 +160,7 @@ class ContiguousScheduler:
         for request in self._deadlines.expired(now):
             self._stats.timed_out_requests_total += 1
             ended = request.live_sequences
-            if request.beam_search is not None:
-                request.beam_search.cut(FinishReason.TIMEOUT)
-                last = hypothesis_updates(request)
-            else:
-                last = [
-                    SequenceUpdate(request.request_id, s.index, [], finish_reason=FinishReason.TIMEOUT) for s in ended
-                ]
-            for update in last:
-                describe(update, request, now)
-            updates += last
+            updates += timeout_updates(request, now)
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 
@@ -212,9 +204,9 @@ class ContiguousScheduler:
         if has_regions:
             self._leave(request)
 
+    @abstractmethod
     def _leave(self, request: Request) -> None:
         """A sequence of a request that has regions has ended, maybe not the last."""
-        raise NotImplementedError
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back a sequence's region, and its row if the workers know it."""
@@ -247,9 +239,9 @@ class ContiguousScheduler:
         self._stats.copied_blocks_total += len(plan.block_copies)
         return plan
 
+    @abstractmethod
     def _plan(self, builder: PlanBuilder, now: float) -> None:
         """Choose what the step computes."""
-        raise NotImplementedError
 
     def _try_start(self, request: Request, now: float) -> bool:
         """Reserve regions for all sequences of a request, if there is room; the caller takes it from the queue."""
