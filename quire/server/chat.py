@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import TokensPrompt
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput, RequestOutput
-from quire.server.body import parse_body, read_body
-from quire.server.context import SYSTEM_FINGERPRINT, ServerContext, new_id
-from quire.server.disconnect import run_until_disconnect
-from quire.server.generation import TokenCounter, generate, render_chat
+from quire.server.answer import Answer, add_answer_route
+from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
+from quire.server.generation import generate, render_chat
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.protocol.chat import (
     AssistantMessage,
@@ -28,36 +26,22 @@ from quire.server.protocol.chat import (
     Delta,
 )
 from quire.server.protocol.common import Usage
-from quire.server.responses import json_response
-from quire.server.streaming import DONE, EventStream, encode_event
+from quire.server.streaming import DONE, encode_event
 
 logger = get_logger(__name__)
 
 
 def add_chat_routes(app: FastAPI, context: ServerContext) -> None:
-    @app.post("/v1/chat/completions")
-    async def create_chat_completion(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), ChatRequest)
-        context.admit()
-        answer = ChatAnswer(context, body)
-        headers = {"X-Request-Id": answer.response_id}
-        if body.stream:
-            return EventStream(answer.stream(), headers)
-        return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+    add_answer_route(app, "/v1/chat/completions", context, ChatRequest, ChatAnswer)
 
 
-class ChatAnswer:
+class ChatAnswer(Answer[ChatRequest]):
     """One conversation being answered, as a whole or as a stream."""
 
+    ID_PREFIX = "chatcmpl"
+
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
-        """Raises UserError or UnknownModelError for what is wrong with the request."""
-        self._body = body
-        self._context = context
-        self._model = context.served_name(body.model)
-        self._params = body.to_sampling_params()
-        self._created = int(time.time())
-        self.response_id = new_id("chatcmpl", body.request_id)
-        self._counter = TokenCounter()
+        super().__init__(context, body)
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
 
     async def complete(self) -> ChatResponse:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
 from quire.engine.input_processor import Prompt
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.server.body import parse_body, read_body
-from quire.server.context import SYSTEM_FINGERPRINT, ServerContext, new_id
-from quire.server.disconnect import run_until_disconnect
-from quire.server.generation import TokenCounter, generate
+from quire.server.answer import Answer, add_answer_route
+from quire.server.context import SYSTEM_FINGERPRINT, ServerContext
+from quire.server.generation import generate
 from quire.server.logprobs import CompletionColumns, limited, prompt_logprobs
 from quire.server.protocol.common import Usage
 from quire.server.protocol.completion import (
@@ -24,37 +22,23 @@ from quire.server.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from quire.server.responses import json_response
-from quire.server.streaming import DONE, EventStream, encode_event
+from quire.server.streaming import DONE, encode_event
 
 logger = get_logger(__name__)
 
 
 def add_completion_routes(app: FastAPI, context: ServerContext) -> None:
-    @app.post("/v1/completions")
-    async def create_completion(request: Request) -> Response:
-        body = parse_body(await read_body(request, context.max_body_bytes), CompletionRequest)
-        context.admit()
-        answer = CompletionAnswer(context, body)
-        headers = {"X-Request-Id": answer.response_id}
-        if body.stream:
-            return EventStream(answer.stream(), headers)
-        return json_response(await run_until_disconnect(request.receive, answer.complete()), headers)
+    add_answer_route(app, "/v1/completions", context, CompletionRequest, CompletionAnswer)
 
 
-class CompletionAnswer:
+class CompletionAnswer(Answer[CompletionRequest]):
     """One request being answered, as a whole or as a stream."""
 
+    ID_PREFIX = "cmpl"
+
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
-        """Raises UserError or UnknownModelError for what is wrong with the request."""
-        self._body = body
-        self._context = context
+        super().__init__(context, body)
         self._tokenizer = context.tokenizer
-        self._model = context.served_name(body.model)
-        self._params = body.to_sampling_params()
-        self._created = int(time.time())
-        self.response_id = new_id("cmpl", body.request_id)
-        self._counter = TokenCounter()
         self._begun: set[int] = set()
         """Choices of which something was said."""
         self._columns: dict[int, CompletionColumns] = {}
