@@ -39,7 +39,7 @@ def test_same_bits_alone_and_in_a_batch_of_32(name: str, saved_model: SavedModel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("in_features", "out_features"), [(33, 97), (64, 192), (257, 1000)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(33, 97), (64, 192), (257, 1000), (576, 64)])
 def test_rows_of_a_product_do_not_depend_on_their_number(
     dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
