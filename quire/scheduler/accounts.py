@@ -55,7 +55,7 @@ def describe_kv(
     stats.evictions_total = pool.num_evictions
     stats.num_logical_blocks = pool.num_references
     stats.num_wasted_slots = num_wasted_slots(running, kv)
-    stats.num_reserved_slots = num_reserved_slots(in_flight, kv.block_size)
+    stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
     stats.num_stored_tokens = pool.num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
     stats.num_used_host_blocks = kv.host.blocks.num_used - tiers.num_busy
     counters = tiers.counters
@@ -91,26 +91,20 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
     return kv.num_groups * (wasted + sum(shared.values())) + kv.num_pinned_empty_slots
 
 
-def num_reserved_slots(in_flight: Iterable[InFlight], block_size: int) -> int:
-    """Slots of used blocks whose tokens are computed by plans in flight. O(their sequences and tokens)."""
+def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
+    """Slots of used blocks whose tokens are computed by plans in flight. O(their
+    sequences; where a plan forks, or several are in flight, their tokens too)."""
     flights = list(in_flight)
-    columns: Iterable[tuple[Sequence, int]]
     if len(flights) == 1 and not flights[0].forked:
-        columns = zip(flights[0].sequences, flights[0].plan.start_positions, strict=True)
-    else:
-        columns = _first_starts(flights).items()
-    reserved = 0
-    shared: dict[int, int] = {}
-    for sequence, start in columns:
-        blocks, end = sequence.blocks, sequence.num_computed_tokens
-        if blocks is None:
-            continue  # ended or preempted meanwhile: what is written is nobody's
-        if blocks.capacity - block_size <= start and end < blocks.capacity and not blocks.tail_shared:
-            # In one block that is not full, and so, not being marked as shared, the sequence's own.
-            reserved += len(blocks.tables) * (end - start)
-        else:
-            _add_slots(shared, blocks, start, end, block_size)
-    return reserved + sum(shared.values())
+        # Nobody has been planned for since, or shares what he writes to: every token has a slot of its own. Who has no
+        # blocks ended or was preempted meanwhile: what is written for him is nobody's.
+        columns = zip(flights[0].sequences, flights[0].plan.num_tokens, strict=True)
+        return kv.num_groups * sum([count for sequence, count in columns if sequence.blocks is not None])
+    slots: dict[int, int] = {}
+    for sequence, start in _first_starts(flights).items():
+        if sequence.blocks is not None:
+            _add_slots(slots, sequence.blocks, start, sequence.num_computed_tokens, kv.block_size)
+    return sum(slots.values())
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
