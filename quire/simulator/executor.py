@@ -29,10 +29,11 @@ from quire.step import Candidates, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
-    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment."""
+    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment. Nothing else
+    may be asked of it."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
-        super().__init__()
+        # Not Future's own: a lock and a condition for each step, and nobody ever waits for this one.
         self._clock = clock
         self._ready = ready
         self._step_result = result

@@ -25,7 +25,7 @@ from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import kv_cache_bytes
-from quire.simulator.metrics import Metrics, Moments
+from quire.simulator.metrics import Metrics
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
@@ -288,20 +288,17 @@ class Replica:
         assert stats is not None, "a step reports its statistics"
         seconds, metrics = now - started, self.metrics
         if seconds:
+            running, used_blocks = seconds * stats.num_running, seconds * stats.num_used_blocks
             metrics.step_seconds += seconds
-            metrics.running_seconds += seconds * stats.num_running
-            metrics.kv_seconds += seconds * stats.num_used_blocks / metrics.num_blocks
-            metrics.series.add(
-                started,
-                Moments(
-                    seconds,
-                    seconds * stats.num_running,
-                    seconds * stats.num_waiting,
-                    seconds * stats.num_used_blocks,
-                    stats.preemptions_total - metrics.stats.preemptions_total,
-                    num_tokens,
-                ),
-            )
+            metrics.running_seconds += running
+            metrics.kv_seconds += used_blocks / metrics.num_blocks
+            moments = metrics.series.at(started)
+            moments.seconds += seconds
+            moments.running += running
+            moments.waiting += seconds * stats.num_waiting
+            moments.used_blocks += used_blocks
+            moments.preemptions += stats.preemptions_total - metrics.stats.preemptions_total
+            moments.tokens += num_tokens
         metrics.stats = stats
         if self._observer.on_step is not None:
             self._observer.on_step(self.core, seconds)
