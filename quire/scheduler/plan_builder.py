@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from quire.kv_cache.manager import Growth, SequenceBlocks
 from quire.kv_cache.offload import TierOrders
-from quire.request import Sequence
+from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
-
-
-class Mark(NamedTuple):
-    """A point to roll back to: lengths of the columns."""
-
-    batch: int
-    samples: int
-    copies: int
-    replaced: int
-    grown: int
-    forks: int
 
 
 class PlanBuilder:
@@ -96,6 +83,28 @@ class PlanBuilder:
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
 
+    def place_steady(self, running: list[Sequence], index: int) -> int:
+        """`place` the sequences from `index` on, up to the first that something is to be decided about
+        (`Sequence.steady_until`); returns its index."""
+        first, limit = index, len(running)
+        add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
+        while index < limit:
+            sequence = running[index]
+            start = sequence.num_computed_tokens
+            if start >= sequence.steady_until:
+                break
+            add_sequence(sequence)
+            add_start(start)
+            add_sample(sequence)
+            sequence.num_computed_tokens = start + 1
+            sequence.num_pending_tokens += 1
+            index += 1
+        count = index - first
+        self.sample_from += range(len(self.num_tokens), len(self.num_tokens) + count)
+        self.num_tokens += [1] * count
+        self.budget -= count
+        return index
+
     def sample(self, sequence: Sequence, batch_index: int) -> None:
         """Draw a token for `sequence` from the logits of a batch entry."""
         self.samples.append(sequence)
@@ -108,31 +117,29 @@ class PlanBuilder:
         return [
             (sequence, sequence.blocks, start + count)
             for sequence, start, count in columns
-            if start % block_size + count >= block_size
+            if (start + count) % block_size < count
         ]
 
-    def mark(self) -> Mark:
-        return Mark(
-            len(self.sequences),
-            len(self.samples),
-            len(self.block_copies),
-            len(self.replaced_blocks),
-            len(self.grown),
-            len(self.forks),
-        )
-
-    def rollback(self, mark: Mark) -> None:
-        """Take back everything scheduled since `mark` (entries of one request, which is being preempted)."""
-        for sequence in self.samples[mark.samples :]:
-            sequence.num_pending_tokens -= 1
-        for sequence, count in zip(self.sequences[mark.batch :], self.num_tokens[mark.batch :], strict=True):
+    def rollback(self, request: Request) -> list[tuple[Sequence, Growth]]:
+        """Take back everything scheduled for a request, which is being preempted; its entries are the last ones.
+        Returns what the KV manager did for it, to be undone in this order."""
+        assert all(parent.request is not request for parent, _ in self.forked), "who forks in this step is preempted"
+        while self.samples and self.samples[-1].request is request:
+            self.samples.pop().num_pending_tokens -= 1
+            self.sample_from.pop()
+        while self.sequences and self.sequences[-1].request is request:
+            sequence, count = self.sequences.pop(), self.num_tokens.pop()
+            self.start_positions.pop()
             sequence.num_computed_tokens -= count
             self.budget += count
             self.new_blocks.pop(sequence.seq_id, None)
-        del self.sequences[mark.batch :], self.start_positions[mark.batch :], self.num_tokens[mark.batch :]
-        del self.samples[mark.samples :], self.sample_from[mark.samples :]
-        del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :], self.grown[mark.grown :]
-        assert len(self.forks) == mark.forks, "a request that forks in this step cannot be preempted by itself"
+        undone = []
+        while self.grown and self.grown[-1][0].request is request:
+            undone.append(self.grown.pop())
+            growth = undone[-1][1]
+            del self.block_copies[len(self.block_copies) - len(growth.copies) :]
+            del self.replaced_blocks[len(self.replaced_blocks) - len(growth.replaced) :]
+        return undone
 
     def build(
         self, released: list[int], branches: list[SequenceFork], chosen_tokens: list[tuple[int, int]]

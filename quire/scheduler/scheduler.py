@@ -27,7 +27,7 @@ from quire.scheduler.deadlines import Deadlines, timeout_updates
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
-from quire.scheduler.plan_builder import Mark, PlanBuilder
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
@@ -158,7 +158,7 @@ class Scheduler:
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
         self.kv.loader.arrive()
         preempted = self._schedule_running(builder, self._make_way(builder, now))
-        if not preempted:
+        if not preempted and self._waiting.first is not None:
             self._admit_waiting(builder, now)
         return self._finish_plan(builder)
 
@@ -226,6 +226,7 @@ class Scheduler:
             self.kv.tiers.update(result.disk)
         updates = []
         any_finished = False
+        num_more_tokens = 0  # in updates that bring more than one
         all_logprobs = result.logprobs
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
@@ -235,6 +236,7 @@ class Scheduler:
             if request.beam_search is not None:
                 ended = self._take_candidates(request, sequence, result.candidates[position], now)
                 any_finished |= bool(ended)
+                num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
                 updates += ended
                 continue
             if request.pin and sequence.blocks is None:
@@ -243,16 +245,16 @@ class Scheduler:
             update = SequenceUpdate(request.request_id, sequence.index, [token_id])
             if all_logprobs and position in all_logprobs:
                 update.logprobs = [all_logprobs[position]]
-            if token_id in request.end_token_ids or len(token_ids) >= sequence.max_total_tokens:
+            num_known = len(token_ids)
+            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
                 describe(update, request, now)
-            # A stop string may end it at any token, which only the front end sees.
-            elif len(token_ids) == request.num_prompt_tokens + 1 or request.params.stop:
+            elif num_known <= sequence.described_until:
                 describe(update, request, now)
             updates.append(update)
-        self._stats.generation_tokens_total += sum([len(update.new_token_ids) for update in updates])
+        self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
@@ -297,14 +299,11 @@ class Scheduler:
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         preempted = False
-        place = builder.place
-        request: Request | None = None
-        mark: Mark | None = None
-        for index, sequence in enumerate(running, start=1):  # which preemption shortens, behind this one
-            if sequence.request is not request:
-                request = sequence.request
-                # Of a single sequence there is nothing to take back: it is scheduled after it has grown.
-                mark = builder.mark() if len(request.sequences) > 1 else None
+        index = 0
+        while (index := builder.place_steady(running, index)) < len(running):
+            sequence = running[index]
+            index += 1  # preemption shortens what is behind it
+            request = sequence.request
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
@@ -329,16 +328,18 @@ class Scheduler:
                 while growth is None:
                     victim = running[-1].request
                     preempted = True
-                    if victim is request and mark is not None:
-                        self._roll_back(builder, mark)
+                    if victim is request:
+                        self._roll_back(builder, request)
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
                     growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
-            place(sequence, start, num_tokens, known)
+            builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
+            if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+                sequence.steady_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
@@ -452,12 +453,11 @@ class Scheduler:
                 builder.sample(child, batch_index)
         builder.forked.append((parent, children))
 
-    def _roll_back(self, builder: PlanBuilder, mark: Mark) -> None:
+    def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
         """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
-        for sequence, growth in reversed(builder.grown[mark.grown :]):
+        for sequence, growth in builder.rollback(request):
             assert sequence.blocks is not None
             self.kv.undo(sequence.blocks, growth)
-        builder.rollback(mark)
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take back all blocks and rows of a running request; it is swapped out, or recomputes."""
@@ -516,6 +516,7 @@ class Scheduler:
 
     def _drop_row(self, sequence: Sequence) -> None:
         """Let the workers drop a sequence's row with the next plan."""
+        sequence.steady_until = 0
         if self._branching.forget(sequence):
             self._released.append(sequence.seq_id)
 
