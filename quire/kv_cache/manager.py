@@ -64,6 +64,7 @@ class KVCacheManager:
         self.num_groups = len(layout.groups)
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in layout.groups]
         """Per group the sliding window in tokens, None for full attention."""
+        self._has_windows = any(self.windows)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
         self._indexes = [PrefixIndex() for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
@@ -177,7 +178,8 @@ class KVCacheManager:
         Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
         Returns None, having allocated nothing, when the pool has too few blocks.
         """
-        self._release_outside_windows(blocks, start)
+        if self._has_windows:
+            self._release_outside_windows(blocks, start)
         size, pool = self.block_size, self.pool
         num_new = max(0, -(-(end - blocks.capacity) // size))
         tail = start // size

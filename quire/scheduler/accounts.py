@@ -47,8 +47,8 @@ def describe_kv(
     stats: EngineStats, kv: KVCacheManager, running: Iterable[Sequence], in_flight: Iterable[InFlight]
 ) -> None:
     """Fill in what the pool, the host pool and the tiers below hold now, and have moved so far."""
-    pool, tiers = kv.pool, kv.tiers
-    stats.num_used_blocks = pool.num_used
+    pool = kv.pool
+    stats.num_used_blocks = num_used = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
     stats.num_shared_blocks = pool.num_shared
     stats.num_pinned_blocks = kv.num_pinned_blocks
@@ -56,19 +56,9 @@ def describe_kv(
     stats.num_logical_blocks = pool.num_references
     stats.num_wasted_slots = num_wasted_slots(running, kv)
     stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
-    stats.num_stored_tokens = pool.num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
-    stats.num_used_host_blocks = kv.host.blocks.num_used - tiers.num_busy
-    counters = tiers.counters
-    stats.num_offloaded_blocks = tiers.num_disk_blocks
-    stats.offload_bytes = counters.num_bytes
-    stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
-    stats.disk_cache_hit_blocks_total = counters.num_disk_hits
-    stats.offload_stored_blocks_total = counters.num_stored
-    stats.offload_stored_bytes_total = counters.num_stored * kv.block_bytes
-    stats.offload_store_failures_total = counters.num_store_failures
-    stats.offload_loaded_blocks_total = counters.num_loaded
-    stats.offload_loaded_bytes_total = counters.num_loaded * kv.block_bytes
-    stats.offload_load_failures_total = counters.num_load_failures
+    stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
+    stats.num_used_host_blocks = kv.host.blocks.num_used
+    kv.tiers.describe(stats)
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:

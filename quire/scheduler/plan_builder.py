@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.kv_cache.manager import Growth, SequenceBlocks
-from quire.kv_cache.offload import TierOrders
+from quire.kv_cache.offload import NO_ORDERS
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -30,7 +30,7 @@ class PlanBuilder:
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, int]] = []
         """Sequences that are swapped in, and how many of their tokens are computed."""
-        self.transfers = TierOrders([], [], [], [])
+        self.transfers = NO_ORDERS
         """Copies of cached blocks."""
         self.awaits_disk = False
         self.forks: list[SequenceFork] = []
@@ -59,11 +59,6 @@ class PlanBuilder:
     def is_idle(self) -> bool:
         """Whether there is nothing to run and no sequence to swap, not even one that returns with nothing to copy."""
         return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the workers have nothing to do at all."""
-        return self.is_idle and not (self.transfers or self.awaits_disk)
 
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""

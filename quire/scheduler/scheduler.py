@@ -192,11 +192,13 @@ class Scheduler:
         tiers = self.kv.tiers
         self.kv.loader.let_go()
         builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
-        if builder.is_idle and not builder.transfers.swap_in and not self._in_flight:
-            builder.awaits_disk |= tiers.must_wait
-        if builder.is_empty:
-            # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
-            return None
+        is_idle = builder.is_idle
+        if is_idle:
+            if not builder.transfers.swap_in and not self._in_flight:
+                builder.awaits_disk |= tiers.must_wait
+            if not (builder.transfers or builder.awaits_disk):
+                # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
+                return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._branching.take())
@@ -209,12 +211,14 @@ class Scheduler:
             forked=builder.forked,
             resumed=builder.resumed,
         )
-        self._stats.steps_total += not builder.is_idle
-        self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
-        self._stats.copied_blocks_total += len(plan.block_copies)
-        self._stats.swapped_out_blocks_total += len(builder.swap_out)
-        self._stats.swapped_in_blocks_total += len(builder.swap_in)
-        self._stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
+        stats = self._stats
+        stats.steps_total += not is_idle
+        stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
+        stats.copied_blocks_total += len(plan.block_copies)
+        if builder.swap_out or builder.swap_in:
+            stats.swapped_out_blocks_total += len(builder.swap_out)
+            stats.swapped_in_blocks_total += len(builder.swap_in)
+            stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -554,7 +558,9 @@ class Scheduler:
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
         # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
-        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
+        stats.num_swapped = 0
+        if stats.num_preempted:
+            stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def snapshot(self) -> KVSnapshot:
