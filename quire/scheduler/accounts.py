@@ -32,9 +32,9 @@ class InFlight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
-    filled: list[tuple[Sequence, SequenceBlocks | None, int]]
-    """Of `sequences`, those that reach the end of a block or more: with the blocks that they had when the plan was made
-    (who was preempted since may have others by now), and their computed tokens after it."""
+    filled: list[tuple[Sequence, SequenceBlocks, int]]
+    """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
+    made (who was preempted since may have others by now), and their computed tokens after it."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]

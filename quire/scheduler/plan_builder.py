@@ -18,6 +18,8 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []
         self.start_positions: list[int] = []
         self.num_tokens: list[int] = []
+        self.filled: list[tuple[Sequence, SequenceBlocks, int]] = []
+        """See `InFlight.filled`."""
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
         self.new_sequences: dict[int, NewSequence] = {}
@@ -73,6 +75,10 @@ class PlanBuilder:
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
         sequence.num_computed_tokens = end = start + num_tokens
+        blocks = sequence.blocks
+        assert blocks is not None, "a sequence that runs has blocks"
+        if num_tokens > 1 or end == blocks.capacity:
+            self.filled.append((sequence, blocks, end))
         if end == known:
             self.samples.append(sequence)
             self.sample_from.append(len(self.sequences) - 1)
@@ -85,15 +91,17 @@ class PlanBuilder:
         add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
         while index < limit:
             sequence = running[index]
-            start = sequence.num_computed_tokens
-            if start >= sequence.steady_until:
+            start, until = sequence.num_computed_tokens, sequence.steady_until
+            if start >= until:
                 break
             add_sequence(sequence)
             add_start(start)
             add_sample(sequence)
-            sequence.num_computed_tokens = start + 1
+            sequence.num_computed_tokens = end = start + 1
             sequence.num_pending_tokens += 1
             index += 1
+            if end == until and sequence.blocks is not None:
+                self.filled.append((sequence, sequence.blocks, end))
         count = index - first
         self.sample_from += range(len(self.num_tokens), len(self.num_tokens) + count)
         self.num_tokens += [1] * count
@@ -105,15 +113,6 @@ class PlanBuilder:
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
-
-    def filled(self, block_size: int) -> list[tuple[Sequence, SequenceBlocks | None, int]]:
-        """See `InFlight.filled`."""
-        columns = zip(self.sequences, self.start_positions, self.num_tokens, strict=True)
-        return [
-            (sequence, sequence.blocks, start + count)
-            for sequence, start, count in columns
-            if (start + count) % block_size < count
-        ]
 
     def rollback(self, request: Request) -> list[tuple[Sequence, Growth]]:
         """Take back everything scheduled for a request, which is being preempted; its entries are the last ones.
@@ -128,6 +127,8 @@ class PlanBuilder:
             sequence.num_computed_tokens -= count
             self.budget += count
             self.new_blocks.pop(sequence.seq_id, None)
+        while self.filled and self.filled[-1][0].request is request:
+            self.filled.pop()
         undone = []
         while self.grown and self.grown[-1][0].request is request:
             undone.append(self.grown.pop())
@@ -139,12 +140,14 @@ class PlanBuilder:
     def build(
         self, released: list[int], branches: list[SequenceFork], chosen_tokens: list[tuple[int, int]]
     ) -> StepPlan:
+        seq_ids = [sequence.seq_id for sequence in self.sequences]
+        all_sample = self.samples == self.sequences
         return StepPlan(
             step_id=self.step_id,
-            seq_ids=[sequence.seq_id for sequence in self.sequences],
+            seq_ids=seq_ids,
             start_positions=self.start_positions,
             num_tokens=self.num_tokens,
-            sample_seq_ids=[sequence.seq_id for sequence in self.samples],
+            sample_seq_ids=seq_ids if all_sample else [sequence.seq_id for sequence in self.samples],
             sample_from=self.sample_from,
             new_sequences=list(self.new_sequences.values()),
             new_blocks=self.new_blocks,

@@ -206,7 +206,7 @@ class Scheduler:
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
             sequences=builder.sequences,
-            filled=builder.filled(self.kv.block_size),
+            filled=builder.filled,
             samples=builder.samples,
             forked=builder.forked,
             resumed=builder.resumed,
@@ -488,7 +488,7 @@ class Scheduler:
     def _commit(self, in_flight: InFlight) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
         for sequence, blocks, end in in_flight.filled:
-            if blocks is not None and sequence.blocks is blocks:
+            if sequence.blocks is blocks:
                 self.kv.commit(blocks, sequence.token_ids, end)
         for sequence, num_computed in in_flight.resumed:
             if sequence.blocks is not None:

@@ -149,6 +149,7 @@ class SimulatedExecutor:
         streams = self._streams
         streams.follow(plan)
         result = StepResult(plan.step_id, streams.sample(plan))
-        for index, token_ids, scores in streams.beams(plan):
-            result.candidates[index] = Candidates(token_ids, scores)
+        if streams.has_beams:
+            for index, token_ids, scores in streams.beams(plan):
+                result.candidates[index] = Candidates(token_ids, scores)
         return result
