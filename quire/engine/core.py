@@ -148,7 +148,6 @@ class EngineCore:
         if not self.has_work:
             self._check_when_idle()
         self._is_stepping = False
-        outputs.stats = self.scheduler.stats()
         return outputs
 
     def stats(self) -> EngineStats:

@@ -35,7 +35,7 @@ from quire.scheduler.reporting import attach_prompt_logprobs, describe
 from quire.scheduler.running import RunningSet
 from quire.scheduler.sharing import PassedOver, waits_on
 from quire.scheduler.stop import finish_reason
-from quire.stats import EngineStats
+from quire.stats import EngineStats, Load
 from quire.step import Candidates, StepPlan, StepResult
 
 
@@ -562,6 +562,12 @@ class Scheduler:
         if stats.num_preempted:
             stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
+
+    def load(self) -> Load:
+        """Of the statistics what takes no counting."""
+        num_waiting = len(self._waiting)
+        num_running = len(self._requests) - num_waiting
+        return Load(num_running, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
         """Every block and every live request, to look at. O(blocks + table entries)."""
