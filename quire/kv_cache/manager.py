@@ -66,9 +66,9 @@ class KVCacheManager:
         """Per group the sliding window in tokens, None for full attention."""
         self._has_windows = any(self.windows)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
-        self._indexes = [PrefixIndex() for _ in layout.groups]
+        self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
-        host_indexes = [PrefixIndex() for _ in layout.groups]
+        host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
         self.tiers: LowerTiers = NoTiers()
         if enable_offload:

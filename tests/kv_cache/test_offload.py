@@ -13,6 +13,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import DiskReport
 
 NUM_GROUPS = 2
+NUM_DEVICE_BLOCKS = 1000
 KEYS = [(group, bytes([number]) * 32) for group in range(NUM_GROUPS) for number in range(8)]
 
 
@@ -24,8 +25,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @initialize(num_host_blocks=st.integers(1, 16), stored=st.sets(st.sampled_from(KEYS)))
     def start(self, num_host_blocks: int, stored: set[BlockKey]) -> None:
-        self.device = [PrefixIndex() for _ in range(NUM_GROUPS)]
-        indexes = [PrefixIndex() for _ in range(NUM_GROUPS)]
+        self.device = [PrefixIndex(NUM_DEVICE_BLOCKS) for _ in range(NUM_GROUPS)]
+        indexes = [PrefixIndex(num_host_blocks + 1) for _ in range(NUM_GROUPS)]
         self.host = BlockPool(num_host_blocks + 1, indexes)
         self.tiers = OffloadTiers(self.device, self.host, indexes)
         self.files = set(stored)
