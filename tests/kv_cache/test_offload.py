@@ -74,12 +74,7 @@ class TiersMachine(RuleBasedStateMachine):
         orders = self.tiers.orders(may_allocate=may_allocate)
         for device, host in orders.swap_out:
             assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
-            self.content[host] = next(
-                (group, block_hash)
-                for group, index in enumerate(self.device)
-                for block_hash, block in index.items()
-                if block == device
-            )
+            self.content[host] = next(key for key in KEYS if self.device[key[0]].find(key[1]) == device)
         assert [self.content.get(host) for host, _ in orders.swap_in] == wanted
         for host, group, block_hash in orders.disk_stores:
             assert self.content.get(host) == (group, block_hash)
