@@ -158,7 +158,7 @@ class TiersMachine(RuleBasedStateMachine):
 def test_random_transfers() -> None:
     run_state_machine_as_test(
         TiersMachine,
-        settings=settings(max_examples=300, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
+        settings=settings(max_examples=600, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
     )
     assert TiersMachine.num_hits > 100
     assert TiersMachine.num_failures > 10
