@@ -246,12 +246,14 @@ class KVCacheManager:
         if chain is None or num_full <= blocks.num_committed:
             return
         chain.extend(token_ids, num_full)
+        offer, hashes = self.tiers.offer, chain.hashes
+        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, strict=True))
         for block in range(blocks.num_committed, num_full):
-            block_hash = chain.block_hash(block)
-            for group, (index, table) in enumerate(zip(self._indexes, blocks.tables, strict=True)):
+            block_hash = hashes[block + 1]
+            for group, index, table in groups:
                 if table[block] != NULL_BLOCK:
                     index.add(block_hash, table[block])
-                    self.tiers.offer((group, block_hash))
+                    offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.promised is not None:
             self._promises.renew(blocks)
