@@ -10,8 +10,9 @@ from quire.request import FinishReason
 from quire.step import PromptLogprobs, TokenLogprobs
 
 
-class SequenceUpdate(msgspec.Struct, array_like=True):
-    """New tokens of one sequence after one step, or its end."""
+class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
+    """New tokens of one sequence after one step, or its end. It is part of no cycle, and there is one for every row and
+    step: the garbage collector need not know it."""
 
     request_id: str
     index: int

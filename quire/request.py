@@ -72,6 +72,7 @@ class Sequence:
     __slots__ = (
         "blocks",
         "chain",
+        "described_until",
         "finish_reason",
         "index",
         "max_total_tokens",
@@ -80,6 +81,7 @@ class Sequence:
         "request",
         "sampling",
         "seq_id",
+        "steady_until",
         "swapped",
         "token_ids",
     )
@@ -93,6 +95,12 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
+        self.described_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
+        """The updates up to so many tokens tell times. A stop string may end it at any token, which only the front end
+        sees."""
+        self.steady_until = 0
+        """While fewer tokens than this are computed, every step computes the one that the step before sampled, and
+        there is nothing to decide about it: its slot is there, it is nobody else's, and it is not the last."""
         self.blocks: SequenceBlocks | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: SequenceBlocks | None = None

@@ -6,7 +6,18 @@ The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_sl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
+
+
+class Load(NamedTuple):
+    """What of the statistics takes no counting, for who looks after every step. Fields as in EngineStats."""
+
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    preemptions_total: int
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -143,12 +143,11 @@ class EngineCore:
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
-        if self.scheduler.can_transfer and not (self._in_flight or self.scheduler.has_requests):
+        if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
             self._transfer()  # who waits for the last request may not call again
         if not self.has_work:
             self._check_when_idle()
         self._is_stepping = False
-        outputs.stats = self.scheduler.stats()
         return outputs
 
     def stats(self) -> EngineStats:

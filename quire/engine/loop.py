@@ -35,7 +35,7 @@ def build_core(options: EngineOptions, executor: str, make_scheduler: SchedulerF
 def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutputs | None:
     """Handle `messages`, then do one step if there is work. Returns None when there is nothing to tell.
 
-    A turn without a step (an abort of the last request, a control call) carries a fresh snapshot of the statistics,
+    It carries a fresh snapshot of the statistics, also without a step (an abort of the last request, a control call),
     so that the front end never shows blocks of a request that is gone.
     """
     handled = False
@@ -48,9 +48,10 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutput
     if core.has_work:
         outputs = core.step()
     elif handled:
-        outputs = EngineOutputs(stats=core.stats())
+        outputs = EngineOutputs()
     else:
         return None
+    outputs.stats = core.stats()
     outputs.results.extend(results)
     return outputs
 

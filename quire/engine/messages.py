@@ -68,7 +68,7 @@ class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
 
     updates: list[SequenceUpdate] = []
     stats: EngineStats | None = None
-    """Attached to every message that the core sends from a step."""
+    """Attached to every message that an engine sends (quire/engine/loop.py)."""
     results: list[CallResult] = []
     refusals: list[Refusal] = []
     """Answer the caller with `Refusal.error`; the front end drops its state of the request."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 
 _ROOT_LABEL = b"quire.kv.v1\0"
@@ -55,7 +54,4 @@ class HashChain:
 
 
 def _hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return hashlib.sha256(parent + packed.tobytes()).digest()
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()

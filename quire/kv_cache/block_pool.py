@@ -105,19 +105,20 @@ class BlockPool:
 
     def check(self, owners: dict[int, int]) -> None:
         """Compare with `owners` (block -> number of table entries that name it). Raises AssertionError."""
-        free, evictable = set(self._free), set(self._evictable)
+        free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
-        assert not free & evictable, f"free and evictable at once: {sorted(free & evictable)}"
-        assert NULL_BLOCK not in free | evictable | owners.keys(), "the null block was handed out"
-        for block in range(NULL_BLOCK + 1, len(self.ref_counts)):
-            count = self.ref_counts[block]
-            assert count == owners.get(block, 0), f"block {block}: count {count}, {owners.get(block, 0)} owners"
-            assert (count == 0) == (block in free or block in evictable), f"block {block}: count {count} but free"
-        assert self.num_shared == sum(count > 1 for count in self.ref_counts), "the count of shared blocks is off"
-        assert self.num_references == sum(self.ref_counts), "the count of references is off"
+        assert free.isdisjoint(self._evictable), "a block is free and evictable at once"
+        assert NULL_BLOCK not in free | self._evictable.keys() | owners.keys(), "the null block was handed out"
+        used = {block: count for block, count in enumerate(self.ref_counts) if count}
+        assert used == owners, f"(block, owners) that differ from the counts: {owners.items() ^ used.items()}"
+        assert free.isdisjoint(used), "a block is free and has owners"
+        assert used.keys().isdisjoint(self._evictable), "a block is evictable and has owners"
+        assert len(used) + len(free) + len(self._evictable) == self.num_usable, "a block is nowhere"
+        assert self.num_shared == sum(count > 1 for count in used.values()), "the count of shared blocks is off"
+        assert self.num_references == sum(used.values()), "the count of references is off"
         for index in self._indexes:
-            for _, block in index.items():
-                assert block not in free, f"free block {block} is still indexed"
-                assert block != NULL_BLOCK, "the null block is indexed"
-        for block, index in self._evictable.items():
-            assert block in index, f"evictable block {block} has no content"
+            indexed = index.check()
+            assert free.isdisjoint(indexed), "a free block is still indexed"
+            assert NULL_BLOCK not in indexed, "the null block is indexed"
+            cached = {block for block, place in self._evictable.items() if place is index}
+            assert cached <= indexed, "an evictable block has no content"

@@ -64,10 +64,11 @@ class KVCacheManager:
         self.num_groups = len(layout.groups)
         self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in layout.groups]
         """Per group the sliding window in tokens, None for full attention."""
+        self._has_windows = any(self.windows)
         self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
-        self._indexes = [PrefixIndex() for _ in layout.groups]
+        self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
-        host_indexes = [PrefixIndex() for _ in layout.groups]
+        host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
         self.tiers: LowerTiers = NoTiers()
         if enable_offload:
@@ -177,7 +178,8 @@ class KVCacheManager:
         Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
         Returns None, having allocated nothing, when the pool has too few blocks.
         """
-        self._release_outside_windows(blocks, start)
+        if self._has_windows:
+            self._release_outside_windows(blocks, start)
         size, pool = self.block_size, self.pool
         num_new = max(0, -(-(end - blocks.capacity) // size))
         tail = start // size
@@ -244,12 +246,14 @@ class KVCacheManager:
         if chain is None or num_full <= blocks.num_committed:
             return
         chain.extend(token_ids, num_full)
+        offer, hashes = self.tiers.offer, chain.hashes
+        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, strict=True))
         for block in range(blocks.num_committed, num_full):
-            block_hash = chain.block_hash(block)
-            for group, (index, table) in enumerate(zip(self._indexes, blocks.tables, strict=True)):
+            block_hash = hashes[block + 1]
+            for group, index, table in groups:
                 if table[block] != NULL_BLOCK:
                     index.add(block_hash, table[block])
-                    self.tiers.offer((group, block_hash))
+                    offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.promised is not None:
             self._promises.renew(blocks)

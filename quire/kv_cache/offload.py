@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.disk_index import BlockKey, DiskIndex
 from quire.kv_cache.prefix_index import PrefixIndex
+from quire.stats import EngineStats
 from quire.step import DiskReport
 
 STORING_SHARE = 4
@@ -41,6 +42,10 @@ class TierOrders(NamedTuple):
 
     def __bool__(self) -> bool:
         return any(self)
+
+
+NO_ORDERS = TierOrders([], [], [], [])
+"""Nobody adds to these."""
 
 
 class Fetch:
@@ -86,16 +91,9 @@ class TierCounters:
 class LowerTiers(Protocol):
     """What the KV manager and the scheduler ask of the tiers below the device."""
 
-    counters: TierCounters
-
     @property
     def has_content(self) -> bool:
         """Whether anything could be found."""
-        ...
-
-    @property
-    def num_disk_blocks(self) -> int:
-        """Blocks known to be on disk."""
         ...
 
     @property
@@ -106,11 +104,6 @@ class LowerTiers(Protocol):
     @property
     def must_wait(self) -> bool:
         """Whether a request, or the next order, waits for a transfer to end."""
-        ...
-
-    @property
-    def num_busy(self) -> int:
-        """Host blocks that a transfer, or a request that waits, has a share of."""
         ...
 
     @property
@@ -164,6 +157,10 @@ class LowerTiers(Protocol):
         """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
         ...
 
+    def describe(self, stats: EngineStats) -> None:
+        """Fill in what the tiers hold and have moved; take their blocks off `num_used_host_blocks`."""
+        ...
+
     def check(self, owners: dict[int, int]) -> None:
         """Add the tier's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
         ...
@@ -172,14 +169,9 @@ class LowerTiers(Protocol):
 class NoTiers:
     """The device's memory is all there is."""
 
-    def __init__(self) -> None:
-        self.counters = TierCounters()
-
-    num_disk_blocks = 0
     has_content = False
     has_backlog = False
     must_wait = False
-    num_busy = 0
     num_loadable = 0
 
     def find(self, key: BlockKey) -> int | None:
@@ -207,7 +199,7 @@ class NoTiers:
         """There is none."""
 
     def orders(self, *, may_allocate: bool) -> TierOrders:
-        return TierOrders([], [], [], [])
+        return NO_ORDERS
 
     def update(self, report: DiskReport) -> None:
         raise AssertionError("a worker without a disk tier has nothing to report")
@@ -217,6 +209,9 @@ class NoTiers:
 
     def give_way(self) -> bool:
         return False
+
+    def describe(self, stats: EngineStats) -> None:
+        """There is nothing to tell."""
 
     def check(self, owners: dict[int, int]) -> None:
         """Nothing is owned."""
@@ -255,10 +250,6 @@ class OffloadTiers:
         return bool(self._disk) or any(self._indexes)
 
     @property
-    def num_disk_blocks(self) -> int:
-        return len(self._disk)
-
-    @property
     def has_backlog(self) -> bool:
         # Where swapped requests hold all of the host there is nothing to order, nor to wait for.
         return bool(self._backlog) and (bool(self._storing) or self._host.num_allocatable > 0)
@@ -272,6 +263,7 @@ class OffloadTiers:
 
     @property
     def num_busy(self) -> int:
+        """Host blocks that a transfer, or a request that waits, has a share of."""
         return len(self._wanted_blocks().union(self._storing))
 
     @property
@@ -448,6 +440,20 @@ class OffloadTiers:
         return bool(held)
 
     # -- looking in -------------------------------------------------------------------------------------------------
+
+    def describe(self, stats: EngineStats) -> None:
+        counters = self.counters
+        stats.num_used_host_blocks -= self.num_busy
+        stats.num_offloaded_blocks = len(self._disk)
+        stats.offload_bytes = counters.num_bytes
+        stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
+        stats.disk_cache_hit_blocks_total = counters.num_disk_hits
+        stats.offload_stored_blocks_total = counters.num_stored
+        stats.offload_stored_bytes_total = counters.num_stored * stats.block_bytes
+        stats.offload_store_failures_total = counters.num_store_failures
+        stats.offload_loaded_blocks_total = counters.num_loaded
+        stats.offload_loaded_bytes_total = counters.num_loaded * stats.block_bytes
+        stats.offload_load_failures_total = counters.num_load_failures
 
     def check(self, owners: dict[int, int]) -> None:
         assert not self._bringing, "an order to swap in was left behind"

@@ -57,7 +57,7 @@ class Pins:
     @property
     def num_empty_slots(self) -> int:
         """Slots of one group's pinned blocks that hold no token."""
-        return sum(pin.blocks.capacity - pin.num_tokens for pin in self._pins.values())
+        return sum([pin.blocks.capacity - pin.num_tokens for pin in self._pins.values()])
 
     def add(self, name: str, pin: PinnedPrefix) -> None:
         self._pins[name] = pin

@@ -32,9 +32,9 @@ class InFlight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
-    filled: list[tuple[Sequence, SequenceBlocks | None, int]]
-    """Of `sequences`, those that reach the end of a block or more: with the blocks that they had when the plan was made
-    (who was preempted since may have others by now), and their computed tokens after it."""
+    filled: list[tuple[Sequence, SequenceBlocks, int]]
+    """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
+    made (who was preempted since may have others by now), and their computed tokens after it."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
@@ -47,28 +47,18 @@ def describe_kv(
     stats: EngineStats, kv: KVCacheManager, running: Iterable[Sequence], in_flight: Iterable[InFlight]
 ) -> None:
     """Fill in what the pool, the host pool and the tiers below hold now, and have moved so far."""
-    pool, tiers = kv.pool, kv.tiers
-    stats.num_used_blocks = pool.num_used
+    pool = kv.pool
+    stats.num_used_blocks = num_used = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
     stats.num_shared_blocks = pool.num_shared
     stats.num_pinned_blocks = kv.num_pinned_blocks
     stats.evictions_total = pool.num_evictions
     stats.num_logical_blocks = pool.num_references
     stats.num_wasted_slots = num_wasted_slots(running, kv)
-    stats.num_reserved_slots = num_reserved_slots(in_flight, kv.block_size)
-    stats.num_stored_tokens = pool.num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
-    stats.num_used_host_blocks = kv.host.blocks.num_used - tiers.num_busy
-    counters = tiers.counters
-    stats.num_offloaded_blocks = tiers.num_disk_blocks
-    stats.offload_bytes = counters.num_bytes
-    stats.host_cache_hit_blocks_total = counters.num_host_hits - counters.num_disk_hits
-    stats.disk_cache_hit_blocks_total = counters.num_disk_hits
-    stats.offload_stored_blocks_total = counters.num_stored
-    stats.offload_stored_bytes_total = counters.num_stored * kv.block_bytes
-    stats.offload_store_failures_total = counters.num_store_failures
-    stats.offload_loaded_blocks_total = counters.num_loaded
-    stats.offload_loaded_bytes_total = counters.num_loaded * kv.block_bytes
-    stats.offload_load_failures_total = counters.num_load_failures
+    stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
+    stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
+    stats.num_used_host_blocks = kv.host.blocks.num_used
+    kv.tiers.describe(stats)
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
@@ -91,26 +81,20 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
     return kv.num_groups * (wasted + sum(shared.values())) + kv.num_pinned_empty_slots
 
 
-def num_reserved_slots(in_flight: Iterable[InFlight], block_size: int) -> int:
-    """Slots of used blocks whose tokens are computed by plans in flight. O(their sequences and tokens)."""
+def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
+    """Slots of used blocks whose tokens are computed by plans in flight. O(their
+    sequences; where a plan forks, or several are in flight, their tokens too)."""
     flights = list(in_flight)
-    columns: Iterable[tuple[Sequence, int]]
     if len(flights) == 1 and not flights[0].forked:
-        columns = zip(flights[0].sequences, flights[0].plan.start_positions, strict=True)
-    else:
-        columns = _first_starts(flights).items()
-    reserved = 0
-    shared: dict[int, int] = {}
-    for sequence, start in columns:
-        blocks, end = sequence.blocks, sequence.num_computed_tokens
-        if blocks is None:
-            continue  # ended or preempted meanwhile: what is written is nobody's
-        if blocks.capacity - block_size <= start and end < blocks.capacity and not blocks.tail_shared:
-            # In one block that is not full, and so, not being marked as shared, the sequence's own.
-            reserved += len(blocks.tables) * (end - start)
-        else:
-            _add_slots(shared, blocks, start, end, block_size)
-    return reserved + sum(shared.values())
+        # Nobody has been planned for since, or shares what he writes to: every token has a slot of its own. Who has no
+        # blocks ended or was preempted meanwhile: what is written for him is nobody's.
+        columns = zip(flights[0].sequences, flights[0].plan.num_tokens, strict=True)
+        return kv.num_groups * sum([count for sequence, count in columns if sequence.blocks is not None])
+    slots: dict[int, int] = {}
+    for sequence, start in _first_starts(flights).items():
+        if sequence.blocks is not None:
+            _add_slots(slots, sequence.blocks, start, sequence.num_computed_tokens, kv.block_size)
+    return sum(slots.values())
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:

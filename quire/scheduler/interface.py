@@ -17,7 +17,7 @@ from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
-from quire.stats import EngineStats
+from quire.stats import EngineStats, Load
 from quire.step import StepPlan, StepResult
 
 
@@ -86,7 +86,13 @@ class EngineScheduler(Protocol):
         """The workers have dropped all rows, while no request lives."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """A snapshot of all counters and gauges. O(running sequences)."""
+        ...
+
+    def load(self) -> Load:
+        """A few of them, in constant time."""
+        ...
 
     def snapshot(self) -> KVSnapshot: ...
 

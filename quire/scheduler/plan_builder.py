@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from quire.kv_cache.manager import Growth, SequenceBlocks
-from quire.kv_cache.offload import TierOrders
-from quire.request import Sequence
+from quire.kv_cache.offload import NO_ORDERS
+from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
-
-
-class Mark(NamedTuple):
-    """A point to roll back to: lengths of the columns."""
-
-    batch: int
-    samples: int
-    copies: int
-    replaced: int
-    grown: int
-    forks: int
 
 
 class PlanBuilder:
@@ -31,6 +18,8 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []
         self.start_positions: list[int] = []
         self.num_tokens: list[int] = []
+        self.filled: list[tuple[Sequence, SequenceBlocks, int]] = []
+        """See `InFlight.filled`."""
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
         self.new_sequences: dict[int, NewSequence] = {}
@@ -43,7 +32,7 @@ class PlanBuilder:
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, int]] = []
         """Sequences that are swapped in, and how many of their tokens are computed."""
-        self.transfers = TierOrders([], [], [], [])
+        self.transfers = NO_ORDERS
         """Copies of cached blocks."""
         self.awaits_disk = False
         self.forks: list[SequenceFork] = []
@@ -73,11 +62,6 @@ class PlanBuilder:
         """Whether there is nothing to run and no sequence to swap, not even one that returns with nothing to copy."""
         return not (self.sequences or self.new_sequences or self.swap_out or self.swap_in)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the workers have nothing to do at all."""
-        return self.is_idle and not (self.transfers or self.awaits_disk)
-
     def schedule(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a batch entry, advance the sequence's counters, and sample if this reaches its last token."""
         known = len(sequence.token_ids) + sequence.num_pending_tokens
@@ -91,10 +75,38 @@ class PlanBuilder:
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens
         sequence.num_computed_tokens = end = start + num_tokens
+        blocks = sequence.blocks
+        assert blocks is not None, "a sequence that runs has blocks"
+        if num_tokens > 1 or end == blocks.capacity:
+            self.filled.append((sequence, blocks, end))
         if end == known:
             self.samples.append(sequence)
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
+
+    def place_steady(self, running: list[Sequence], index: int) -> int:
+        """`place` the sequences from `index` on, up to the first that something is to be decided about
+        (`Sequence.steady_until`); returns its index."""
+        first, limit = index, len(running)
+        add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
+        while index < limit:
+            sequence = running[index]
+            start, until = sequence.num_computed_tokens, sequence.steady_until
+            if start >= until:
+                break
+            add_sequence(sequence)
+            add_start(start)
+            add_sample(sequence)
+            sequence.num_computed_tokens = end = start + 1
+            sequence.num_pending_tokens += 1
+            index += 1
+            if end == until and sequence.blocks is not None:
+                self.filled.append((sequence, sequence.blocks, end))
+        count = index - first
+        self.sample_from += range(len(self.num_tokens), len(self.num_tokens) + count)
+        self.num_tokens += [1] * count
+        self.budget -= count
+        return index
 
     def sample(self, sequence: Sequence, batch_index: int) -> None:
         """Draw a token for `sequence` from the logits of a batch entry."""
@@ -102,47 +114,40 @@ class PlanBuilder:
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
 
-    def filled(self, block_size: int) -> list[tuple[Sequence, SequenceBlocks | None, int]]:
-        """See `InFlight.filled`."""
-        columns = zip(self.sequences, self.start_positions, self.num_tokens, strict=True)
-        return [
-            (sequence, sequence.blocks, start + count)
-            for sequence, start, count in columns
-            if start % block_size + count >= block_size
-        ]
-
-    def mark(self) -> Mark:
-        return Mark(
-            len(self.sequences),
-            len(self.samples),
-            len(self.block_copies),
-            len(self.replaced_blocks),
-            len(self.grown),
-            len(self.forks),
-        )
-
-    def rollback(self, mark: Mark) -> None:
-        """Take back everything scheduled since `mark` (entries of one request, which is being preempted)."""
-        for sequence in self.samples[mark.samples :]:
-            sequence.num_pending_tokens -= 1
-        for sequence, count in zip(self.sequences[mark.batch :], self.num_tokens[mark.batch :], strict=True):
+    def rollback(self, request: Request) -> list[tuple[Sequence, Growth]]:
+        """Take back everything scheduled for a request, which is being preempted; its entries are the last ones.
+        Returns what the KV manager did for it, to be undone in this order."""
+        assert all(parent.request is not request for parent, _ in self.forked), "who forks in this step is preempted"
+        while self.samples and self.samples[-1].request is request:
+            self.samples.pop().num_pending_tokens -= 1
+            self.sample_from.pop()
+        while self.sequences and self.sequences[-1].request is request:
+            sequence, count = self.sequences.pop(), self.num_tokens.pop()
+            self.start_positions.pop()
             sequence.num_computed_tokens -= count
             self.budget += count
             self.new_blocks.pop(sequence.seq_id, None)
-        del self.sequences[mark.batch :], self.start_positions[mark.batch :], self.num_tokens[mark.batch :]
-        del self.samples[mark.samples :], self.sample_from[mark.samples :]
-        del self.block_copies[mark.copies :], self.replaced_blocks[mark.replaced :], self.grown[mark.grown :]
-        assert len(self.forks) == mark.forks, "a request that forks in this step cannot be preempted by itself"
+        while self.filled and self.filled[-1][0].request is request:
+            self.filled.pop()
+        undone = []
+        while self.grown and self.grown[-1][0].request is request:
+            undone.append(self.grown.pop())
+            growth = undone[-1][1]
+            del self.block_copies[len(self.block_copies) - len(growth.copies) :]
+            del self.replaced_blocks[len(self.replaced_blocks) - len(growth.replaced) :]
+        return undone
 
     def build(
         self, released: list[int], branches: list[SequenceFork], chosen_tokens: list[tuple[int, int]]
     ) -> StepPlan:
+        seq_ids = [sequence.seq_id for sequence in self.sequences]
+        all_sample = self.samples == self.sequences
         return StepPlan(
             step_id=self.step_id,
-            seq_ids=[sequence.seq_id for sequence in self.sequences],
+            seq_ids=seq_ids,
             start_positions=self.start_positions,
             num_tokens=self.num_tokens,
-            sample_seq_ids=[sequence.seq_id for sequence in self.samples],
+            sample_seq_ids=seq_ids if all_sample else [sequence.seq_id for sequence in self.samples],
             sample_from=self.sample_from,
             new_sequences=list(self.new_sequences.values()),
             new_blocks=self.new_blocks,

@@ -27,7 +27,7 @@ from quire.scheduler.deadlines import Deadlines, timeout_updates
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
-from quire.scheduler.plan_builder import Mark, PlanBuilder
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
@@ -35,7 +35,7 @@ from quire.scheduler.reporting import attach_prompt_logprobs, describe
 from quire.scheduler.running import RunningSet
 from quire.scheduler.sharing import PassedOver, waits_on
 from quire.scheduler.stop import finish_reason
-from quire.stats import EngineStats
+from quire.stats import EngineStats, Load
 from quire.step import Candidates, StepPlan, StepResult
 
 
@@ -158,7 +158,7 @@ class Scheduler:
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
         self.kv.loader.arrive()
         preempted = self._schedule_running(builder, self._make_way(builder, now))
-        if not preempted:
+        if not preempted and self._waiting.first is not None:
             self._admit_waiting(builder, now)
         return self._finish_plan(builder)
 
@@ -192,11 +192,13 @@ class Scheduler:
         tiers = self.kv.tiers
         self.kv.loader.let_go()
         builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
-        if builder.is_idle and not builder.transfers.swap_in and not self._in_flight:
-            builder.awaits_disk |= tiers.must_wait
-        if builder.is_empty:
-            # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
-            return None
+        is_idle = builder.is_idle
+        if is_idle:
+            if not builder.transfers.swap_in and not self._in_flight:
+                builder.awaits_disk |= tiers.must_wait
+            if not (builder.transfers or builder.awaits_disk):
+                # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
+                return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._branching.take())
@@ -204,17 +206,19 @@ class Scheduler:
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
             sequences=builder.sequences,
-            filled=builder.filled(self.kv.block_size),
+            filled=builder.filled,
             samples=builder.samples,
             forked=builder.forked,
             resumed=builder.resumed,
         )
-        self._stats.steps_total += not builder.is_idle
-        self._stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
-        self._stats.copied_blocks_total += len(plan.block_copies)
-        self._stats.swapped_out_blocks_total += len(builder.swap_out)
-        self._stats.swapped_in_blocks_total += len(builder.swap_in)
-        self._stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
+        stats = self._stats
+        stats.steps_total += not is_idle
+        stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
+        stats.copied_blocks_total += len(plan.block_copies)
+        if builder.swap_out or builder.swap_in:
+            stats.swapped_out_blocks_total += len(builder.swap_out)
+            stats.swapped_in_blocks_total += len(builder.swap_in)
+            stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -226,6 +230,7 @@ class Scheduler:
             self.kv.tiers.update(result.disk)
         updates = []
         any_finished = False
+        num_more_tokens = 0  # in updates that bring more than one
         all_logprobs = result.logprobs
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
@@ -235,6 +240,7 @@ class Scheduler:
             if request.beam_search is not None:
                 ended = self._take_candidates(request, sequence, result.candidates[position], now)
                 any_finished |= bool(ended)
+                num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
                 updates += ended
                 continue
             if request.pin and sequence.blocks is None:
@@ -243,16 +249,16 @@ class Scheduler:
             update = SequenceUpdate(request.request_id, sequence.index, [token_id])
             if all_logprobs and position in all_logprobs:
                 update.logprobs = [all_logprobs[position]]
-            if token_id in request.end_token_ids or len(token_ids) >= sequence.max_total_tokens:
+            num_known = len(token_ids)
+            if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
                 describe(update, request, now)
-            # A stop string may end it at any token, which only the front end sees.
-            elif len(token_ids) == request.num_prompt_tokens + 1 or request.params.stop:
+            elif num_known <= sequence.described_until:
                 describe(update, request, now)
             updates.append(update)
-        self._stats.generation_tokens_total += sum([len(update.new_token_ids) for update in updates])
+        self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
             attach_prompt_logprobs(result.prompt_logprobs, sequences, updates)
         if any_finished:
@@ -297,14 +303,11 @@ class Scheduler:
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
         preempted = False
-        place = builder.place
-        request: Request | None = None
-        mark: Mark | None = None
-        for index, sequence in enumerate(running, start=1):  # which preemption shortens, behind this one
-            if sequence.request is not request:
-                request = sequence.request
-                # Of a single sequence there is nothing to take back: it is scheduled after it has grown.
-                mark = builder.mark() if len(request.sequences) > 1 else None
+        index = 0
+        while (index := builder.place_steady(running, index)) < len(running):
+            sequence = running[index]
+            index += 1  # preemption shortens what is behind it
+            request = sequence.request
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
             start = sequence.num_computed_tokens
@@ -329,16 +332,18 @@ class Scheduler:
                 while growth is None:
                     victim = running[-1].request
                     preempted = True
-                    if victim is request and mark is not None:
-                        self._roll_back(builder, mark)
+                    if victim is request:
+                        self._roll_back(builder, request)
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
                     growth = kv.append(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
-            place(sequence, start, num_tokens, known)
+            builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
+            if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+                sequence.steady_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
@@ -452,12 +457,11 @@ class Scheduler:
                 builder.sample(child, batch_index)
         builder.forked.append((parent, children))
 
-    def _roll_back(self, builder: PlanBuilder, mark: Mark) -> None:
+    def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
         """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
-        for sequence, growth in reversed(builder.grown[mark.grown :]):
+        for sequence, growth in builder.rollback(request):
             assert sequence.blocks is not None
             self.kv.undo(sequence.blocks, growth)
-        builder.rollback(mark)
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take back all blocks and rows of a running request; it is swapped out, or recomputes."""
@@ -484,7 +488,7 @@ class Scheduler:
     def _commit(self, in_flight: InFlight) -> None:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
         for sequence, blocks, end in in_flight.filled:
-            if blocks is not None and sequence.blocks is blocks:
+            if sequence.blocks is blocks:
                 self.kv.commit(blocks, sequence.token_ids, end)
         for sequence, num_computed in in_flight.resumed:
             if sequence.blocks is not None:
@@ -516,6 +520,7 @@ class Scheduler:
 
     def _drop_row(self, sequence: Sequence) -> None:
         """Let the workers drop a sequence's row with the next plan."""
+        sequence.steady_until = 0
         if self._branching.forget(sequence):
             self._released.append(sequence.seq_id)
 
@@ -553,8 +558,16 @@ class Scheduler:
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
         # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
-        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
+        stats.num_swapped = 0
+        if stats.num_preempted:
+            stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
+
+    def load(self) -> Load:
+        """Of the statistics what takes no counting."""
+        num_waiting = len(self._waiting)
+        num_running = len(self._requests) - num_waiting
+        return Load(num_running, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
         """Every block and every live request, to look at. O(blocks + table entries)."""

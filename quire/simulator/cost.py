@@ -116,6 +116,8 @@ class CostModel:
         self._layers = shape.layers_per_stage(self.layout.pp)
         self._moe_layers = min(self._layers, -(-shape.num_moe_layers * self._layers // shape.num_layers))
         self._half_rows = hardware.half_rows
+        self._decode_seconds: dict[int, float] = {}
+        """Sequences that compute one token each -> `_rows_seconds` of such a step."""
         self._products = _merged(self._dense_products())
         self._logits = self._logits_product()
         self._attention = [self._attention_of(shape.windows.count(window)) for window in self.windows]
@@ -207,14 +209,12 @@ class CostModel:
         tokens, sampled = work.num_tokens, work.num_sampled
         if not tokens:
             return 0.0
-        rows = tokens + self._half_rows
-        total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
-        total += work.num_new * self._per_new_sequence
-        for per_row, weights, row_bytes in self._flat_products:
-            by_peak, by_bandwidth = rows * per_row, weights + tokens * row_bytes
-            total += by_peak if by_peak > by_bandwidth else by_bandwidth
-        if self._moe_layers:
-            total += self._expert_seconds(tokens)
+        if tokens == work.num_decodes and not work.num_new:
+            total = self._decode_seconds.get(tokens)
+            if total is None:
+                total = self._decode_seconds[tokens] = self._rows_seconds(work)
+        else:
+            total = self._rows_seconds(work)
         if work.num_decodes:
             for context, seconds in zip(work.decode_context, self._flat_decode, strict=True):
                 total += context * seconds
@@ -228,6 +228,19 @@ class CostModel:
             total += sampled * self._sum_per_sampled + self._product_seconds(self._logits, sampled)
         if work.num_copied_blocks:
             total += self._copies(work)
+        return total
+
+    def _rows_seconds(self, work: StepWork) -> float:
+        """Everything that depends on numbers of tokens and sequences alone."""
+        tokens = work.num_tokens
+        rows = tokens + self._half_rows
+        total = self._sum_constant + tokens * self._sum_per_token + work.num_sequences * self._per_sequence
+        total += work.num_new * self._per_new_sequence
+        for per_row, weights, row_bytes in self._flat_products:
+            by_peak, by_bandwidth = rows * per_row, weights + tokens * row_bytes
+            total += by_peak if by_peak > by_bandwidth else by_bandwidth
+        if self._moe_layers:
+            total += self._expert_seconds(tokens)
         return total
 
     def _product_seconds(self, product: Product, rows: float) -> float:

@@ -29,10 +29,11 @@ from quire.step import Candidates, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
-    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment."""
+    """A result that is there at a moment of the virtual clock: taking it moves the clock to that moment. Nothing else
+    may be asked of it."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
-        super().__init__()
+        # Not Future's own: a lock and a condition for each step, and nobody ever waits for this one.
         self._clock = clock
         self._ready = ready
         self._step_result = result
@@ -101,15 +102,15 @@ class SimulatedExecutor:
         return f"simulated {self._cost.hardware.title}, {self._cost.layout}"
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        cost, hardware = self._cost, self._cost.hardware
+        cost, hardware, clock = self._cost, self._cost.hardware, self._clock
         work = StepWork.of(plan, cost.windows)
-        idle = self._clock.now() - self._device_free
-        self._clock.advance(
+        idle = clock.now() - self._device_free
+        clock.advance(
             hardware.host_overhead
             + work.num_sequences * hardware.host_overhead_per_sequence
             + work.num_new * hardware.host_overhead_per_new_sequence
         )
-        begin = max(self._clock.now(), self._device_free)
+        begin = max(clock.now(), self._device_free)
         model = cost.step_seconds(work, overlapped=self._is_overlapped)
         if idle > IDLE_SECONDS:
             model += hardware.wake_overhead
@@ -126,7 +127,7 @@ class SimulatedExecutor:
         self.num_steps += 1
         # Who computes nothing waits for what it moves.
         ready = end if work.num_tokens else self._device_free
-        return SimulatedFuture(self._clock, ready, self._result(plan))
+        return SimulatedFuture(clock, ready, self._result(plan))
 
     def idle(self) -> bool:
         """Nothing can wait: there is nothing to prepare."""
@@ -148,6 +149,7 @@ class SimulatedExecutor:
         streams = self._streams
         streams.follow(plan)
         result = StepResult(plan.step_id, streams.sample(plan))
-        for index, token_ids, scores in streams.beams(plan):
-            result.candidates[index] = Candidates(token_ids, scores)
+        if streams.has_beams:
+            for index, token_ids, scores in streams.beams(plan):
+                result.candidates[index] = Candidates(token_ids, scores)
         return result

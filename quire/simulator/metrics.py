@@ -114,7 +114,7 @@ def _middle(number: int) -> float:
     return math.exp((number + 0.5) * BIN_WIDTH) if number > -(1 << 40) else 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Moments:
     """Averages over time of a bin of a time series, each weighted by how long it held."""
 
@@ -141,16 +141,16 @@ class TimeSeries:
         self.width = width
         self.bins: list[Moments] = []
 
-    def add(self, start: float, moments: Moments) -> None:
-        """Integrals (value times seconds) over an interval that begins at `start`. A step is short beside a bin: it
-        counts where it begins."""
+    def at(self, start: float) -> Moments:
+        """The bin of a moment, to add integrals (value times seconds) to. A step is short beside a bin: it counts where
+        it begins."""
         number = int(start / self.width)
         while number >= NUM_BINS:
             self._widen()
             number = int(start / self.width)
         while number >= len(self.bins):
             self.bins.append(Moments())
-        self.bins[number].add(moments)
+        return self.bins[number]
 
     def merge(self, other: TimeSeries) -> None:
         """Add another replica's."""
@@ -158,7 +158,7 @@ class TimeSeries:
             self._widen()
         ratio = self.width / other.width
         for number, moments in enumerate(other.bins):
-            self.add((number + 0.5) / ratio * self.width, moments)
+            self.at((number + 0.5) / ratio * self.width).add(moments)
 
     def _widen(self) -> None:
         merged = []

@@ -25,7 +25,7 @@ from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import kv_cache_bytes
-from quire.simulator.metrics import Metrics, Moments
+from quire.simulator.metrics import Metrics
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
@@ -209,6 +209,8 @@ class Replica:
         self._observer = observer or Observer()
         self._live: dict[str, _Live] = {}
         self._num_offered = 0
+        self._load = self.core.scheduler.load()
+        """After the last step."""
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -284,25 +286,21 @@ class Replica:
         num_tokens = self._take(outputs.updates, now)
         for refusal in outputs.refusals:
             self._refuse(refusal.request_id, refusal.message)
-        stats = outputs.stats
-        assert stats is not None, "a step reports its statistics"
+        load, last = self.core.scheduler.load(), self._load
         seconds, metrics = now - started, self.metrics
         if seconds:
+            running, used_blocks = seconds * load.num_running, seconds * load.num_used_blocks
             metrics.step_seconds += seconds
-            metrics.running_seconds += seconds * stats.num_running
-            metrics.kv_seconds += seconds * stats.num_used_blocks / metrics.num_blocks
-            metrics.series.add(
-                started,
-                Moments(
-                    seconds,
-                    seconds * stats.num_running,
-                    seconds * stats.num_waiting,
-                    seconds * stats.num_used_blocks,
-                    stats.preemptions_total - metrics.stats.preemptions_total,
-                    num_tokens,
-                ),
-            )
-        metrics.stats = stats
+            metrics.running_seconds += running
+            metrics.kv_seconds += used_blocks / metrics.num_blocks
+            moments = metrics.series.at(started)
+            moments.seconds += seconds
+            moments.running += running
+            moments.waiting += seconds * load.num_waiting
+            moments.used_blocks += used_blocks
+            moments.preemptions += load.preemptions_total - last.preemptions_total
+            moments.tokens += num_tokens
+        self._load = load
         if self._observer.on_step is not None:
             self._observer.on_step(self.core, seconds)
 

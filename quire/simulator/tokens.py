@@ -74,11 +74,13 @@ class Streams:
             for seq_id, source in zip(plan.sample_seq_ids, plan.sample_from, strict=True)
         ]
 
+    @property
+    def has_beams(self) -> bool:
+        return bool(self._num_candidates)
+
     def beams(self, plan: StepPlan) -> Iterator[tuple[int, list[int], list[float]]]:
         """(index among the samples, tokens, scores) of beams: distinct tokens with falling scores, the gaps between
         them drawn from an exponential distribution by a hash of step and place."""
-        if not self._num_candidates:
-            return
         for index, seq_id in enumerate(plan.sample_seq_ids):
             number = self._num_candidates.get(seq_id)
             if number is not None:

@@ -44,6 +44,7 @@ class StepWork(msgspec.Struct, kw_only=True):
         """What a plan computes. Sums over its columns; with windows, or chunks, a step of Python for each."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
+        none = [0] * len(windows)
         chunks: list[tuple[int, int]] = []
         if num_tokens != num_sequences:
             chunks = [(start, count) for start, count in zip(starts, counts, strict=True) if count > 1]
@@ -51,21 +52,25 @@ class StepWork(msgspec.Struct, kw_only=True):
         decode_starts = starts
         if chunks:
             decode_starts = [start for start, count in zip(starts, counts, strict=True) if count == 1]
-        return cls(
+        work = cls(
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             num_sampled=len(plan.sample_seq_ids),
             num_new=len(plan.new_sequences),
-            num_chunks=len(chunks),
             num_decodes=num_decodes,
             decode_context=[_decode_context(decode_starts, num_decodes, window) for window in windows],
-            prefill_context=[sum(_chunk_context(*chunk, window) for chunk in chunks) for window in windows],
-            prefill_pairs=[sum(_chunk_pairs(*chunk, window) for chunk in chunks) for window in windows],
+            prefill_context=none,
+            prefill_pairs=none,
             num_copied_blocks=len(plan.block_copies),
-            num_swapped_out=len(plan.swap_out),
-            num_swapped_in=len(plan.swap_in),
-            waits_for_swap=bool(plan.swap_out) and _hands_out_saved(plan),
         )
+        if chunks:
+            work.num_chunks = len(chunks)
+            work.prefill_context = [sum(_chunk_context(*chunk, window) for chunk in chunks) for window in windows]
+            work.prefill_pairs = [sum(_chunk_pairs(*chunk, window) for chunk in chunks) for window in windows]
+        if plan.swap_out or plan.swap_in:
+            work.num_swapped_out, work.num_swapped_in = len(plan.swap_out), len(plan.swap_in)
+            work.waits_for_swap = bool(plan.swap_out) and _hands_out_saved(plan)
+        return work
 
 
 def _decode_context(starts: Sequence[int], count: int, window: int | None) -> int:

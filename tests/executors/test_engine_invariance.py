@@ -64,7 +64,6 @@ def run(model_path: Path, **options: Any) -> tuple[dict[Any, Any], int]:
     for request in requests():
         core.handle(AddRequest(request))
     found: dict[Any, Any] = {}
-    preemptions = 0
     while core.has_work:
         outputs = core.step()
         for update in outputs.updates:
@@ -75,8 +74,7 @@ def run(model_path: Path, **options: Any) -> tuple[dict[Any, Any], int]:
                 found.setdefault((*key, "prompt"), []).extend(update.prompt_logprobs.entries)
             if update.finish_reason is not None:
                 found[*key, "reason"] = update.finish_reason
-        if outputs.stats is not None:
-            preemptions = outputs.stats.preemptions_total
+    preemptions = core.stats().preemptions_total
     core.shutdown()
     return found, preemptions
 

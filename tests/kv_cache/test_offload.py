@@ -13,6 +13,7 @@ from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import DiskReport
 
 NUM_GROUPS = 2
+NUM_DEVICE_BLOCKS = 1000
 KEYS = [(group, bytes([number]) * 32) for group in range(NUM_GROUPS) for number in range(8)]
 
 
@@ -24,8 +25,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @initialize(num_host_blocks=st.integers(1, 16), stored=st.sets(st.sampled_from(KEYS)))
     def start(self, num_host_blocks: int, stored: set[BlockKey]) -> None:
-        self.device = [PrefixIndex() for _ in range(NUM_GROUPS)]
-        indexes = [PrefixIndex() for _ in range(NUM_GROUPS)]
+        self.device = [PrefixIndex(NUM_DEVICE_BLOCKS) for _ in range(NUM_GROUPS)]
+        indexes = [PrefixIndex(num_host_blocks + 1) for _ in range(NUM_GROUPS)]
         self.host = BlockPool(num_host_blocks + 1, indexes)
         self.tiers = OffloadTiers(self.device, self.host, indexes)
         self.files = set(stored)
@@ -73,12 +74,7 @@ class TiersMachine(RuleBasedStateMachine):
         orders = self.tiers.orders(may_allocate=may_allocate)
         for device, host in orders.swap_out:
             assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
-            self.content[host] = next(
-                (group, block_hash)
-                for group, index in enumerate(self.device)
-                for block_hash, block in index.items()
-                if block == device
-            )
+            self.content[host] = next(key for key in KEYS if self.device[key[0]].find(key[1]) == device)
         assert [self.content.get(host) for host, _ in orders.swap_in] == wanted
         for host, group, block_hash in orders.disk_stores:
             assert self.content.get(host) == (group, block_hash)
@@ -162,7 +158,7 @@ class TiersMachine(RuleBasedStateMachine):
 def test_random_transfers() -> None:
     run_state_machine_as_test(
         TiersMachine,
-        settings=settings(max_examples=300, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
+        settings=settings(max_examples=600, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
     )
     assert TiersMachine.num_hits > 100
     assert TiersMachine.num_failures > 10

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
+from quire.kv_cache.manager import Growth
 from quire.request import EngineRequest, FinishReason, Request, Sequence
 from quire.sampling_params import SamplingParams
-from quire.scheduler.plan_builder import Mark, PlanBuilder
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import RequestQueue
 from quire.step import SequenceSampling
 from tests.fakes.core import CoreDriver, generate_alone, make_config
@@ -172,11 +173,13 @@ def test_siblings_scheduled_before_their_request_is_preempted_are_taken_back(
     taken_back: Counter[str] = Counter()
     rollback = PlanBuilder.rollback
 
-    def count(self: PlanBuilder, mark: Mark) -> None:
-        taken_back["samples"] += len(self.samples) - mark.samples
-        taken_back["copies"] += len(self.block_copies) - mark.copies
+    def count(self: PlanBuilder, request: Request) -> list[tuple[Sequence, Growth]]:
+        before = len(self.samples), len(self.block_copies)
         taken_back["new blocks"] += bool(self.new_blocks)
-        rollback(self, mark)
+        undone = rollback(self, request)
+        taken_back["samples"] += before[0] - len(self.samples)
+        taken_back["copies"] += before[1] - len(self.block_copies)
+        return undone
 
     monkeypatch.setattr(PlanBuilder, "rollback", count)
     requests = {"first": (prompt(4), {"max_tokens": 40}), "trio": (prompt(17, start=4), {"n": 3, "max_tokens": 14})}

@@ -157,8 +157,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin_or_abort_a_pin(self, data) -> None:  # type: ignore[no-untyped-def]
         if self.prefixes:
-            name = self.prefixes[-data.draw(st.integers(1, min(2, len(self.prefixes))))]
-            if self.driver.scheduler.kv.is_pinned(name):
+            pinned = [name for name in self.prefixes if self.driver.scheduler.kv.is_pinned(name)]
+            name = data.draw(st.sampled_from([*pinned, self.prefixes[-1]]))
+            if name in pinned:
                 self.driver.scheduler.unpin(name)
                 self.totals["unpins"] += 1
             else:

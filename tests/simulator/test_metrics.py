@@ -63,7 +63,7 @@ def test_no_values_have_no_percentiles() -> None:
 def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, int]]) -> None:
     series = TimeSeries()
     for start, seconds, running in entries:
-        series.add(start, Moments(seconds=seconds, running=seconds * running, preemptions=running))
+        series.at(start).add(Moments(seconds=seconds, running=seconds * running, preemptions=running))
     assert len(series.bins) <= NUM_BINS
     assert sum(each.seconds for each in series.bins) == pytest.approx(sum(seconds for _, seconds, _ in entries))
     assert sum(each.preemptions for each in series.bins) == sum(running for _, _, running in entries)
@@ -75,8 +75,8 @@ def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, i
 def test_series_of_different_widths_merge(first: float, second: float) -> None:
     one, other = TimeSeries(), TimeSeries()
     for number in range(100):
-        one.add(first * number / 100, Moments(seconds=1.0, tokens=2))
-        other.add(second * number / 100, Moments(seconds=1.0, tokens=3))
+        one.at(first * number / 100).add(Moments(seconds=1.0, tokens=2))
+        other.at(second * number / 100).add(Moments(seconds=1.0, tokens=3))
     one.merge(other)
     assert sum(each.tokens for each in one.bins) == 500
     assert sum(each.seconds for each in one.bins) == 200

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import types
+from collections.abc import Sized
 from dataclasses import replace
 
 import pytest
@@ -230,3 +233,30 @@ def test_an_idle_clock_stands_where_it_was_told() -> None:
     result = replica.finish()
     assert isinstance(result, Metrics)
     assert result.end > 7.5
+
+
+def _size(root: object) -> int:
+    """Entries of all containers that an object reaches, each counted once. Code is left out."""
+    seen: dict[int, object] = {}
+    found = [root]
+    while found:
+        each = found.pop()
+        if id(each) not in seen and not isinstance(each, type | types.ModuleType | types.FunctionType):
+            seen[id(each)] = each
+            found += gc.get_referents(each)
+    return sum(len(each) for each in seen.values() if isinstance(each, Sized) and not isinstance(each, str | bytes))
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the pool is full of cached blocks and the results have as many entries as they ever get, there is no more to
+    be kept of four times as many requests."""
+    monkeypatch.setattr("quire.simulator.metrics.EXACT", 100)
+    monkeypatch.setattr("quire.simulator.metrics.BIN_WIDTH", 1.0)
+    monkeypatch.setattr("quire.simulator.metrics.NUM_BINS", 16)
+    sizes = []
+    for count in (500, 2000):
+        replica = Replica(make_cost(), settings(num_blocks_override=120, queue_depth=2))
+        replica.run(stream("sharegpt", Arrivals(20.0, num_requests=count)))
+        assert replica.metrics.stats.num_cached_blocks > 100
+        sizes.append(_size(replica))
+    assert sizes[1] < sizes[0] + 50, sizes

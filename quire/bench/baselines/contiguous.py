@@ -32,7 +32,7 @@ from quire.scheduler.deadlines import Deadlines, timeout_updates
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.reporting import attach_prompt_logprobs, describe
 from quire.scheduler.stop import finish_reason
-from quire.stats import EngineStats
+from quire.stats import EngineStats, Load
 from quire.step import Candidates, SequenceFork, StepPlan, StepResult
 
 
@@ -223,7 +223,7 @@ class ContiguousScheduler(ABC):
         copies, self._copies = self._copies, []
         untold, self._untold = self._untold, {}
         self._plan(builder, now)
-        if builder.is_empty:
+        if builder.is_idle:
             self._copies, self._untold = copies, untold
             return None
         for sequence, blocks in untold.items():
@@ -372,6 +372,12 @@ class ContiguousScheduler(ABC):
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
+
+    def load(self) -> Load:
+        """Of the statistics what takes no counting."""
+        num_waiting = len(self._waiting)
+        num_running = len(self._requests) - num_waiting
+        return Load(num_running, num_waiting, self.kv.num_used_blocks, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
         """Every block and every live request, to look at."""

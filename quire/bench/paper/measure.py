@@ -111,9 +111,8 @@ def run(
         outputs = core.step()
         for refusal in outputs.refusals:
             raise QuireError(f"the engine refused {refusal.request_id}: {refusal.message}")
-        assert outputs.stats is not None, "a step reports its statistics"
-        on_done(outputs.stats.finished_requests_total - stats.finished_requests_total)
-        stats = outputs.stats
+        num_finished, stats = stats.finished_requests_total, core.stats()
+        on_done(stats.finished_requests_total - num_finished)
         if stats.num_used_blocks:
             usage.add(stats)
     usage.num_generated_tokens = stats.generation_tokens_total - before.generation_tokens_total

@@ -95,7 +95,7 @@ class Window:
             usage.stored, usage.reserved, usage.wasted = (part / seconds for part in slots)
         if sums.logical:
             usage.saved = 1 - sums.used / sums.logical
-        usage.num_preemptions = replica.metrics.stats.preemptions_total
+        usage.num_preemptions = replica.core.stats().preemptions_total
         usage.num_finished = sums.num_finished
         if sums.num_finished:
             usage.normalized_latency = sums.latency / sums.num_finished
@@ -122,7 +122,7 @@ class _Sums:
     def look(self, replica: Replica, seconds: float) -> None:
         if replica.clock.now() < self.begin:
             return
-        stats = replica.metrics.stats
+        stats = replica.core.stats()
         self.seconds += seconds
         self.running += seconds * stats.num_running
         self.used += stats.num_used_blocks
@@ -189,7 +189,7 @@ class Curve:
         num_offered = num_tokens = 0
         end = (1 + WARM_UP) * self.seconds / 2
         while replica.clock.now() < end:
-            for _ in range(MIN_WAITING - replica.metrics.stats.num_waiting):
+            for _ in range(MIN_WAITING - replica.core.scheduler.load().num_waiting):
                 request = next(requests)
                 replica.offer(request)
                 num_offered += 1
