@@ -104,7 +104,7 @@ class Hardware:
     new_sequence_overhead: float = 0.0
     host_overhead_per_new_sequence: float = 0.0
     wake_overhead: float = 0.0
-    jitter: Jitter = Jitter()
+    jitter: Jitter = field(default_factory=Jitter)
     source: str = ""
     kind: str = "gpu"
 

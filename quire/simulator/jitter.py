@@ -4,8 +4,9 @@ The cost model says what a step usually takes. Neighbours, the operating system 
 many values, and not independent ones: what slows a step often slows the next hundred. Means of latencies hardly need to
 know; their 99th percentiles do. So a profile may hold the distribution of measured over expected step time, for steps
 in which every sequence computes one token and for those with longer chunks, how much of that scatter lasts how long,
-and how often a step stalls: rare delays that come one by one and are as long in a short step as in a long one. Profiles
-hold none of it unless it was fitted to a log (quire/simulator/jitter_fit.py).
+and how often a step with single tokens stalls: rare delays that come one by one and have a length of their own. (Steps
+with chunks are long beside a stall: their distribution holds it.) Profiles have no jitter unless it was fitted to a log
+(quire/simulator/jitter_fit.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Jitter:
     """single, chunks: the distribution of the ratio of a step's time to the expected one, as (level, ratio), levels
     rising to 1: between the level before and this one it is `ratio` (the mean of what was measured there); without
     any, 1. lasting: (seconds, share) of the scatter that is forgotten over so long (to 1/e); the rest of it is drawn
-    anew in every step. stalls: (seconds, how many of them in a second of work), which come on top.
+    anew in every step. stalls: (seconds, how many of them in a second of work on single tokens), which come on top.
     """
 
     single: Pairs = ()
@@ -46,7 +47,9 @@ class Jitter:
                 raise UserError(f"the jitter of {name} must have levels that rise to 1, and ratios above 0", param=name)
         shares = [share for _, share in self.lasting]
         if any(seconds <= 0 for seconds, _ in self.lasting) or min(shares, default=0) < 0 or sum(shares) > 1 + 1e-9:
-            raise UserError("the jitter's lasting needs seconds above 0, and shares of at most 1 in all", param="lasting")
+            raise UserError(
+                "the jitter's lasting needs seconds above 0, and shares of at most 1 in all", param="lasting"
+            )
         if any(seconds < 0 or rate < 0 for seconds, rate in self.stalls):
             raise UserError("the jitter's stalls must have seconds and rates of at least 0", param="stalls")
 
@@ -91,7 +94,8 @@ class DrawnScatter:
         self._rates = list(accumulate(rate for _, rate in jitter.stalls))
 
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
-        return expected * self._ratio(now, has_chunks) + self._stalled(expected)
+        taken = expected * self._ratio(now, has_chunks)
+        return taken if has_chunks else taken + self._stalled(expected)
 
     def _stalled(self, expected: float) -> float:
         """Seconds of the one stall that may be in a step. Steps are short beside the time between two stalls."""

@@ -23,7 +23,7 @@ LASTING = (0.01, 0.1, 1.0, 10.0)
 """Seconds over which parts of the scatter fade."""
 LEAST_SHARE = 0.01
 STALLED = 2.0
-"""A step that takes so many times what it should has stalled."""
+"""A step with single tokens that takes so many times what it should has stalled."""
 NUM_STALLS = 8
 """Lengths of stalls that are told apart."""
 
@@ -31,8 +31,8 @@ NUM_STALLS = 8
 def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: Flags) -> Jitter:
     """measured, expected: seconds of each step, in the order of the log. begins: when each began, in seconds (several
     logs may follow each other: what goes back in time is no pair). has_chunks: the kind of each."""
-    is_stalled = measured > STALLED * expected
-    stalls = _stalls((measured - expected)[is_stalled], float(expected.sum()))
+    is_stalled = (measured > STALLED * expected) & ~has_chunks
+    stalls = _stalls((measured - expected)[is_stalled], float(expected[~has_chunks].sum()))
     if stalls:
         measured, expected, begins, has_chunks = (
             column[~is_stalled] for column in (measured, expected, begins, has_chunks)
@@ -47,7 +47,7 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
-    """Lengths, and how many of each in a second; worked: seconds of all steps. None of so few that they say nothing."""
+    """Lengths, and how many of each in a second; worked: seconds of all such steps. None of so few that they say nothing."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)

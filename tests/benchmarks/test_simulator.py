@@ -99,7 +99,8 @@ def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
     header, records, runs = measured_runs(replace(TRUE, jitter=JITTER), SHAPE, tmp_path, 150.0)
     rows = predict.compare(SHAPE, find(predict.BASE), header, records, runs)["rows"]
     for name, row in rows.items():
-        tolerance = 0.08 if name.endswith("P99") else 0.04
+        # Of 600 requests: the measured run is one draw of a scatter that lasts a second.
+        tolerance = 0.1 if name.endswith("P99") else 0.05
         assert row["predicted"] == pytest.approx(row["measured"], rel=tolerance), name
     assert rows["TPOT P99"]["without_jitter"] < 0.9 * rows["TPOT P99"]["measured"]
 

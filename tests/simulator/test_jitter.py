@@ -187,5 +187,3 @@ def _at(table: tuple[tuple[float, float], ...], level: float) -> float:
 def _widths(table: tuple[tuple[float, float], ...]) -> list[tuple[float, float]]:
     ends = [level for level, _ in table]
     return [(ratio, end - low) for (end, ratio), low in zip(table, [0.0, *ends], strict=False)]
-
-
