@@ -57,7 +57,7 @@ DEFAULTS = {"bundled": ("sharegpt:2", "alpaca:12"), "smollm2-135m": ("sharegpt:0
 WARM_UP_SECONDS = 5.0
 QUANTITIES = ("TTFT mean", "TTFT P99", "TPOT mean", "TPOT P99")
 HELD_SECONDS = 1.0
-REPEATS = 3
+REPEATS = 8
 RESAMPLES = 500
 
 

@@ -34,9 +34,8 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
     is_stalled = (measured > STALLED * expected) & ~has_chunks
     stalls = _stalls((measured - expected)[is_stalled], float(expected[~has_chunks].sum()))
     if stalls:
-        measured, expected, begins, has_chunks = (
-            column[~is_stalled] for column in (measured, expected, begins, has_chunks)
-        )
+        measured, expected, begins = (column[~is_stalled] for column in (measured, expected, begins))
+        has_chunks = has_chunks[~is_stalled]
     ratios = measured / expected
     scores = np.zeros_like(ratios)
     tables: list[Pairs] = []
@@ -47,7 +46,7 @@ def fit_jitter(measured: Vector, expected: Vector, begins: Vector, has_chunks: F
 
 
 def _stalls(seconds: Vector, worked: float) -> Pairs:
-    """Lengths, and how many of each in a second; worked: seconds of all such steps. None of so few that they say nothing."""
+    """Lengths, and how many of each in a second; worked: seconds of all such steps. None if they are few."""
     ordered = np.sort(seconds)
     parts = np.array_split(ordered, min(NUM_STALLS, len(ordered) // FEWEST)) if len(ordered) >= FEWEST else []
     return tuple((float(part.mean()), len(part) / worked) for part in parts)

@@ -102,7 +102,7 @@ def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
         # Of 600 requests: the measured run is one draw of a scatter that lasts a second.
         tolerance = 0.1 if name.endswith("P99") else 0.05
         assert row["predicted"] == pytest.approx(row["measured"], rel=tolerance), name
-    assert rows["TPOT P99"]["without_jitter"] < 0.9 * rows["TPOT P99"]["measured"]
+    assert rows["TPOT P99"]["without_jitter"] < 0.93 * rows["TPOT P99"]["measured"]
 
 
 def test_runs_that_something_else_held_up_are_left_out(tmp_path: Path) -> None:
