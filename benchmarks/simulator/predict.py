@@ -1,15 +1,19 @@
 """Predicted against measured latencies of the engine on this machine.
 
-    python benchmarks/simulator/predict.py [--model bundled|smollm2-135m|DIR] [--seconds 120] [--rounds 3] [--json FILE]
+    python benchmarks/simulator/predict.py [--model bundled|smollm2-135m|DIR] [--seconds 15] [--rounds 10] [--json FILE]
 
 One engine with a step log serves runs of requests that arrive as a Poisson process, through its core and with the
 machine's own clock: a run of the calibrated workload, one of the predicted workload, and so on in turns, so that each
-predicted run has a calibrated one right before and right after it. A round fits the factors of the cost model to the
-steps of those two, simulates the very requests of the run between them, and compares the mean and the P99 of the time
-to the first token (TTFT) and of the time per further token (TPOT). The last rows are medians over the rounds. Workloads
-are NAME:RATE, a name of `quire simulate --workload` and requests a second; they should differ in lengths and in rate.
+predicted run has a calibrated one right before and right after it and both see the same machine. The factors and the
+jitter of the cost model are fitted to the steps of all calibrated runs. The very requests of the predicted runs are
+simulated with these, REPEATS times with other seeds, and without the jitter. The table compares the mean and the P99 of
+the time to the first token (TTFT) and of the time per further token (TPOT) over the requests of all predicted runs, and
+says between which values the measured number would lie in 95 % of such samples of requests (bootstrap): the P99 of a
+thousand requests is the tenth largest of them. Workloads are NAME:RATE, a name of `quire simulate --workload` and
+requests a second; they should differ in lengths and in rate.
 
-The machine must be quiet: what else runs on it lengthens some steps and not others.
+The machine must be quiet: what else runs on it lengthens some steps and not others. A run in which a step took longer
+than HELD_SECONDS, because something else held the cores, is left out and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,9 +42,9 @@ from quire.engine.messages import AddRequest
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.simulator.calibration import Fit
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, to_json
+from quire.simulator.jitter import Jitter
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape, built_in, find_shape
 from quire.simulator.trace import TraceRequest
@@ -47,10 +52,13 @@ from quire.simulator.workloads import Arrivals, stream
 
 BASE = "cpu-2-core-avx512"
 LIMITS = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks_override": 2048}
-DEFAULTS = {"bundled": ("sharegpt:3", "alpaca:20"), "smollm2-135m": ("sharegpt:0.5", "alpaca:3")}
-"""Model -> calibrated workload, predicted workload: somewhat above and below half of what two cores can serve."""
+DEFAULTS = {"bundled": ("sharegpt:2", "alpaca:12"), "smollm2-135m": ("sharegpt:0.6", "alpaca:2.2")}
+"""Model -> calibrated workload, predicted workload: about half of what two cores can serve."""
 WARM_UP_SECONDS = 5.0
 QUANTITIES = ("TTFT mean", "TTFT P99", "TPOT mean", "TPOT P99")
+HELD_SECONDS = 1.0
+REPEATS = 8
+RESAMPLES = 500
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="bundled", help="bundled, smollm2-135m (random weights), or a directory")
     parser.add_argument("--calibrate-on", metavar="NAME:RATE", help="default: sharegpt, at a rate for the model")
     parser.add_argument("--predict", metavar="NAME:RATE", help="default: alpaca, at a rate for the model")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each run (120)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each run (15)")
+    parser.add_argument("--rounds", type=int, default=10, help="predicted runs (10)")
+    parser.add_argument("--gpu", metavar="NAME", default=BASE, help=f"the profile to begin with ({BASE}), or its file")
     parser.add_argument("--num-threads", type=int, help="of the engine (default: one per core)")
     parser.add_argument("--queue-depth", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -94,21 +103,13 @@ def main() -> int:
         engine = engine_options(options.model, Path(name), options.num_threads, options.queue_depth, log)
         runs = serve_in_turns(engine, workloads, options.seconds, options.rounds)
         header, records = read_step_log(log)
-    base, shape = find(BASE), find_shape(options.model)
-    rounds = []
-    for number in range(options.rounds):
-        before, between, after = runs[2 * number : 2 * number + 3]
-        steps = [*steps_of(before, records), *steps_of(after, records)]
-        rounds.append(compare(shape, base, header, steps, between))
-        show(number, rounds[-1])
+    base, shape = find(options.gpu), find_shape(options.model)
+    result = compare(shape, base, header, records, runs)
     if options.profile:
-        steps = [record for run in runs[::2] for record in steps_of(run, records)]
-        fitted = calibrate_run(shape, base, header, steps).hardware
-        source = f"fitted to {len(steps):,} steps of {options.model} ({header.backend})"
-        options.profile.write_text(json.dumps(to_json(replace(fitted, source=source)), indent=2) + "\n")
-    result = summary(rounds)
-    show_summary(options.model, workloads, result)
+        write_profile(options.profile, result.pop("hardware"), f"{options.model} ({header.backend})")
+    show(options.model, workloads, result)
     if options.json:
+        result.pop("hardware", None)
         options.json.write_text(json.dumps({"model": options.model, "workloads": workloads, **result}, indent=2))
     return 0
 
@@ -154,19 +155,20 @@ def drive(
     the simulator: whoever arrived during a step is handed over before the next one."""
     chance = random.Random(0)
     first_step = core.stats().steps_total
+    live, waiting = dict[str, TraceRequest](), deque[tuple[TraceRequest, EngineRequest]]()
+    for number, request in enumerate(requests):
+        waiting.append((request, engine_request(f"{first_step}-{number}", request, chance, vocab_size)))
     began = clock.now()
-    waiting, live = list(reversed(requests)), dict[str, TraceRequest]()
     first, served = dict[str, float](), list[Served]()
     slept_to = 0.0
     while waiting or live:
         now = max(clock.now() - began, slept_to)
-        while waiting and waiting[-1].arrival <= now:
-            request = waiting.pop()
-            name = f"{first_step}-{len(waiting)}"
-            live[name] = request
-            core.handle(AddRequest(engine_request(name, request, chance, vocab_size)))
+        while waiting and waiting[0][0].arrival <= now:
+            request, message = waiting.popleft()
+            live[message.request_id] = request
+            core.handle(AddRequest(message))
         if not core.has_work:
-            slept_to = waiting[-1].arrival
+            slept_to = waiting[0][0].arrival
             sleep(slept_to - now)
             continue
         outputs = core.step()
@@ -195,22 +197,54 @@ def steps_of(run: Run, records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return [record for record in records if run.first_step <= record.step < run.last_step]
 
 
+def undisturbed(runs: Sequence[Run], records: Sequence[StepRecord]) -> list[bool]:
+    """For each run, whether no step of it was held up by something else for longer than any step takes."""
+    return [max(step.seconds for step in steps_of(run, records)) <= HELD_SECONDS for run in runs]
+
+
 def compare(
-    shape: ModelShape, base: Hardware, header: StepLogHeader, steps: Sequence[StepRecord], run: Run
+    shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord], runs: Sequence[Run]
 ) -> dict[str, Any]:
-    """Fit to the steps, simulate the run's requests, and set both side by side."""
-    fit = calibrate_run(shape, base, header, steps)
+    """Fit to the steps of every other run, beginning with the first, simulate the requests of those between, and set
+    both side by side. Raises SystemExit when too few runs went undisturbed."""
+    good = undisturbed(runs, records)
+    calibrated = [run for run, is_good in zip(runs[::2], good[::2], strict=True) if is_good]
+    measured = [run for run, is_good in zip(runs[1::2], good[1::2], strict=True) if is_good]
+    if not calibrated or not measured:
+        raise SystemExit(f"in every run a step took longer than {HELD_SECONDS:g} s: something else holds the cores")
+    fit = calibrate_run(shape, base, header, [step for run in calibrated for step in steps_of(run, records)])
     precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
-    predicted = predict(shape, fit, precision, run.requests, header.queue_depth)
-    rows = {}
-    for name, expected, found in zip(QUANTITIES, quantities(predicted), quantities(run.served), strict=True):
-        rows[name] = {"predicted": expected, "measured": found, "ratio": expected / found}
-    errors = {"median": fit.all_steps.median, "p95": fit.all_steps.p95}
-    return {"num_requests": len(run.served), "num_steps": fit.num_logged, "step_errors": errors, "rows": rows}
+    usual = replace(fit.hardware, jitter=Jitter())
+    served = [each for run in measured for each in run.served]
+    predicted: list[Served] = []
+    expected: list[Served] = []
+    for number, run in enumerate(measured):
+        expected += predict(shape, usual, precision, run.requests, header.queue_depth)
+        for repeat in range(REPEATS):
+            seed = number * REPEATS + repeat
+            predicted += predict(shape, fit.hardware, precision, run.requests, header.queue_depth, seed)
+    columns = zip(quantities(predicted), quantities(expected), quantities(served), intervals(served), strict=True)
+    rows = {
+        name: {"predicted": with_jitter, "without_jitter": without, "measured": found, "low": low, "high": high}
+        for name, (with_jitter, without, found, (low, high)) in zip(QUANTITIES, columns, strict=True)
+    }
+    return {
+        "num_requests": len(served),
+        "num_left_out": good.count(False),
+        "num_steps": fit.num_logged,
+        "step_errors": {"median": fit.all_steps.median, "p95": fit.all_steps.p95},
+        "rows": rows,
+        "hardware": fit.hardware,
+    }
 
 
 def predict(
-    shape: ModelShape, fit: Fit, precision: Precision, requests: Sequence[TraceRequest], queue_depth: int
+    shape: ModelShape,
+    hardware: Hardware,
+    precision: Precision,
+    requests: Sequence[TraceRequest],
+    queue_depth: int,
+    seed: int = 0,
 ) -> list[Served]:
     """The same requests through the simulator."""
     served: list[Served] = []
@@ -218,9 +252,9 @@ def predict(
     def take(record: Record) -> None:
         served.append(Served(record.ttft, record.tpot))
 
-    settings = EngineSettings(**LIMITS, queue_depth=queue_depth)
+    settings = EngineSettings(**LIMITS, queue_depth=queue_depth, seed=seed)
     shape = replace(shape, max_model_len=max(shape.max_model_len, settings.max_model_len or 0))
-    cost = CostModel(shape, fit.hardware, precision=precision)
+    cost = CostModel(shape, hardware, precision=precision)
     simulate(iter(requests), cost, settings, observer=Observer(on_record=take))
     return served
 
@@ -232,35 +266,32 @@ def quantities(served: Sequence[Served]) -> tuple[float, float, float, float]:
     return statistics.fmean(first), percentile(first, 99), statistics.fmean(further), percentile(further, 99)
 
 
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, and the rounds themselves."""
-    rows = {
-        name: {key: statistics.median(each["rows"][name][key] for each in rounds) for key in rounds[0]["rows"][name]}
-        for name in QUANTITIES
-    }
-    return {"median": rows, "rounds": list(rounds)}
+def intervals(served: Sequence[Served]) -> list[tuple[float, float]]:
+    """Of QUANTITIES, what 95 % of samples of so many requests, drawn from these, have."""
+    chance = random.Random(0)
+    drawn = [quantities(chance.choices(served, k=len(served))) for _ in range(RESAMPLES)]
+    columns = [sorted(column) for column in zip(*drawn, strict=True)]
+    return [(percentile(column, 2.5), percentile(column, 97.5)) for column in columns]
 
 
-def show(number: int, result: dict[str, Any]) -> None:
-    errors = result["step_errors"]
+def write_profile(path: Path, hardware: Hardware, source: str) -> None:
+    path.write_text(json.dumps(to_json(replace(hardware, source=f"fitted to steps of {source}")), indent=2) + "\n")
+
+
+def show(model: str, workloads: tuple[str, str], result: dict[str, Any]) -> None:
+    errors, left_out = result["step_errors"], result["num_left_out"]
     print(
-        f"round {number + 1}: {result['num_requests']} requests; fitted to {result['num_steps']:,} steps, median error "
-        f"{errors['median']:.1%}, P95 {errors['p95']:.1%}"
+        f"{model}: fitted to {result['num_steps']:,} steps of {workloads[0]} (median error {errors['median']:.1%}, P95 "
+        f"{errors['p95']:.1%}), predicted {result['num_requests']:,} requests of {workloads[1]}; {left_out} runs "
+        "disturbed and left out"
     )
-    show_rows(result["rows"])
-
-
-def show_rows(rows: dict[str, dict[str, float]]) -> None:
-    for name, row in rows.items():
+    print(f"{'ms':<12}{'predicted':>10}{'measured':>10}{'95 % of samples':>20}{'off':>9}{'without jitter':>16}")
+    for name, row in result["rows"].items():
+        interval = f"{1e3 * row['low']:.2f} - {1e3 * row['high']:.2f}"
         print(
-            f"  {name:<10} predicted {1e3 * row['predicted']:>9.2f} ms   measured {1e3 * row['measured']:>9.2f} ms   "
-            f"{row['ratio'] - 1:>+7.1%}"
+            f"{name:<12}{1e3 * row['predicted']:>10.2f}{1e3 * row['measured']:>10.2f}{interval:>20}"
+            f"{row['predicted'] / row['measured'] - 1:>+9.1%}{row['without_jitter'] / row['measured'] - 1:>+16.1%}"
         )
-
-
-def show_summary(model: str, workloads: tuple[str, str], result: dict[str, Any]) -> None:
-    print(f"{model}, fitted on {workloads[0]}, predicted {workloads[1]}: medians of {len(result['rounds'])} rounds")
-    show_rows(result["median"])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from quire.simulator.shape import ModelShape, find_shape
 
 if TYPE_CHECKING:
     from quire.simulator.calibration import Errors, Fit
+    from quire.simulator.jitter import Jitter
 
 DEFAULT_BASE = "cpu-2-core-avx512"
 
@@ -133,9 +134,30 @@ def as_text(fit: Fit, base: Hardware, hardware: Hardware, header: StepLogHeader)
         is_told = name in fit.told or name not in _FITTED
         note = "" if is_told else "   (the log does not tell)"
         lines.append(f"{title:<44}{f'{after:.3g} {unit}':>12}{f'{before:.3g} {unit}':>12}{note}")
+    lines += _jitter_lines(hardware.jitter)
     return "\n".join(lines)
 
 
+def _jitter_lines(jitter: Jitter) -> list[str]:
+    """Ratios of measured to predicted time of equal steps, and how much of their scatter lasts."""
+    if not jitter:
+        return []
+    lines = ["", f"{'jitter: time over the expected':<32}" + "".join(f"{f'P{100 * level:g}':>8}" for level in SHOWN)]
+    for name, table in (("one token each", jitter.single), ("with prompts", jitter.chunks)):
+        if table:
+            ratios = [next(ratio for end, ratio in table if level <= end) for level in SHOWN]
+            lines.append(f"{name:<32}" + "".join(f"{ratio:>8.2f}" for ratio in ratios))
+    parts = [f"{share:.0%} over {seconds:g} s" for seconds, share in jitter.lasting]
+    lines.append(f"{'of which lasts':<32}  {', '.join(parts) or 'nothing from step to step'}")
+    if jitter.stalls:
+        rate = sum(count for _, count in jitter.stalls)
+        mean = sum(seconds * count for seconds, count in jitter.stalls) / rate
+        lines.append(f"{'stalls besides':<32}  {rate:.3g} a second of work, of {1e3 * mean:.3g} ms in the mean")
+    return lines
+
+
+SHOWN = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+"""Percentiles of the jitter in the report."""
 _FITTED = tuple(name for name in NAMES if not name.startswith(("host", "wake")))
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,9 @@ def build_parser() -> Parser:
     group.add_argument("--num-requests", metavar="N", type=int, help="requests of a workload, instead or besides")
     group.add_argument("--n", metavar="N", type=int, default=1, help="sequences of each request of a workload (1)")
     group.add_argument("--beam-width", metavar="N", type=int, default=0, help="beams of each request of a workload")
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="of the workload (0)")
+    group.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the workload, and of the device's jitter (0)"
+    )
     group = parser.add_argument_group("what serves")
     group.add_argument("--model", metavar="M", required=True, help=f"a config.json, its directory, or one of {', '.join(built_in())}")  # fmt: skip  # noqa: E501
     group.add_argument("--gpu", metavar="NAME", default="h100", help=f"a profile's JSON file, or one of {', '.join(profiles())} (h100)")  # fmt: skip  # noqa: E501
@@ -135,7 +138,7 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     return Scenario(
         source=_source(namespace),
         cost=CostModel(shape, find(namespace.gpu), layout, precision),
-        settings=engine_settings(given(namespace, EngineOptions, skip=OTHERS)),
+        settings=replace(engine_settings(given(namespace, EngineOptions, skip=OTHERS)), seed=namespace.seed),
         router=namespace.router,
         objectives=parse_objectives(namespace.slo),
         percentile=namespace.slo_percentile,

@@ -21,6 +21,8 @@ from quire.errors import UserError
 from quire.executors.step_log import StepRecord
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import CACHED, IDLE_SECONDS, Hardware
+from quire.simulator.jitter_fit import fit_jitter
+from quire.simulator.regression import not_negative
 from quire.simulator.shape import ModelShape
 from quire.simulator.work import StepWork, Windows
 from quire.step import StepPlan
@@ -79,11 +81,12 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 @dataclass(frozen=True)
 class Sample:
     """A step: what it computed and what it took. gap: seconds on the host before it, None where it may be idle time.
-    follows_idle: nothing ran for IDLE_SECONDS before it."""
+    at: seconds from the log's first step to its beginning. follows_idle: nothing ran for IDLE_SECONDS before it."""
 
     work: StepWork
     seconds: float
     gap: float | None
+    at: float
     follows_idle: bool = False
 
 
@@ -120,7 +123,7 @@ def samples_of(records: Sequence[StepRecord], windows: Windows) -> list[Sample]:
         if record.tokens and not swaps and not was_swapping:
             gap = record.gap if record.num_carried else None
             follows_idle = not record.num_carried and record.gap > IDLE_SECONDS
-            found.append(Sample(work_of(record, windows), record.seconds, gap, follows_idle))
+            found.append(Sample(work_of(record, windows), record.seconds, gap, record.at, follows_idle))
         was_swapping = swaps
     return found
 
@@ -179,14 +182,15 @@ def calibrate(
         late = float(np.median((seconds - every)[follows_idle]))
         fitted = replace(fitted, wake_overhead=max(0.0, late))
     every = every + fitted.wake_overhead * follows_idle
+    is_decode = np.array([sample.work.num_chunks == 0 for sample in samples])
+    jitter = fit_jitter(seconds, every, np.array([sample.at for sample in samples]), ~is_decode)
     told = {
         parameter.name
         for parameter, column in zip(PARAMETERS, jacobian.T, strict=True)
         if float(np.quantile(np.abs(column), 0.95)) > TOLD
     }
-    is_decode = np.array([sample.work.num_chunks == 0 for sample in samples])
     return Fit(
-        hardware=fitted,
+        hardware=replace(fitted, jitter=jitter),
         told=frozenset(told),
         num_logged=len(samples),
         all_steps=_errors(seconds, every),
@@ -309,7 +313,7 @@ def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
     weights = np.ones_like(gaps)
     found = np.zeros(3)
     for _ in range(20):
-        found = _not_negative(columns * weights[:, None], gaps * weights)
+        found = not_negative(columns * weights[:, None], gaps * weights)
         off = np.abs(gaps - columns @ found)
         bend = USUAL * 1.4826 * max(float(np.median(off)), 1e-7)
         weights = np.sqrt(np.minimum(1.0, bend / np.maximum(off, 1e-12)))
@@ -320,19 +324,6 @@ def _with_host(hardware: Hardware, samples: Sequence[Sample]) -> Hardware:
         host_overhead_per_sequence=float(each),
         host_overhead_per_new_sequence=float(beginning),
     )
-
-
-def _not_negative(columns: Vector, values: Vector) -> Vector:
-    """Least squares, a column that would count negatively (or says nothing) left out."""
-    kept = [index for index in range(columns.shape[1]) if np.any(columns[:, index])]
-    found = np.zeros(columns.shape[1])
-    while kept:
-        part = np.linalg.lstsq(columns[:, kept], values, rcond=None)[0]
-        if part.min() >= 0:
-            found[kept] = part
-            break
-        del kept[int(part.argmin())]
-    return found
 
 
 def _errors(measured: Vector, predicted: Vector) -> Errors:

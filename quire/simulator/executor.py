@@ -22,6 +22,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import IDLE_SECONDS
+from quire.simulator.jitter import make_scatter
 from quire.simulator.memory import activation_bytes
 from quire.simulator.tokens import Streams
 from quire.simulator.work import StepWork
@@ -48,9 +49,11 @@ class SimulatedFuture(Future[StepResult]):
 class SimulatedExecutor:
     """Implements `Executor`."""
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1) -> None:
-        """queue_depth: the engine's; with more than one step in flight, pipeline stages are filled by the next step."""
+    def __init__(self, cost: CostModel, clock: VirtualClock, *, queue_depth: int = 1, seed: int = 0) -> None:
+        """queue_depth: the engine's; with more than one step in flight, pipeline stages are filled by the next step.
+        seed: of the device's jitter, if its profile has one."""
         self._cost = cost
+        self._scatter = make_scatter(cost.hardware.jitter, seed)
         self._clock = clock
         self._is_overlapped = queue_depth > 1
         self._streams = Streams()
@@ -114,6 +117,7 @@ class SimulatedExecutor:
         model = cost.step_seconds(work, overlapped=self._is_overlapped)
         if idle > IDLE_SECONDS:
             model += hardware.wake_overhead
+        model = self._scatter.seconds(begin, model, work.num_chunks > 0)
         end = begin + model
         swapped = begin
         if work.num_swapped_out or work.num_swapped_in:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -39,8 +39,10 @@ class ReplicaSpec:
     make_core: MakeCore = EngineCore
     objectives: Mapping[str, float] = field(default_factory=dict)
 
-    def build(self) -> Replica:
-        return Replica(self.cost, self.settings, make_core=self.make_core, objectives=self.objectives)
+    def build(self, number: int) -> Replica:
+        """The replica of that number. Each has jitter of its own, wherever it runs."""
+        settings = replace(self.settings, seed=self.settings.seed + number)
+        return Replica(self.cost, settings, make_core=self.make_core, objectives=self.objectives)
 
 
 class Group(Protocol):
@@ -108,12 +110,11 @@ def merged(results: Sequence[Metrics]) -> Metrics:
 def _groups(spec: ReplicaSpec, num_replicas: int, num_processes: int) -> list[Group]:
     """Replica i belongs to group i modulo their number."""
     if num_processes <= 1:
-        return [LocalGroup(spec, num_replicas)]
-    counts = [len(range(number, num_replicas, num_processes)) for number in range(num_processes)]
+        return [LocalGroup(spec, range(num_replicas))]
     groups: list[Group] = []
     try:
-        for count in counts:
-            groups.append(ProcessGroup(spec, count))
+        for number in range(num_processes):
+            groups.append(ProcessGroup(spec, range(number, num_replicas, num_processes)))
     except BaseException:
         for group in groups:
             group.close()
@@ -143,8 +144,8 @@ def _windows(requests: Iterable[TraceRequest], seconds: float) -> Iterator[tuple
 class LocalGroup:
     """Replicas of this process, one after the other."""
 
-    def __init__(self, spec: ReplicaSpec, count: int) -> None:
-        self._replicas = [spec.build() for _ in range(count)]
+    def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
+        self._replicas = [spec.build(number) for number in numbers]
 
     def begin(self, shares: Shares, until: float) -> None:
         for replica, share in zip(self._replicas, shares, strict=True):
@@ -170,10 +171,10 @@ class LocalGroup:
 class ProcessGroup:
     """Replicas of a process of their own."""
 
-    def __init__(self, spec: ReplicaSpec, count: int) -> None:
+    def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, spec, count), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, spec, numbers), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -212,10 +213,10 @@ class ProcessGroup:
         return answer
 
 
-def _serve(pipe: Connection, spec: ReplicaSpec, count: int) -> None:
+def _serve(pipe: Connection, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
     """The other process: answers every window with the loads, the end with the results, an error with itself."""
     try:
-        group = LocalGroup(spec, count)
+        group = LocalGroup(spec, numbers)
         while (message := pipe.recv()) is not None:
             group.begin(*message)
             pipe.send(group.end())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import UserError, nearest_name
+from quire.simulator.jitter import Jitter
 
 PROFILES = Path(__file__).with_name("hardware.json")
 DTYPE_BYTES = {
@@ -77,6 +78,7 @@ class Hardware:
     half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
     token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides;
     new_sequence_overhead: one that gets a row in it.
+    jitter: how much equal steps differ; none in the profiles of data sheets.
     source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
     """
 
@@ -102,6 +104,7 @@ class Hardware:
     new_sequence_overhead: float = 0.0
     host_overhead_per_new_sequence: float = 0.0
     wake_overhead: float = 0.0
+    jitter: Jitter = field(default_factory=Jitter)
     source: str = ""
     kind: str = "gpu"
 
@@ -155,22 +158,25 @@ def read_profile(path: Path) -> Hardware:
 def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
     """A profile from its entry. Raises UserError for keys that are unknown or missing, and for wrong values."""
     values = dict(entry)
-    factors = values.pop("factors", {})
+    factors, jitter = values.pop("factors", {}), values.pop("jitter", {})
     try:
-        hardware = Hardware(name=name, factors=Factors(**factors), **values)
+        hardware = Hardware(name=name, factors=Factors(**factors), jitter=Jitter.from_json(jitter), **values)
         numbers = [*vars(hardware.factors).values(), *hardware.peaks.values()]
         numbers += [value for key, value in vars(hardware).items() if key not in _NOT_NUMBERS]
         if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
             raise TypeError("every value must be a number, and none less than zero")
-    except (TypeError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"hardware profile {name!r}: {error}", param="gpu") from None
     return hardware
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
     """A profile as a file of profiles has it, under its name."""
-    entry = {key: value for key, value in vars(hardware).items() if key != "name"}
-    return {hardware.name: entry | {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}}
+    entry = {key: value for key, value in vars(hardware).items() if key not in ("name", "jitter")}
+    entry |= {"peaks": dict(hardware.peaks), "factors": dict(vars(hardware.factors))}
+    if hardware.jitter:
+        entry["jitter"] = dict(vars(hardware.jitter))
+    return {hardware.name: entry}
 
 
-_NOT_NUMBERS = ("name", "title", "source", "kind", "peaks", "factors")
+_NOT_NUMBERS = ("name", "title", "source", "kind", "peaks", "factors", "jitter")

@@ -82,7 +82,8 @@ class EngineSettings:
     of a GPU.
 
     kv_cache_memory: bytes on each device; None: gpu_memory_utilization of the device's memory, less weights and
-    activations. swap_space: bytes of host memory for each device, where preempted requests are swapped.
+    activations. swap_space: bytes of host memory for each device, where preempted requests are swapped. seed: of the
+    device's jitter, if its profile has one.
     """
 
     max_model_len: int | None = None
@@ -99,6 +100,7 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     preemption_mode: str = "recompute"
     swap_space: int = SWAP_SPACE
+    seed: int = 0
 
     def config(self, cost: CostModel) -> EngineConfig:
         """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit."""
@@ -199,7 +201,9 @@ class Replica:
         seconds, for `num_slo_met`. Raises InsufficientMemoryError when the model does not fit."""
         self.clock = VirtualClock()
         if make_executor is None:
-            self.executor: Executor = SimulatedExecutor(cost, self.clock, queue_depth=settings.queue_depth)
+            self.executor: Executor = SimulatedExecutor(
+                cost, self.clock, queue_depth=settings.queue_depth, seed=settings.seed
+            )
         else:
             self.executor = make_executor(cost, self.clock, settings.queue_depth)
         self.core = make_core(settings.config(cost), self.executor, self.clock)
