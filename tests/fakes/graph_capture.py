@@ -67,6 +67,10 @@ class RecordedGraph:
         self.entries: list[_Operation | _Launch] = []
         self.num_replays = 0
 
+    @property
+    def launches(self) -> list[_Launch]:
+        return [entry for entry in self.entries if isinstance(entry, _Launch)]
+
     def replay(self) -> None:
         self.num_replays += 1
         self._capture.before_replay(self.family)
@@ -123,6 +127,8 @@ class RecordingCapture:
 
     def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         assert self._current is not None
+        if not all(grid):
+            raise CaptureError(f"{kernel.__name__} is captured with the empty grid {grid}, and will never run")
         graph = self._current[0]
         for each in args:
             if isinstance(each, torch.Tensor):

@@ -46,10 +46,9 @@ that size bring."""
 
 @dataclass(frozen=True)
 class PassShape:
-    """hidden_size, attention_size: elements of a token's hidden state, and of its attention over all heads. longest:
-    tokens of the longest sequence there can be."""
+    """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
+    be."""
 
-    hidden_size: int
     attention_size: int
     longest: int
     dtype: torch.dtype
@@ -75,7 +74,7 @@ class ForwardPasses:
         self._backend = backend
         self._longest = shape.longest
         self._capture_of = capture
-        self._hidden = torch.zeros(largest, shape.hidden_size, dtype=shape.dtype, device=shape.device)
+        self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
         self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
         # Largest first: the others then find room in its memory.
@@ -103,8 +102,8 @@ class ForwardPasses:
         if execution.kind == "eager":
             return self._forward(batch, token_ids)
         if execution.kind == "full":
-            # Grids are part of a graph: they must do for every step that is going to use it.
-            batch = replace(batch, max_seq_len=self._longest)
+            # Grids are part of a graph: they must do for every step that is going to use it. Each is a decode.
+            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
         captured = self._captured.get((execution.kind, execution.num_tokens))
         if captured is None:
             hidden = self._forward(batch, token_ids)

@@ -255,7 +255,7 @@ class DeviceWorker:
         if scheduler.max_num_seqs > 1:
             warm_up_attention(self._model, backend, state.inputs, longest, max_num_tokens)
         plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
-        hidden = torch.zeros(2, model.hidden_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
+        hidden = torch.zeros(2, self._model.output_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
         warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
@@ -276,7 +276,6 @@ class DeviceWorker:
         assert self._model is not None, "load comes before allocate"
         model = self._config.model
         shape = PassShape(
-            hidden_size=model.hidden_size,
             attention_size=model.num_heads * model.head_dim,
             longest=model.max_model_len + 1,
             dtype=getattr(torch, model.dtype),
