@@ -68,6 +68,7 @@ class DeviceWorker:
         self._config = config
         self.streams = make_streams(torch.device(config.device.device))
         self._memory = make_memory(self.streams.device)
+        self._compiles = self.streams.device.type == "cuda"  # the interpreter does not
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
         self._parked: ParkedWeights | None = None
@@ -133,7 +134,7 @@ class DeviceWorker:
             transfers=self._transfers,
             vocab_size=model.vocab_size,
         )
-        if self.streams.device.type == "cuda":  # the interpreter compiles nothing
+        if self._compiles:
             self._warm_up(self._runner, backend, sampler, state, layout)
         self.streams.synchronize()
 
