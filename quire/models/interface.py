@@ -29,8 +29,8 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, output_size], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype), the
-        elements of a row side by side; they may be overwritten by the caller and by the next call."""
+        """hidden: [R, output_size], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype),
+        the elements of a row side by side; they may be overwritten by the caller and by the next call."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:

@@ -89,9 +89,12 @@ class RecordedGraph:
 class RecordingCapture:
     """Implements GraphCapture. graphs: those that were made."""
 
-    def __init__(self, fail_after: int | None = None) -> None:
-        """fail_after: captures that succeed before memory is out."""
+    def __init__(self, fail_after: int | None = None, room: int = 0) -> None:
+        """fail_after: captures that succeed before memory is out. room: how many more do once `make_room` was called.
+        num_rooms: how often it was."""
         self._left = fail_after
+        self._room = room
+        self.num_rooms = 0
         self._families: list[_Family] = []
         self._current: tuple[RecordedGraph, ExitStack] | None = None
         self.graphs: list[RecordedGraph] = []
@@ -120,6 +123,11 @@ class RecordingCapture:
         if self._current is not None:
             (_, stack), self._current = self._current, None
             stack.close()
+
+    def make_room(self) -> None:
+        assert self._current is None, "not during a capture"
+        self.num_rooms += 1
+        self._left, self._room = self._room, 0
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous()

@@ -122,11 +122,6 @@ class ForwardPasses:
         self.run(execution, batch, token_ids)
         return True
 
-    def invalidate(self) -> None:
-        """Drop all graphs, because the weights or the KV cache have moved; they are captured again as at the start."""
-        self._captured.clear()
-        self._wanted = list(self._all)
-
     def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, batch.positions, self._backend.plan(batch))
 
@@ -136,11 +131,11 @@ class ForwardPasses:
         ]
         if self._capture_of is None:
             return
-        make = self._capture_full if execution.kind == "full" else self._capture_pieces
-        try:
-            with capturing(self._capture_of):
-                captured = make(self._capture_of, batch, token_ids)
-        except torch.OutOfMemoryError:
+        captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
+            self._capture_of.make_room()
+            captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
             # Graphs save time and nothing else: what is captured stays, other sizes run kernel by kernel.
             self._wanted.clear()
             self._capture_of = None
@@ -152,6 +147,17 @@ class ForwardPasses:
             )
             return
         self._captured[execution.kind, execution.num_tokens] = captured
+
+    def _try_capture(
+        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, token_ids: torch.Tensor
+    ) -> _CapturedPass | None:
+        """None when memory has run out."""
+        make = self._capture_full if kind == "full" else self._capture_pieces
+        try:
+            with capturing(capture):
+                return make(capture, batch, token_ids)
+        except torch.OutOfMemoryError:
+            return None
 
     def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         capture.begin()

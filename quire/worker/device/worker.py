@@ -168,16 +168,19 @@ class DeviceWorker:
     @_enqueues
     def sleep(self, level: int) -> None:
         """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
-        altogether at level 2. What is on disk stays."""
+        altogether at level 2. What is on disk stays. Raises InsufficientMemoryError, awake as before, when the host has
+        not got the memory for the weights."""
         self.streams.synchronize()
+        if level == 1 and self._parked is None:  # first of all: the host may have no room for it
+            assert self._model is not None, "load comes before sleep"
+            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
+            self._parked.release()
         self._disk.close()
         self._last = None
         self._release_pools()
         if level == 2:
-            self._model, self._parked = None, None
-        elif self._parked is None:
-            assert self._model is not None, "load comes before sleep"
-            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes())
+            self._model = None
+            self._drop_parked()
         gc.collect()
         self._memory.free()  # what torch keeps in reserve goes back as well
 
@@ -191,7 +194,7 @@ class DeviceWorker:
         elif self._parked is not None:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
-            self._parked = None
+            self._drop_parked()
         try:
             self.allocate(self._layout)
         except BaseException:
@@ -225,6 +228,12 @@ class DeviceWorker:
         self._disk.close()
         self._last = None
         self._release_pools()
+        self._drop_parked()
+
+    def _drop_parked(self) -> None:
+        if self._parked is not None:
+            self._parked.close()
+            self._parked = None
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
