@@ -68,10 +68,12 @@ class Engine:
             "enable_prefix_caching": False,
             **options,
         }
-        self._front_end = open_front_end(
-            EngineOptions.from_keywords(keywords),
-            lambda each: InProcessClient(each, executor="benchmarks.gpu.step_log:make_executor"),
-        )
+
+        def start(options: EngineOptions) -> InProcessClient:
+            self._client = InProcessClient(options, executor="benchmarks.gpu.step_log:make_executor")
+            return self._client
+
+        self._front_end = open_front_end(EngineOptions.from_keywords(keywords), start)
         self._numbers = count()
         self.vocab_size = shape.vocab
         self.cost = ModelCost(
@@ -84,14 +86,14 @@ class Engine:
 
     @property
     def ready(self) -> Any:
-        return self._front_end.client.ready
+        return self._client.ready
 
     def run(
         self, work: Workload, seed: int, seconds: float = float("inf"), on_step: Callable[[int], None] | None = None
     ) -> Run:
         """Greedy, past end-of-sequence. on_step: called with the number of steps so far. What is not done in time is
         aborted."""
-        client, process = self._front_end.client, self._front_end.input_processor
+        client, process = self._client, self._front_end.input_processor
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True, detokenize=False)
         prompts = work.prompts(self.vocab_size, seed)
         requests = [process.process(str(next(self._numbers)), {"prompt_token_ids": ids}, params) for ids in prompts]
@@ -115,8 +117,12 @@ class Engine:
             pass
         return Run(steps, num_tokens, elapsed, not alive)
 
+    def capture_graphs(self) -> int:
+        """All that are still to be captured, as an idle server does; returns how many."""
+        return sum(iter(self._client.idle, False))
+
     def close(self) -> None:
-        self._front_end.client.shutdown()
+        self._client.shutdown()
 
 
 def roofline_seconds(steps: Sequence[Step], cost: ModelCost, ceilings: Ceilings) -> float:
@@ -251,6 +257,7 @@ def main() -> None:
         engine = Engine(*engine_setup(arguments.mode, tiny=arguments.tiny), Path(directory) / "model")
         base = {"part": "engine", "mode": arguments.mode}
         emit({**base, "what": "ready", "seconds": sum(engine.ready.seconds.values()), "backend": engine.ready.backend})
+        emit({**base, **captured(engine, device)})
         tasks = Tasks(engine, ceilings, tiny=arguments.tiny)
         failed = False
         for name in arguments.tasks.split(","):
@@ -263,6 +270,20 @@ def main() -> None:
         engine.close()
     if failed:
         raise SystemExit(1)
+
+
+def captured(engine: Engine, device: torch.device) -> Record:
+    """All graphs: how many, seconds, and bytes that the device has less. Captured between steps they would be part of
+    what is measured."""
+    started, free = time.perf_counter(), free_bytes(device)
+    number = engine.capture_graphs()
+    seconds = time.perf_counter() - started
+    return {"what": "graphs", "number": number, "seconds": seconds, "bytes": free - free_bytes(device)}
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a card; 0 of a host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def engine_setup(mode: str, *, tiny: bool) -> tuple[Shape, dict[str, object]]:

@@ -187,6 +187,7 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path
         lines += ["", f"== Tests: {counts.passed} passed, {len(counts.failures)} failed, {counts.left_out} left out"]
         lines += [f"FAILED {name}" for name in counts.failures[:20]]
     lines += _limits(found) + _table(found) + _engine(found)
+    lines += _libraries(found)
     lines += ["", "== Targets"]
     lines += [f"{verdict.word:14}{verdict.shown:>8}  {verdict.target.text}" for verdict in verdicts(found)]
     lines.append(f"\n{folder / 'results.json'}")
@@ -211,6 +212,43 @@ def _table(found: Sequence[Record]) -> list[str]:
         else:
             lines.append(f"{name:72}{record['share']:7.1%}{record['seconds'] * 1e6:12.1f}")
     return lines
+
+
+PICKED_AT = 1.05
+"""So many times as fast, in the median over decode or over prompt cases, a library is picked for them."""
+LIBRARIES = {"FlashInfer, paged": True, "torch varlen, contiguous": False}
+"""Variants of attention that are not ours, and whether they read pages, as what is picked must."""
+
+
+def library_verdict(found: Sequence[Record], kernel: str, variant: str, *, reads_pages: bool) -> str | None:
+    """A line that says whether to pick a library's attention; None where ours was not measured. The library's time is
+    without head norms, rotation and the write, which ours has in it."""
+    ours = {record["case"]: record["seconds"] for record in kernels(found, kernel) if "seconds" in record}
+    theirs = {record["case"]: record["seconds"] for record in kernels(found, kernel, variant) if "seconds" in record}
+    ratios = {case: seconds / theirs[case] for case, seconds in ours.items() if case in theirs}
+    if not ours:
+        return None
+    if not ratios:
+        return f"{kernel}: {variant}: not measured (not installed, or it failed)"
+    best, middle = max(ratios, key=ratios.__getitem__), median(ratios.values())
+    faster = sum(ratio > 1 for ratio in ratios.values())
+    verdict = "pick it" if middle >= PICKED_AT else "keep ours"
+    if not reads_pages:
+        verdict = "reads no pages: for comparison"
+    return (
+        f"{kernel}: {variant}: faster in {faster} of {len(ratios)} cases, {middle:.2f} x as fast in the median, "
+        f"{ratios[best]:.2f} x at best ({best}): {verdict}"
+    )
+
+
+def _libraries(found: Sequence[Record]) -> list[str]:
+    lines = [
+        library_verdict(found, kernel, variant, reads_pages=reads_pages)
+        for kernel in ("decode attention", "prefill attention")
+        for variant, reads_pages in LIBRARIES.items()
+    ]
+    given = [line for line in lines if line is not None]
+    return ["", "== Attention of other libraries (docs/decisions/0014)", *given] if given else []
 
 
 def _engine(found: Sequence[Record]) -> list[str]:

@@ -51,6 +51,13 @@ class InProcessClient:
             if outputs is not None:
                 return outputs
 
+    def idle(self) -> bool:
+        """While no work is left: do a piece of what can wait (capture a CUDA graph); returns whether there was any. Not
+        done by itself, for a caller whose thread this is may have better to do."""
+        with self._stepping:
+            self._raise_if_dead()
+            return self._core.idle()
+
     def shutdown(self, timeout: float = 5.0) -> None:
         with self._arrival:
             if self._cause_of_death is None:

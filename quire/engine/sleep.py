@@ -51,7 +51,8 @@ class Sleep:
 
     def fall_asleep(self, level: str) -> None:
         """Sleep at `level`, "1" or "2". Who sleeps may fall asleep more deeply. Raises UserError, having changed
-        nothing, while requests live or prefixes are registered."""
+        nothing, while requests live or prefixes are registered, and InsufficientMemoryError, awake but for the prefix
+        cache, when the host has no room for the weights."""
         if level not in LEVELS:
             raise UserError(f"the level of sleep must be 1 or 2, not {level!r}", param="level")
         wanted = LEVELS[level]
@@ -60,6 +61,7 @@ class Sleep:
         if not self.level:
             self._leave_the_cache()
         self._executor.sleep(wanted)
+        self._scheduler.forget_rows()
         self.level = wanted
 
     def wake_up(self) -> None:
@@ -79,4 +81,3 @@ class Sleep:
         if not self._finish_transfers():
             raise UserError("the engine cannot sleep yet: blocks are still on their way to disk")
         scheduler.kv.reset_prefix_cache()
-        scheduler.forget_rows()

@@ -39,6 +39,11 @@ class VocabularyProjection:
         shape = embedding.shape
         self._table = embedding if tied else Embedding(shape.out_features, shape.in_features, embedding.method, context)
 
+    @property
+    def input_size(self) -> int:
+        """Elements of a hidden state that it takes."""
+        return self._table.shape.in_features
+
     def __call__(self, hidden: Value) -> Value:
         """[R, size] -> [R, vocabulary], as `Operations.widen` gives it."""
         table = self._table

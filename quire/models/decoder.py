@@ -44,6 +44,10 @@ class Decoder(ABC):
     def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
 
+    @property
+    def output_size(self) -> int:
+        return self._head.input_size
+
     def compute_logits(self, hidden: Value) -> Value:
         return self._head(hidden)
 

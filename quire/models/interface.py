@@ -18,14 +18,19 @@ class CausalLM(Protocol):
         """What each layer keeps in the KV cache, by layer index."""
         ...
 
+    @property
+    def output_size(self) -> int:
+        """Elements of a token's last hidden state. Not the layers' size where a projection follows them (OPT-350m)."""
+        ...
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
         """token_ids, positions: [T] int64. attention: what the attention back end's `plan` gave. Returns the last
-        hidden states (after the final norm), [T, hidden]; they may be overwritten by the next call."""
+        hidden states (after the final norm), [T, output_size]; they may be overwritten by the next call."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype), the
-        elements of a row side by side; they may be overwritten by the caller and by the next call."""
+        """hidden: [R, output_size], the rows that are sampled. Returns [R, vocab_size] float32 (on a device its dtype),
+        the elements of a row side by side; they may be overwritten by the caller and by the next call."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:

@@ -45,6 +45,10 @@ class NativeModel:
     def weight_bytes(self) -> int:
         return self._model.weight_bytes()
 
+    @property
+    def output_size(self) -> int:
+        return self._model.output_size
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: NativeAttentionStep) -> torch.Tensor:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
         num_rows = len(token_ids)

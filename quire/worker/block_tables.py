@@ -27,12 +27,13 @@ class BlockTables:
         counts: list[int] = self._num_blocks[:, row].tolist()
         return counts
 
-    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Append blocks to the tables of `row`. block_ids: per group."""
-        for group, (table, new) in enumerate(zip(self._tables, block_ids, strict=True)):
-            start = int(self._num_blocks[group, row])
+    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Append blocks to the tables of `row`. block_ids: per group. Returns how many there were, per group."""
+        counts = self.num_blocks(row)
+        for group, (table, start, new) in enumerate(zip(self._tables, counts, block_ids, strict=True)):
             table[row, start : start + len(new)] = new
             self._num_blocks[group, row] = start + len(new)
+        return counts
 
     def replace(self, row: int, group: int, logical_index: int, block_id: int) -> None:
         """Point one entry at another block."""

@@ -63,6 +63,23 @@ def test_it_does_not_sleep_while_requests_live(driver: CoreDriver) -> None:
     assert call(driver, "sleep", "2").error is None
 
 
+def test_who_cannot_fall_asleep_goes_on(driver: CoreDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers still have rows of ended requests, and are told to drop them."""
+
+    def refuse(level: int) -> None:
+        raise InsufficientMemoryError("no room on the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.executor, "sleep", refuse)
+        assert "no room on the host" in str(call(driver, "sleep", "1").error)
+    assert call(driver, "is_sleeping").value == 0
+    before = driver.executor.live_seq_ids
+    driver.add("b", PROMPT, max_tokens=4)
+    driver.run()
+    assert before
+    assert not set(before) & set(driver.executor.live_seq_ids)
+
+
 @pytest.mark.parametrize("level", ["", "0", "3", "deep"])
 def test_levels_that_there_are_not(driver: CoreDriver, level: str) -> None:
     assert "level of sleep must be 1 or 2" in str(call(driver, "sleep", level).error)

@@ -67,6 +67,10 @@ class RecordedGraph:
         self.entries: list[_Operation | _Launch] = []
         self.num_replays = 0
 
+    @property
+    def launches(self) -> list[_Launch]:
+        return [entry for entry in self.entries if isinstance(entry, _Launch)]
+
     def replay(self) -> None:
         self.num_replays += 1
         self._capture.before_replay(self.family)
@@ -85,9 +89,12 @@ class RecordedGraph:
 class RecordingCapture:
     """Implements GraphCapture. graphs: those that were made."""
 
-    def __init__(self, fail_after: int | None = None) -> None:
-        """fail_after: captures that succeed before memory is out."""
+    def __init__(self, fail_after: int | None = None, room: int = 0) -> None:
+        """fail_after: captures that succeed before memory is out. room: how many more do once `make_room` was called.
+        num_rooms: how often it was."""
         self._left = fail_after
+        self._room = room
+        self.num_rooms = 0
         self._families: list[_Family] = []
         self._current: tuple[RecordedGraph, ExitStack] | None = None
         self.graphs: list[RecordedGraph] = []
@@ -117,12 +124,19 @@ class RecordingCapture:
             (_, stack), self._current = self._current, None
             stack.close()
 
+    def make_room(self) -> None:
+        assert self._current is None, "not during a capture"
+        self.num_rooms += 1
+        self._left, self._room = self._room, 0
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous()
         return tensor
 
     def launch(self, kernel: Any, grid: Grid, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         assert self._current is not None
+        if not all(grid):
+            raise CaptureError(f"{kernel.__name__} is captured with the empty grid {grid}, and will never run")
         graph = self._current[0]
         for each in args:
             if isinstance(each, torch.Tensor):

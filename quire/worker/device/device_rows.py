@@ -105,9 +105,8 @@ class DeviceRows:
         writes.write(self._arena.token_offset(row), np.array(token_ids, np.int32))
 
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]], writes: RowWrites) -> None:
-        for group, (start, new) in enumerate(zip(self.tables.num_blocks(row), block_ids, strict=True)):
-            writes.write(self._arena.block_offset(row, group, start), np.array(new, np.int32))
-        self.tables.append(row, block_ids)
+        for group, (start, new) in enumerate(zip(self.tables.append(row, block_ids), block_ids, strict=True)):
+            writes.write(self._arena.block_offset(row, group, start), new)
 
 
 def sampled_positions(plan: StepPlan) -> dict[int, int]:

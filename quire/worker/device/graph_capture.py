@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -33,6 +34,10 @@ class GraphCapture(Protocol):
         """After an error between `begin` and `end`."""
         ...
 
+    def make_room(self) -> None:
+        """Give back what torch keeps in reserve: a capture takes its memory from the device, and cannot use that."""
+        ...
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without keeping it: once the tensor is gone, later captures may use it for something else."""
         ...
@@ -59,10 +64,14 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._current: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
         assert self._current is None, "one capture at a time"
+        if not self._alive:
+            # torch takes no more graphs into a pool whose graphs are all gone (a first capture ran out of memory).
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads (a front end, another engine) may go on using the device.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -72,6 +81,7 @@ class CudaGraphCapture:
         assert self._current is not None, "begin comes first"
         graph, self._current = self._current, None
         graph.capture_end()
+        self._alive.add(graph)
         return graph
 
     def abandon(self) -> None:
@@ -82,6 +92,9 @@ class CudaGraphCapture:
             except RuntimeError:
                 # The capture is invalid already; what matters is that the stream has left it.
                 graph.reset()
+
+    def make_room(self) -> None:
+        torch.cuda.empty_cache()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         assert tensor.is_contiguous(), "only memory in one piece is borrowed"

@@ -46,10 +46,9 @@ that size bring."""
 
 @dataclass(frozen=True)
 class PassShape:
-    """hidden_size, attention_size: elements of a token's hidden state, and of its attention over all heads. longest:
-    tokens of the longest sequence there can be."""
+    """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
+    be."""
 
-    hidden_size: int
     attention_size: int
     longest: int
     dtype: torch.dtype
@@ -75,7 +74,7 @@ class ForwardPasses:
         self._backend = backend
         self._longest = shape.longest
         self._capture_of = capture
-        self._hidden = torch.zeros(largest, shape.hidden_size, dtype=shape.dtype, device=shape.device)
+        self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
         self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
         # Largest first: the others then find room in its memory.
@@ -103,8 +102,8 @@ class ForwardPasses:
         if execution.kind == "eager":
             return self._forward(batch, token_ids)
         if execution.kind == "full":
-            # Grids are part of a graph: they must do for every step that is going to use it.
-            batch = replace(batch, max_seq_len=self._longest)
+            # Grids are part of a graph: they must do for every step that is going to use it. Each is a decode.
+            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
         captured = self._captured.get((execution.kind, execution.num_tokens))
         if captured is None:
             hidden = self._forward(batch, token_ids)
@@ -123,11 +122,6 @@ class ForwardPasses:
         self.run(execution, batch, token_ids)
         return True
 
-    def invalidate(self) -> None:
-        """Drop all graphs, because the weights or the KV cache have moved; they are captured again as at the start."""
-        self._captured.clear()
-        self._wanted = list(self._all)
-
     def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, batch.positions, self._backend.plan(batch))
 
@@ -137,11 +131,11 @@ class ForwardPasses:
         ]
         if self._capture_of is None:
             return
-        make = self._capture_full if execution.kind == "full" else self._capture_pieces
-        try:
-            with capturing(self._capture_of):
-                captured = make(self._capture_of, batch, token_ids)
-        except torch.OutOfMemoryError:
+        captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
+            self._capture_of.make_room()
+            captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
             # Graphs save time and nothing else: what is captured stays, other sizes run kernel by kernel.
             self._wanted.clear()
             self._capture_of = None
@@ -153,6 +147,17 @@ class ForwardPasses:
             )
             return
         self._captured[execution.kind, execution.num_tokens] = captured
+
+    def _try_capture(
+        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, token_ids: torch.Tensor
+    ) -> _CapturedPass | None:
+        """None when memory has run out."""
+        make = self._capture_full if kind == "full" else self._capture_pieces
+        try:
+            with capturing(capture):
+                return make(capture, batch, token_ids)
+        except torch.OutOfMemoryError:
+            return None
 
     def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         capture.begin()

@@ -31,8 +31,9 @@ class HostColumns:
 
     @property
     def max_query_len(self) -> int:
-        """Most tokens of one sequence in this step."""
-        return int(self.counts.max(initial=0))
+        """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
+        grids follow it and graphs are captured over such batches."""
+        return int(self.counts.max(initial=1))
 
     @property
     def max_seq_len(self) -> int:

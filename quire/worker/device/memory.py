@@ -4,7 +4,7 @@ arithmetic."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -38,10 +38,13 @@ class DeviceMemory(Protocol):
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Lock memory of the host, so that the device copies from and to it beside everybody's work."""
+        """Lock memory of the host, so that the device copies from and to it at the link's speed, beside everybody's
+        work. Raises InsufficientMemoryError when the system refuses."""
         ...
 
-    def unpin(self, memory: torch.Tensor) -> None: ...
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Before the memory goes; nothing may be copying from or to it."""
+        ...
 
 
 class CudaMemory:
@@ -73,9 +76,11 @@ class CudaMemory:
     def pin(self, memory: torch.Tensor) -> None:
         status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(status) != 0:
+            # CUDA says it once more, to the next kernel's launch, unless somebody listens.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
             raise InsufficientMemoryError(
-                f"the system refuses to lock {format_bytes(memory.nbytes)} of host memory for swapped blocks (CUDA "
-                f"error {int(status)}); set swap_space to less"
+                f"the system refuses to lock {format_bytes(memory.nbytes)} of host memory (CUDA error {int(status)})"
             )
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -129,7 +134,10 @@ class HostPool:
         flat = allocate(num_blocks * layout.block_bytes)
         self.blocks = flat.view(num_blocks, layout.layers_per_group, -1)
         self._memory = memory
-        memory.pin(self.blocks)
+        try:
+            memory.pin(self.blocks)
+        except InsufficientMemoryError as error:
+            raise InsufficientMemoryError(f"{error} for swapped blocks; set swap_space to less") from None
 
     @property
     def pages(self) -> Sequence[torch.Tensor]:

@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 
+from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import ALIGNMENT, allocate
+from quire.worker.device.memory import DeviceMemory
+
 PACKAGE = "quire."
 
 
 class ParkedWeights:
-    """The memory of every tensor of `model` that lies on `device` (of which a process has one of a kind)."""
+    """The memory of every tensor of `model` that lies on `device` (of which a process has one of a kind), in locked
+    memory of the host: going and coming take what the link takes."""
 
-    def __init__(self, model: object, device: torch.device, num_bytes: int) -> None:
-        """Copies to the host and gives the device's memory back. num_bytes: of the model's weights, which must all have
-        been found."""
+    def __init__(self, model: object, device: torch.device, num_bytes: int, memory: DeviceMemory) -> None:
+        """Copies to the host; the device's memory stays until `release`. num_bytes: of the model's weights, which must
+        all have been found. Raises InsufficientMemoryError when the host has not got that much."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors_of(model)
@@ -28,28 +33,49 @@ class ParkedWeights:
         }
         found = sum(storage.nbytes() for storage in storages.values())
         assert found >= num_bytes, f"the model has {num_bytes} bytes of weights, and {found} of them were found"
-        self._parked = [(storage, _host_copy(storage)) for storage in storages.values()]
+        self.num_bytes = found
+        self._memory = memory
+        self._host = allocate(sum(_aligned(storage.nbytes()) for storage in storages.values()))
+        try:
+            memory.pin(self._host)
+        except InsufficientMemoryError as error:
+            raise InsufficientMemoryError(f"{error} for sleeping weights; sleep at level 2 needs none") from None
+        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        start = 0
         for storage in storages.values():
-            storage.resize_(0)
+            host = self._host[start : start + storage.nbytes()]
+            host.copy_(_bytes_of(storage))
+            self._parked.append((storage, host))
+            start += _aligned(storage.nbytes())
 
-    @property
-    def num_bytes(self) -> int:
-        """On the host."""
-        return sum(host.nbytes() for _, host in self._parked)
+    def release(self) -> None:
+        """Give the device's memory back."""
+        for storage, _ in self._parked:
+            storage.resize_(0)
 
     def restore(self) -> None:
         """Bring everything back; may be called again after an error. Raises torch.OutOfMemoryError."""
         while self._parked:
             storage, host = self._parked[-1]
-            storage.resize_(host.nbytes())
-            storage.copy_(host)
+            storage.resize_(host.nbytes)
+            _bytes_of(storage).copy_(host)
             self._parked.pop()
 
+    def close(self) -> None:
+        """Let the host's memory go, whether the weights are back or not. Idempotent."""
+        self._parked.clear()
+        if len(self._host):
+            self._memory.unpin(self._host)
+            self._host = self._host[:0]
 
-def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    host = torch.UntypedStorage(storage.nbytes())
-    host.copy_(storage)
-    return host
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8, a view."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def tensors_of(root: object) -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@ step changes in the rows: single words, and copies between rows."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +85,7 @@ class Round:
     """Writes, then copies, none of which depends on another one of its kind."""
 
     offsets: list[int] = field(default_factory=list)
-    values: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray | Sequence[int]] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -106,8 +107,9 @@ class RowWrites:
         self._copied_to: set[int] = set()
         self._sections: list[RoundSections] = []
 
-    def write(self, offset: int, values: np.ndarray) -> None:
-        """Words at an offset of the arena. values: [N] int32. No word is written twice without a copy in between."""
+    def write(self, offset: int, values: np.ndarray | Sequence[int]) -> None:
+        """Words at an offset of the arena. values: [N] int32, or plain integers where they are few. No word is written
+        twice without a copy in between."""
         if len(values) == 0:
             return
         current = self._rounds[-1]

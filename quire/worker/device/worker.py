@@ -68,6 +68,7 @@ class DeviceWorker:
         self._config = config
         self.streams = make_streams(torch.device(config.device.device))
         self._memory = make_memory(self.streams.device)
+        self._compiles = self.streams.device.type == "cuda"  # the interpreter does not
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
         self._parked: ParkedWeights | None = None
@@ -133,7 +134,7 @@ class DeviceWorker:
             transfers=self._transfers,
             vocab_size=model.vocab_size,
         )
-        if self.streams.device.type == "cuda":  # the interpreter compiles nothing
+        if self._compiles:
             self._warm_up(self._runner, backend, sampler, state, layout)
         self.streams.synchronize()
 
@@ -167,16 +168,19 @@ class DeviceWorker:
     @_enqueues
     def sleep(self, level: int) -> None:
         """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
-        altogether at level 2. What is on disk stays."""
+        altogether at level 2. What is on disk stays. Raises InsufficientMemoryError, awake as before, when the host has
+        not got the memory for the weights."""
         self.streams.synchronize()
+        if level == 1 and self._parked is None:  # first of all: the host may have no room for it
+            assert self._model is not None, "load comes before sleep"
+            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
+            self._parked.release()
         self._disk.close()
         self._last = None
         self._release_pools()
         if level == 2:
-            self._model, self._parked = None, None
-        elif self._parked is None:
-            assert self._model is not None, "load comes before sleep"
-            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes())
+            self._model = None
+            self._drop_parked()
         gc.collect()
         self._memory.free()  # what torch keeps in reserve goes back as well
 
@@ -190,7 +194,7 @@ class DeviceWorker:
         elif self._parked is not None:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
-            self._parked = None
+            self._drop_parked()
         try:
             self.allocate(self._layout)
         except BaseException:
@@ -224,6 +228,12 @@ class DeviceWorker:
         self._disk.close()
         self._last = None
         self._release_pools()
+        self._drop_parked()
+
+    def _drop_parked(self) -> None:
+        if self._parked is not None:
+            self._parked.close()
+            self._parked = None
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
@@ -255,7 +265,7 @@ class DeviceWorker:
         if scheduler.max_num_seqs > 1:
             warm_up_attention(self._model, backend, state.inputs, longest, max_num_tokens)
         plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
-        hidden = torch.zeros(2, model.hidden_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
+        hidden = torch.zeros(2, self._model.output_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
         warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
@@ -276,7 +286,6 @@ class DeviceWorker:
         assert self._model is not None, "load comes before allocate"
         model = self._config.model
         shape = PassShape(
-            hidden_size=model.hidden_size,
             attention_size=model.num_heads * model.head_dim,
             longest=model.max_model_len + 1,
             dtype=getattr(torch, model.dtype),

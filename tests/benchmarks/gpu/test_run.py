@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import records
 from benchmarks.gpu.parts import Outcome, Part, choose, run_part
 from benchmarks.gpu.run import PARTS, main
-from benchmarks.gpu.summary import TARGETS, suite_counts, summarize, verdicts
+from benchmarks.gpu.summary import TARGETS, library_verdict, suite_counts, summarize, verdicts
 from tests.architecture.source import ROOT
 
 HANGS = (sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(100)")
@@ -148,6 +148,28 @@ def test_nothing_measured_is_said_plainly() -> None:
     assert {verdict.word for verdict in verdicts([])} == {"not measured"}
 
 
+def timed(variant: str, **seconds: float) -> list[records.Record]:
+    base = {"what": "kernel", "kernel": "decode attention", "variant": variant}
+    return [{**base, "case": case, "seconds": each} for case, each in seconds.items()]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reads_pages", "verdict"),
+    [
+        ({"a": 0.5, "b": 1.9}, True, "in 2 of 2 cases, 1.53 x as fast in the median, 2.00 x at best (a): pick"),
+        ({"a": 0.98, "b": 2.5}, True, "in 1 of 2 cases, 0.91 x as fast in the median, 1.02 x at best (a): keep"),
+        ({"a": 0.1, "b": 0.1}, False, "15.00 x as fast in the median, 20.00 x at best (b): reads no pages"),
+        ({}, True, "not measured"),
+    ],
+)  # fmt: skip
+def test_whether_to_pick_another_library(theirs: dict[str, float], reads_pages: bool, verdict: str) -> None:
+    found = timed("triton", a=1.0, b=2.0) + timed("FlashInfer, paged", **theirs)
+    line = library_verdict(found, "decode attention", "FlashInfer, paged", reads_pages=reads_pages)
+    assert line is not None
+    assert verdict in line
+    assert library_verdict(found, "prefill attention", "FlashInfer, paged", reads_pages=reads_pages) is None
+
+
 def test_the_summary(tmp_path: Path) -> None:
     (tmp_path / "tests-0.log").write_text("")
     cases = ['name="x"/>', 'name="y"><failure/></testcase>', 'name="z"><skipped/></testcase>']
@@ -164,7 +186,8 @@ def test_the_summary(tmp_path: Path) -> None:
     assert "copy 4.30 TB/s, bfloat16 product 790 TFLOP/s" in text
     assert "prefill attention, b, triton" in text
     assert "ERROR no" in text
-    assert text.count("not measured") == 2
+    assert text.count("MISSED") + text.count("reached") + text.count("not measured  ") == len(TARGETS)
+    assert "prefill attention: FlashInfer, paged: not measured" in text
     assert "86.0%  Qwen3-8B, batch 1" in text
     assert "9.00  over Transformers" in text
     assert str(tmp_path / "results.json") in text

@@ -115,7 +115,7 @@ class Passes:
         self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.capture = RecordingCapture(**options)
         size = config.num_heads * config.head_dim
-        shape = PassShape(config.hidden_size, size, LONGEST, torch.float32, torch.device("cpu"))
+        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
         self.settings = settings
         self.passes = ForwardPasses(self.model, self.backend, shape, settings, self.capture)
         self.buffers = Buffers()

@@ -169,6 +169,15 @@ def test_when_memory_runs_out_the_rest_runs_eagerly(config: ModelConfig, caplog:
     assert "1 of 4 sizes" in warning
 
 
+def test_what_torch_keeps_in_reserve_is_room_for_graphs(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Passes(config, SETTINGS["full"], fail_after=1, room=2)
+    for step in random_steps(13, 40):
+        graphs.run(*step)
+    assert graphs.passes.num_captured == 3
+    assert graphs.capture.num_rooms == 2
+    assert len(caplog.records) == 1
+
+
 def test_an_error_leaves_no_capture_open(config: ModelConfig) -> None:
     class Asking(TwinBackend):
         def plan(self, batch: DeviceBatch) -> Any:
@@ -183,19 +192,6 @@ def test_an_error_leaves_no_capture_open(config: ModelConfig) -> None:
         passes.run(*step)
     assert passes.passes.num_captured == 0
     torch.testing.assert_close(passes.run(*step), Passes(config, SETTINGS["eager"]).run(*step))
-
-
-def test_after_new_weights_graphs_are_captured_again(config: ModelConfig) -> None:
-    passes = Passes(config, SETTINGS["both"])
-    step = ([0, 1], [0, 0], [[1], [2]])
-    for _ in range(2):
-        passes.run(*step)
-    passes.passes.invalidate()
-    assert (passes.passes.num_captured, passes.passes.has_uncaptured) == (0, True)
-    passes.buffers = Buffers()
-    for _ in range(2):
-        passes.run(*step)
-    assert passes.passes.num_captured == 1
 
 
 # The recording capture itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from quire import LLM
 from quire.config.options import EngineOptions
 from quire.errors import EngineAsleepError
 from tests.e2e.conftest import GREEDY, exact
+from tests.models.conftest import SavedModel, saved_model
 from tests.models.harness import random_prompts
+
+__all__ = ["saved_model"]
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in random_prompts([17, 15], 97, seed=8)]
 SHORT = msgspec.structs.replace(GREEDY, max_tokens=5, logprobs=None)
@@ -71,6 +75,37 @@ def test_sleep_and_the_disk_tier(model_path: Path, expected: list[object], tmp_p
 def test_without_a_given_size_the_pool_is_profiled(model_path: Path) -> None:
     with engine(model_path, num_blocks_override=None, gpu_memory_utilization=0.05) as llm:
         assert llm.ready.num_blocks == 4 * 16, "all that four sequences of 64 tokens can use"
+
+
+def graph_engine(model_path: Path, **options: Any) -> tuple[LLM, Callable[[], int]]:
+    """An engine with recorded graphs, and what captures all of them, as an idle engine process does: how many."""
+    llm = engine(model_path, "tests.fakes.graph_worker:GraphExecutor", **options)
+    core = llm._client._core  # type: ignore[attr-defined]
+    return llm, lambda: sum(iter(core.idle, False))
+
+
+def test_graphs_that_were_captured_while_idle_hold_every_kernel(model_path: Path, expected: list[object]) -> None:
+    """A batch of padding is what they are captured over; the longest sequence is long enough for splits, whose merging
+    then must not be missing."""
+    llm, capture_all = graph_engine(model_path, max_model_len=256)
+    with llm:
+        assert capture_all() > 0
+        assert outputs(llm, PROMPTS) == expected
+        (capture,) = llm._client._core._executor.worker.captures  # type: ignore[attr-defined]
+        replayed = [graph for graph in capture.graphs if graph.num_replays]
+        kernels = [{launch.kernel.__name__ for launch in graph.launches} for graph in replayed]
+        assert any("_merge_kernel" in names for names in kernels)
+
+
+def test_graphs_where_hidden_states_leave_in_another_size(saved_model: Callable[[str], SavedModel]) -> None:
+    """OPT-350m projects them to its embeddings' size."""
+    directory = saved_model("opt-350m").directory
+    with engine(directory, attention_backend="torch") as llm:
+        plain = outputs(llm)
+    llm, capture_all = graph_engine(directory)
+    with llm:
+        capture_all()
+        assert outputs(llm) == plain
 
 
 def test_graphs_change_no_token(model_path: Path) -> None:

@@ -7,10 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.errors import InsufficientMemoryError
+from quire.worker.device.memory import HostMemory
 from quire.worker.device.parking import ParkedWeights, tensors_of
 from tests.worker.device.passes import SETTINGS, Passes, tiny_config
 
 CPU = torch.device("cpu")
+
+
+class NotedMemory(HostMemory):
+    """pinned: bytes that are locked now."""
+
+    pinned = 0
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned += memory.nbytes
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned -= memory.nbytes
+
+
 STEP = ([0, 1], [0, 0], [[1, 2], [3]])
 
 
@@ -20,12 +36,18 @@ def test_all_weights_go_and_come_back(bundled_model_path: Path) -> None:
     before = passes.run(*STEP)
     tensors = list(tensors_of(model))
     with torch.inference_mode():
-        parked = ParkedWeights(model, CPU, model.weight_bytes())
+        memory = NotedMemory()
+        parked = ParkedWeights(model, CPU, model.weight_bytes(), memory)
+        parked.release()
         assert parked.num_bytes >= model.weight_bytes()
+        assert memory.pinned >= parked.num_bytes
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
         parked.restore()
     assert torch.equal(passes.run(*STEP), before)
     parked.restore()  # nothing left to do
+    for _ in range(2):
+        parked.close()
+    assert memory.pinned == 0
     assert torch.equal(passes.run(*STEP), before)
 
 
@@ -37,8 +59,9 @@ def test_views_share_their_memory_again() -> None:
 
     Layer.__module__ = "quire.tests"
     layer = Layer()
-    parked = ParkedWeights(layer, torch.device("cpu:0"), 32)  # by another name
+    parked = ParkedWeights(layer, torch.device("cpu:0"), 32, NotedMemory())  # by another name
     assert parked.num_bytes == 32
+    parked.release()
     parked.restore()
     layer.whole[5] = -1
     assert layer.parts["half"][0].tolist() == [4, -1, 6, 7]
@@ -46,4 +69,15 @@ def test_views_share_their_memory_again() -> None:
 
 def test_weights_that_were_not_found_are_a_bug_that_shows() -> None:
     with pytest.raises(AssertionError, match="were found"):
-        ParkedWeights({"a": torch.zeros(2)}, CPU, 9)
+        ParkedWeights({"a": torch.zeros(2)}, CPU, 9, NotedMemory())
+
+
+def test_without_memory_on_the_host_nothing_has_changed() -> None:
+    class Full(NotedMemory):
+        def pin(self, memory: torch.Tensor) -> None:
+            raise InsufficientMemoryError("the system refuses to lock 32 bytes")
+
+    weights = torch.arange(8.0)
+    with pytest.raises(InsufficientMemoryError, match="32 bytes for sleeping weights; sleep at level 2"):
+        ParkedWeights({"a": weights}, CPU, 32, Full())
+    assert weights.tolist() == list(range(8))

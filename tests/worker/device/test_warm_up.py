@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
 from quire.executors.device import DeviceExecutor
+from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
-from quire.step import StepPlan
+from quire.sampling_params import SamplingParams
+from quire.step import SequenceFork, StepPlan
 from quire.worker.device.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
+from tests.fakes.compilations import CompilationRecorder
 from tests.fakes.host_math import HostAttention
-from tests.worker.device.conftest import MakeDriver
+from tests.worker.device.conftest import DEVICE, MakeDriver
+from tests.worker.driver import Driver, sampling_of
 
 GROUPS = group_layers([FullAttentionSpec(1, 16, 4)])
 
@@ -81,6 +88,45 @@ def test_plans_keep_to_the_limits(longest: int, budget: int, tokens: int) -> Non
         assert all(s + n <= longest for s, n in zip(plan.start_positions, plan.num_tokens, strict=True))
         assert all(len(new.token_ids) == tokens for new in plan.new_sequences)
         assert plan.block_copies == [], "there is but one block"
+
+
+KINDS = [
+    SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0, repetition_penalty=1.2, logit_bias={4: 1.0}, min_tokens=2),
+    SamplingParams(temperature=0, frequency_penalty=0.5, allowed_token_ids=[3, 4, 5, 6], logprobs=0),
+]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_nothing_is_compiled_while_serving(
+    model_path: Path, executors: list[DeviceExecutor], batch_invariant: bool
+) -> None:
+    """Every kind of plan and of sampling finds its kernels compiled for its types, alignments and constants."""
+    options = {"model": str(model_path), "max_num_seqs": 5, "max_num_batched_tokens": 32, "block_size": 4, **DEVICE}
+    executor = DeviceExecutor(
+        resolve(EngineOptions.from_keywords({**options, "batch_invariant": batch_invariant, "max_model_len": 256}))
+    )
+    executors.append(executor)
+    executor._worker._compiles = True  # type: ignore[union-attr]
+    groups, layers_per_group = group_layers(executor.load())
+    starting, serving = CompilationRecorder(), CompilationRecorder()
+    with recorded_launches(starting):
+        executor.allocate(KVCacheLayout(4, 60, groups, layers_per_group))
+    driver = Driver(executor.execute, block_size=4, num_blocks=60)
+    with recorded_launches(serving):  # results, which nobody has computed, are not taken
+        for seq_id, params in enumerate(KINDS[:4]):
+            driver.add(seq_id, [5, 9, 2, 8, 1, 7, 3][: 3 + seq_id], sampling_of(params, seed=seq_id))
+        driver.submit({0: 2})
+        driver.submit({0: 1, 1: 4, 2: 5, 3: 6}, [SequenceFork(0, 4, sampling_of(KINDS[4]))])
+        driver.submit(dict.fromkeys(range(5), 1))
+        for seq_id in range(4):  # every kind by itself, at other places of the buffers
+            driver.submit({seq_id: 1, 4: 1})
+            driver.submit({seq_id: 1})
+    assert not executor._worker._last.has_failed  # type: ignore[union-attr]
+    assert serving.needed
+    assert serving.needed <= starting.needed
 
 
 def test_a_context_too_short_for_anything_is_not_warmed_up() -> None:
