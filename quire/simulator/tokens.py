@@ -20,8 +20,12 @@ from quire.step import NewSequence, StepPlan
 OWN_TOKENS = 1 << 30
 GROUP_TOKENS = 1 << 31
 """Runs of groups begin here or later; numbers of sequences and of requests stay below."""
-BEAM_GAP = 1.0
-"""Mean difference in log-probability of a beam's next best tokens."""
+BEST_LOSS, BEAM_GAP, GAP_DECAY = 0.6, 2.7, 1.5
+"""In log-probability, means: what the best next token costs a beam, and how much more the second best; from the k-th to
+the next one it is BEAM_GAP / k ** GAP_DECAY."""
+ALIKE = 0.5
+"""How often a beam is as sure of its next token as the other beams of its search: their correlation. These numbers were
+measured on the bundled model's beams (docs/simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:
@@ -47,21 +51,26 @@ class Streams:
         """seq_id -> token at position 0, of turns of conversations."""
         self._num_candidates: dict[int, int] = {}
         """seq_id -> candidates to return, of beams."""
+        self._searches: dict[int, int] = {}
+        """seq_id -> the first beam of its search, of beams."""
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of the rows that come and go. O(those)."""
         for seq_id in plan.released:
             self._first_tokens.pop(seq_id, None)
             self._num_candidates.pop(seq_id, None)
+            self._searches.pop(seq_id, None)
         for new in plan.new_sequences:
             if new.sampling.num_candidates:
                 self._num_candidates[new.seq_id] = new.sampling.num_candidates
+                self._searches[new.seq_id] = new.seq_id
             elif is_turn(new):
                 self._first_tokens[new.seq_id] = new.token_ids[0]
         if plan.forks or plan.branches:
             for fork in (*plan.forks, *plan.branches):
                 if fork.sampling.num_candidates:
                     self._num_candidates[fork.child] = fork.sampling.num_candidates
+                    self._searches[fork.child] = self._searches[fork.parent]
 
     def sample(self, plan: StepPlan) -> list[int]:
         """A token for each of the plan's samples."""
@@ -76,15 +85,18 @@ class Streams:
 
     def beams(self, plan: StepPlan) -> Iterator[tuple[int, list[int], list[float]]]:
         """(index among the samples, tokens, scores) of beams: distinct tokens with falling scores, the gaps between
-        them drawn from an exponential distribution by a hash of step and place."""
+        them drawn from exponential distributions by a hash of step and place."""
         if not self._num_candidates:
             return
         for index, seq_id in enumerate(plan.sample_seq_ids):
             number = self._num_candidates.get(seq_id)
             if number is not None:
+                is_alike = _uniform(plan.step_id, seq_id, -1) < ALIKE
+                drawn = self._searches[seq_id] if is_alike else seq_id
                 score, scores = 0.0, []
                 for rank in range(number):
-                    score -= BEAM_GAP * _exponential(plan.step_id, seq_id, rank)
+                    mean = BEAM_GAP / rank**GAP_DECAY if rank else BEST_LOSS
+                    score += mean * math.log(_uniform(plan.step_id, drawn, rank))
                     scores.append(score)
                 yield index, [seq_id * number + rank for rank in range(number)], scores
 
@@ -97,7 +109,6 @@ def is_turn(new: NewSequence) -> bool:
     )
 
 
-def _exponential(*values: int) -> float:
-    """Drawn from an exponential distribution of mean 1, the same for the same values in every process (hashes of
-    integers are)."""
-    return -math.log(((hash(values) & 0xFFFFFFFF) + 1) / (1 << 32))
+def _uniform(*values: int) -> float:
+    """Above 0 and at most 1, the same for the same values in every process (hashes of integers are)."""
+    return ((hash(values) & 0xFFFFFFFF) + 1) / (1 << 32)

