@@ -40,7 +40,8 @@ class Factors:
     """Shares of the limits that are reached, each above 0 and at most 1 (of bandwidths of memory: CACHED).
 
     compute: of the peak, by matrix products. bandwidth: of the memory's, by matrix products that read weights and by
-    element-wise operators. attention_compute, attention_bandwidth: the same of attention. link: of the link's bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
+    element-wise operators. attention_compute, attention_bandwidth: the same of attention. link: of the link's
+    bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
     """
 
     compute: float = 0.7
@@ -76,9 +77,9 @@ class Hardware:
     half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
     token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides;
     new_sequence_overhead: one that gets a row in it.
-    run_overhead: bytes in whose time attention of a single token turns to the next run of contiguous keys or values, the
-    part of a block that belongs to one head. 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs of
-    4 KiB) is 20 to 26 % slower than one over contiguous memory (PagedAttention paper, Fig. 18a).
+    run_overhead: bytes in whose time attention of a single token turns to the next run of contiguous keys or values,
+    the part of a block that belongs to one head. 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs
+    of 4 KiB) is 20 to 26 % slower than one over contiguous memory (PagedAttention paper, Fig. 18a).
     source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
     """
 

@@ -1,7 +1,7 @@
 """Orca's iteration-level scheduling (Yu et al., OSDI 2022) over contiguous regions, as the paper assumes it (§6.1).
 
-After every step finished requests leave and waiting ones join, whole prompts in a batch with everybody's next tokens, as
-in all of the paper's systems (§4.3). Three reservations make the paper's three variants
+After every step finished requests leave and waiting ones join, whole prompts in a batch with everybody's next tokens,
+as in all of the paper's systems (§4.3). Three reservations make the paper's three variants
 (quire/bench/baselines/reservation.py).
 """
 

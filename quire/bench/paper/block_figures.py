@@ -20,7 +20,7 @@ _GOOD = 1.15
 _EDGE = (
     "the paper gives no rate and no tolerance; sizes are powers of two, so that the next one is off by a factor of two"
 )
-_REMARK_18 = f"Good: latency at most {_GOOD:g} times that of the best size, at nine tenths of the rate that blocks of 16 sustain."
+_REMARK_18 = f"Good: latency at most {_GOOD:g} times the best, at nine tenths of the rate that blocks of 16 sustain."
 _PAPERS_18 = {"sharegpt": (16, 128), "alpaca": (16, 32)}
 
 
@@ -124,6 +124,6 @@ def _plot_figure19(figure: Any, results: Results, scale: Scale) -> None:
 
 
 BLOCK_FIGURES = (
-    Figure("fig18b", "Fig. 18b: block size, OPT-13B", _figure18, _figure18_trials, _plot_figure18, _REMARK_18),
+    Figure("fig18b", "Fig. 18b: block size, OPT-13B", _figure18, _figure18_trials, _plot_figure18, remark=_REMARK_18),
     Figure("fig19", "Fig. 19: recomputation against swapping, OPT-13B", _figure19, _figure19_trials, _plot_figure19),
 )

@@ -28,13 +28,18 @@ def _curve(system: str, n: int, width: int, scale: Scale) -> Curve:
 
 
 def _figure14_trials(scale: Scale) -> list[Curve]:
-    return [_curve(system, n, width, scale) for _, n, width in DECODINGS for system in SYSTEMS_14]
+    return [_curve(system, n, width, scale) for _, n, width in DECODINGS if n == 1 for system in SYSTEMS_14]
+
+
+def _figure14_drawn(scale: Scale) -> list[Curve]:
+    return [_curve(system, n, width, scale) for _, n, width in DECODINGS if n > 1 for system in SYSTEMS_14]
 
 
 def _speed_ups(results: Results, scale: Scale, system: str) -> dict[str, float]:
     return {
         name: results.sustained(_curve(PAGED, n, width, scale)) / results.sustained(_curve(system, n, width, scale))
         for name, n, width in DECODINGS
+        if n == 1
     }
 
 
@@ -84,7 +89,11 @@ def _window(workload: str, kind: str, width: int, scale: Scale) -> Window:
 
 
 def _figure15_trials(scale: Scale) -> list[Window]:
-    return [_window(workload, kind, width, scale) for workload, kind in _BANDS for width in WIDTHS]
+    return [_window(workload, kind, width, scale) for workload, kind in _BANDS for width in (WIDTHS[0], WIDTHS[-1])]
+
+
+def _figure15_drawn(scale: Scale) -> list[Window]:
+    return [_window(workload, kind, WIDTHS[1], scale) for workload, kind in _BANDS]
 
 
 def _figure15(results: Results, scale: Scale) -> list[Row]:
@@ -119,6 +128,14 @@ DECODING_FIGURES = (
         _figure14,
         _figure14_trials,
         _plot_figure14,
+        _figure14_drawn,
     ),
-    Figure("fig15", "Fig. 15: memory saved by sharing, OPT-13B", _figure15, _figure15_trials, _plot_figure15),
+    Figure(
+        "fig15",
+        "Fig. 15: memory saved by sharing, OPT-13B",
+        _figure15,
+        _figure15_trials,
+        _plot_figure15,
+        _figure15_drawn,
+    ),
 )

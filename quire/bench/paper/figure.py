@@ -21,8 +21,8 @@ TOLERANCE_POINTS = 3.0
 @dataclass(frozen=True)
 class Row:
     """One number of the paper beside ours. why: what makes the difference, in a few words, where there is a known one.
-    unit: "%" for shares, which are compared by their difference; anything else by the ratio. at_most: the paper's number
-    is a limit, or a cost; less is as good."""
+    unit: "%" for shares, which are compared by their difference; anything else by the ratio. at_most: the paper's
+    number is a limit, or a cost; less is as good."""
 
     figure: str
     quantity: str
@@ -100,14 +100,15 @@ def _no_trials(scale: Scale) -> Sequence[Trial]:
 
 @dataclass(frozen=True)
 class Figure:
-    """trials: what has to be run. rows: the table. plot: draws into a matplotlib figure, and says how large: None where
-    a table says it all."""
+    """trials: what has to be run for the table. rows: the table. plot: draws into a matplotlib figure, and says how
+    large: None where a table says it all. drawn: what has to be run besides for the plot."""
 
     name: str
     title: str
     rows: Callable[[Results, Scale], list[Row]]
     trials: Callable[[Scale], Sequence[Trial]] = _no_trials
     plot: Callable[[Any, Results, Scale], None] | None = None
+    drawn: Callable[[Scale], Sequence[Trial]] = _no_trials
     remark: str = ""
     """Said under the table."""
 

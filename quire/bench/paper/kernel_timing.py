@@ -1,4 +1,4 @@
-"""Fig. 18a on this machine, as a trial: attention over blocks that lie anywhere, beside the same over memory in one piece."""
+"""Fig. 18a on this machine, as a trial: attention over blocks that lie anywhere, and over memory in one piece."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MIN_ROUNDS, MAX_ROUNDS = 9, 200
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """How much longer the native CPU kernel takes over blocks of 16, as a share: one token of each sequence, one thread.
-    "In one piece" is a block as long as the context, a table of one entry."""
+    """How much longer the native CPU kernel takes over blocks of 16, as a share: one token of each sequence, one
+    thread. "In one piece" is a block as long as the context, a table of one entry."""
 
     num_sequences: int
     context: int

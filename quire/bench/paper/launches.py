@@ -1,8 +1,8 @@
-"""What CUDA graphs gain in a decode step, modelled: the host starts kernels beside the device, and whoever is later decides.
+"""What CUDA graphs gain in a decode step, modelled: the host starts kernels beside the device, and the later decides.
 
 Eagerly, the host starts every kernel by itself. With piecewise graphs it starts one graph for what lies between two
-layers' attention, and attention's kernels eagerly. A full graph is one start. The device needs the cost model's time, and
-GRAPH_START longer for each graph that begins.
+layers' attention, and attention's kernels eagerly. A full graph is one start. The device needs the cost model's time,
+and GRAPH_START longer for each graph that begins.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel
 from quire.simulator.work import StepWork
 
 EAGER_START = 25e-6
-"""Seconds of the host for a kernel: Python, PyTorch's dispatcher and the driver. A decode step of Llama-3.1-8B on an H100
-takes 8.4 ms eagerly (cloudai.pt, "CUDA Graphs + torch.compile"), some 330 kernels; lists of what such a call passes through
-come to 5 to 25 us."""
+"""Seconds of the host for a kernel: Python, PyTorch's dispatcher and the driver. A decode step of Llama-3.1-8B on an
+H100 takes 8.4 ms eagerly (cloudai.pt, "CUDA Graphs + torch.compile"), some 330 kernels."""
 GRAPH_LAUNCH, GRAPH_START = 1e-5, 5e-6
 """Of a whole graph: seconds of the host, and of the device before its first kernel."""
 ATTENTION_KERNELS = 2

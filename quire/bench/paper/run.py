@@ -36,10 +36,14 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-def run_trials(figures: Sequence[Figure], scale: Scale, num_processes: int | None = None) -> Results:
+def run_trials(
+    figures: Sequence[Figure], scale: Scale, num_processes: int | None = None, *, plots: bool = False
+) -> Results:
     """Every trial of the figures once, with a progress bar: what is timed first, by itself, then simulations,
-    `num_processes` at a time (None: one for each core)."""
+    `num_processes` at a time (None: one for each core). plots: those too that only plots need."""
     wanted = list(dict.fromkeys(trial for figure in figures for trial in figure.trials(scale)))
+    if plots:
+        wanted = list(dict.fromkeys([*wanted, *(trial for figure in figures for trial in figure.drawn(scale))]))
     timed = [trial for trial in wanted if isinstance(trial, KernelTiming)]
     trials = [trial for trial in wanted if not isinstance(trial, KernelTiming)]
     trials.sort(key=_expected_length, reverse=True)  # so that no long one is left alone at the end
@@ -80,7 +84,8 @@ def print_table(figure: Figure, rows: Sequence[Row]) -> None:
         table.add_column(column, justify="right")
     table.add_column("")
     for row in rows:
-        table.add_row(row.figure, row.quantity, number(row.ours), number(row.paper), ratio(row), verdict(row))
+        paper = f"at most {number(row.paper)}" if row.at_most else number(row.paper)
+        table.add_row(row.figure, row.quantity, number(row.ours), paper, ratio(row), verdict(row))
     report.console().print(table)
 
 

@@ -1,14 +1,14 @@
 """The paper's servers and the one cost model of all its figures (§6.1, Table 1).
 
-Nothing here is set per figure. Two factors come from the paper's own measurements: what the host takes between two steps,
-and for each sequence of a step. By Little's law Fig. 13 tells how long a step took: 30.4 requests in flight at 2 a second,
-of 338 tokens each, are 45 ms a step; 132.4 at 30 a second, of 58.45 tokens, are 75 ms. The device needs some 33 and 32 of
-them, so that the rest, 12 and 43 ms, grows with the batch. The paper's code says why: eager PyTorch under Python, whose
-sampler took the requests of a step one after the other, each with several waits for the device
+Nothing here is set per figure. Two factors come from the paper's own measurements: what the host takes between two
+steps, and for each sequence of a step. By Little's law Fig. 13 tells how long a step took: 30.4 requests in flight at 2
+a second, of 338 tokens each, are 45 ms a step; 132.4 at 30 a second, of 58.45 tokens, are 75 ms. The device needs some
+33 and 32 of them, so that the rest, 12 and 43 ms, grows with the batch. The paper's code says why: eager PyTorch under
+Python, whose sampler took the requests of a step one after the other, each with several waits for the device
 (github.com/vllm-project/vllm/issues/249, June 2023). All systems pay it alike, as all ran in one code.
 
-The host link is that of the paper's machines, A2 of Google Cloud: their processors (Cascade Lake) have PCIe 3, whatever the
-device has. Keys and values of a block were copied one by one, layer by layer, hence two copies where the product has one.
+The host link is that of the paper's machines, A2 of Google Cloud: their processors (Cascade Lake) have PCIe 3, whatever
+the device has. Keys and values of a block were copied one by one, layer by layer: two copies where the product has one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,11 @@ def curve(model: str, system: str, workload: str, scale: Scale) -> Curve:
 
 
 def _figure12_trials(scale: Scale) -> list[Curve]:
-    return [curve(model, system, work, scale) for model in MODELS for work in WORKLOADS for system in COMPARED]
+    return [curve(model, system, "sharegpt", scale) for model in MODELS for system in COMPARED]
+
+
+def _figure12_drawn(scale: Scale) -> list[Curve]:
+    return [curve(model, system, "alpaca", scale) for model in MODELS for system in COMPARED]
 
 
 def ratios(results: Results, scale: Scale, system: str, workload: str) -> dict[str, float]:
@@ -129,6 +133,7 @@ SERVING_FIGURES = (
         _figure12,
         _figure12_trials,
         _plot_figure12,
+        _figure12_drawn,
         f"Sustained: the mean normalised latency stays below {LIMIT:g} s per output token, the same for all systems.",
     ),
     Figure("fig13", "Fig. 13: requests in the batch, OPT-13B", _figure13, _figure13_trials, _plot_figure13),
