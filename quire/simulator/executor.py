@@ -103,10 +103,12 @@ class SimulatedExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         cost, hardware = self._cost, self._cost.hardware
         work = StepWork.of(plan, cost.windows)
+        self._streams.follow(plan)
         idle = self._clock.now() - self._device_free
         self._clock.advance(
             hardware.host_overhead
             + work.num_sequences * hardware.host_overhead_per_sequence
+            + self._streams.num_requests(plan) * hardware.host_overhead_per_request
             + work.num_new * hardware.host_overhead_per_new_sequence
         )
         begin = max(self._clock.now(), self._device_free)
@@ -146,7 +148,6 @@ class SimulatedExecutor:
 
     def _result(self, plan: StepPlan) -> StepResult:
         streams = self._streams
-        streams.follow(plan)
         result = StepResult(plan.step_id, streams.sample(plan))
         for index, token_ids, scores in streams.beams(plan):
             result.candidates[index] = Candidates(token_ids, scores)

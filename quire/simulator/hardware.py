@@ -69,8 +69,9 @@ class Hardware:
     direction to host memory; pcie_latency: seconds that each copy costs besides, however small.
     launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
     between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
-    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_new_sequence: for one that gets
-    a row in it. wake_overhead: seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
+    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_request: for each request,
+    however many sequences it has, host_overhead_per_new_sequence: for a sequence that gets a row in it. wake_overhead:
+    seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
 
     node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
     and direction for each device, and network_latency.
@@ -106,6 +107,7 @@ class Hardware:
     host_overhead_per_new_sequence: float = 0.0
     wake_overhead: float = 0.0
     run_overhead: float = 0.0
+    host_overhead_per_request: float = 0.0
     source: str = ""
     kind: str = "gpu"
 

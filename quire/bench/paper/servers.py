@@ -1,7 +1,7 @@
 """The paper's servers and the one cost model of all its figures (§6.1, Table 1).
 
 Nothing here is set per figure. Two factors come from the paper's own measurements: what the host takes between two
-steps, and for each sequence of a step. By Little's law Fig. 13 tells how long a step took: 30.4 requests in flight at 2
+steps, and for each request of a step. By Little's law Fig. 13 tells how long a step took: 30.4 requests in flight at 2
 a second, of 338 tokens each, are 45 ms a step; 132.4 at 30 a second, of 58.45 tokens, are 75 ms. The device needs some
 33 and 32 of them, so that the rest, 12 and 43 ms, grows with the batch. The paper's code says why: eager PyTorch under
 Python, whose sampler took the requests of a step one after the other, each with several waits for the device
@@ -25,7 +25,7 @@ from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 
 GIB = 2**30
-HOST_OVERHEAD, HOST_OVERHEAD_PER_SEQUENCE = 0.002, 0.0003
+HOST_OVERHEAD, HOST_OVERHEAD_PER_REQUEST = 0.002, 0.0003
 """Seconds between two steps in which the host plans and samples, and the device waits."""
 PCIE_BANDWIDTH = 1.6e10
 """Bytes per second and direction."""
@@ -58,7 +58,8 @@ class Server:
         hardware = replace(
             device,
             host_overhead=HOST_OVERHEAD,
-            host_overhead_per_sequence=HOST_OVERHEAD_PER_SEQUENCE,
+            host_overhead_per_sequence=0.0,
+            host_overhead_per_request=HOST_OVERHEAD_PER_REQUEST,
             pcie_bandwidth=PCIE_BANDWIDTH,
             pcie_latency=COPIES_PER_LAYER * device.pcie_latency,
         )

@@ -48,7 +48,7 @@ def _graphs(results: Results, scale: Scale) -> list[Row]:
     over_eager = [100 * (each[EAGER] / each[PIECEWISE] - 1) for each in steps.values()]
     slower = {batch: 100 * (each[PIECEWISE] / each[FULL] - 1) for batch, each in steps.items()}
     large = max(value for batch, value in slower.items() if batch >= 8)
-    why = "modelled, and the slides name neither model nor device"
+    why = "modelled; the slides name neither model nor device, nor the batches"
     return [
         Row("slides", "piecewise CUDA graphs faster than eager, least", min(over_eager), 6.0, "%", why),
         Row("slides", "piecewise CUDA graphs faster than eager, most", max(over_eager), 39.0, "%", why),

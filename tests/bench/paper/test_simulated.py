@@ -14,7 +14,7 @@ from quire.bench.paper.kernel_timing import KernelTiming
 from quire.bench.paper.launches import EAGER, PIECEWISE, decode, step_seconds
 from quire.bench.paper.launches import FULL as FULL_GRAPH
 from quire.bench.paper.run import FIGURES, plot, ratio, run_trials, verdict
-from quire.bench.paper.servers import HOST_OVERHEAD, HOST_OVERHEAD_PER_SEQUENCE, SERVERS
+from quire.bench.paper.servers import HOST_OVERHEAD, HOST_OVERHEAD_PER_REQUEST, SERVERS
 from quire.bench.paper.trials import LIMIT, Curve, Load, Rates, Usage, Window
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
@@ -52,7 +52,7 @@ def test_one_request_alone_takes_its_steps(system: str) -> None:
     expected = simulate([TraceRequest(0.0, 100, 20)], server.cost(), server.settings())
     assert metrics.num_steps == 20
     assert metrics.end == pytest.approx(expected.end)
-    assert metrics.end > 20 * (HOST_OVERHEAD + HOST_OVERHEAD_PER_SEQUENCE)
+    assert metrics.end > 20 * (HOST_OVERHEAD + HOST_OVERHEAD_PER_REQUEST)
 
 
 def test_a_window_holds_what_memory_allows() -> None:
