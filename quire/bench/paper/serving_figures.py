@@ -21,8 +21,8 @@ COMPARED = (FASTER_TRANSFORMER, ORCA_MAX, ORCA_POW2, ORCA_ORACLE, PAGED)
 SHAREGPT_RATE, ALPACA_RATE = 2.0, 30.0
 """Requests per second of Fig. 13."""
 _LARGE = (
-    "OPT-175B has room for 125 requests: their attention, and the host's 0.3 ms for each, which is from OPT-13B's batches, "
-    "make a step 103 ms; with the 29 of Orca (Max) it is 49 ms"
+    "OPT-175B has room for 125 requests: their attention, and the host's 0.3 ms for each, which is from OPT-13B's "
+    "batches, make a step 103 ms; with the 29 of Orca (Max) it is 49 ms"
 )
 _MEMORY = (
     "paging lets 2.5 times Orca (Oracle)'s and 4.6 times Orca (Max)'s requests run (Fig. 13a), and a larger batch "

@@ -14,6 +14,9 @@ from quire.simulator.shape import find_shape
 _TIMINGS = (KernelTiming(16, 256), KernelTiming(4, 1024))
 """As many tokens in both, and more than a processor's cache holds."""
 
+_TIME = "% of time"
+"""Compared by the ratio, unlike shares of memory."""
+
 
 def _figure18_trials(scale: Scale) -> tuple[KernelTiming, ...]:
     return _TIMINGS
@@ -23,7 +26,9 @@ def _figure18(results: Results, scale: Scale) -> list[Row]:
     slowdowns = [100 * results.slowdown(timing) for timing in _TIMINGS]
     why = "this machine's kernel, not the paper's: less is better"
     return [
-        Row("Fig. 18a", f"attention over blocks of 16, slower than in one piece: {what}", value, paper, "%", why, True)
+        Row(
+            "Fig. 18a", f"attention over blocks of 16, slower than in one piece: {what}", value, paper, _TIME, why, True
+        )
         for what, value, paper in (("least", min(slowdowns), 20.0), ("most", max(slowdowns), 26.0))
     ]
 
@@ -50,10 +55,10 @@ def _graphs(results: Results, scale: Scale) -> list[Row]:
     large = max(value for batch, value in slower.items() if batch >= 8)
     why = "modelled; the slides name neither model nor device, nor the batches"
     return [
-        Row("slides", "piecewise CUDA graphs faster than eager, least", min(over_eager), 6.0, "%", why),
-        Row("slides", "piecewise CUDA graphs faster than eager, most", max(over_eager), 39.0, "%", why),
-        Row("slides", "piecewise slower than one full graph, at worst", max(slower.values()), 7.0, "%", why, True),
-        Row("slides", "piecewise slower than one full graph, batch of 8 or more", large, 2.0, "%", why, True),
+        Row("slides", "piecewise CUDA graphs faster than eager, least", min(over_eager), 6.0, _TIME, why),
+        Row("slides", "piecewise CUDA graphs faster than eager, most", max(over_eager), 39.0, _TIME, why),
+        Row("slides", "piecewise slower than one full graph, at worst", max(slower.values()), 7.0, _TIME, why, True),
+        Row("slides", "piecewise slower than one full graph, batch of 8 or more", large, 2.0, _TIME, why, True),
     ]
 
 
@@ -69,7 +74,7 @@ def _slides(results: Results, scale: Scale) -> list[Row]:
     rows = [
         Row("slides", "a decode step, ms, batch of 1", 1e3 * seconds[0], 5.0, "ms", _RANGE),
         Row("slides", f"a decode step, ms, batch of {BATCHES[-1]}", 1e3 * seconds[1], 10.0, "ms", _RANGE),
-        Row("slides", "1 ms of host work beside the shortest step", 100 * 1e-3 / seconds[0], 20.0, "%", at_most=True),
+        Row("slides", "1 ms of host work beside the shortest step", 100 * 1e-3 / seconds[0], 20.0, _TIME, at_most=True),
         Row("slides", "hybrid allocator: memory unused, least", 100 * min(map(_unused_pages, _HYBRIDS)), 0.0, "%"),
         Row("slides", "hybrid allocator: memory unused, most", 100 * max(map(_unused_pages, _HYBRIDS)), 12.0, "%",
             "of the two hybrid models that the simulator knows"),
