@@ -24,8 +24,8 @@ BEST_LOSS, BEAM_GAP, GAP_DECAY = 0.6, 2.7, 1.5
 """In log-probability, means: what the best next token costs a beam, and how much more the second best; from the k-th
 to the next one it is BEAM_GAP / k ** GAP_DECAY."""
 ALIKE = 0.7
-"""How often a beam is as sure of its next token as its search is: two beams correlate by the square, one half. All of it
-as measured on the bundled model's beams (docs/decisions/0016-simulator.md)."""
+"""How often a beam is as sure of its next token as its search is: two beams correlate by the square, one half. All
+of it as measured on the bundled model's beams (docs/decisions/0016-simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:
