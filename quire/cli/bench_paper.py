@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.paper.figure import FULL, QUICK, Figure
+from quire.bench.paper.figure import Row as FigureRow
 from quire.bench.paper.figures import Row, rows
 from quire.bench.paper.gain import Gain
+from quire.bench.paper.gain import rows as gain_rows
 from quire.bench.paper.measure import Usage, run, write_text
 from quire.bench.paper.run import FIGURES, plot, print_table, run_trials
 from quire.bench.paper.workloads import draw
@@ -72,7 +74,7 @@ def _run_simulated(namespace: argparse.Namespace) -> int:
         namespace.plots.mkdir(parents=True, exist_ok=True)
     figures = _chosen(namespace.figures)
     scale = QUICK if namespace.quick else FULL
-    results = run_trials(figures, scale, namespace.processes)
+    results = run_trials(figures, scale, namespace.processes, plots=namespace.plots is not None)
     table = []
     for figure in figures:
         rows = figure.rows(results, scale)
@@ -83,16 +85,25 @@ def _run_simulated(namespace: argparse.Namespace) -> int:
     result = {
         "benchmark": "paper",
         "options": options_json(namespace),
-        "rows": [
-            {"figure": row.figure, "quantity": row.quantity, "ours": row.ours, "paper": row.paper} for row in table
-        ],
+        "rows": _rows_json(table),
         "comments": [
-            {"figure": row.figure, "quantity": row.quantity, "unit": row.unit, "is_near": row.is_near, "why": row.why}
+            {
+                "figure": row.figure,
+                "quantity": row.quantity,
+                "unit": row.unit,
+                "at_most": row.at_most,
+                "is_near": row.is_near,
+                "why": row.why,
+            }
             for row in table
         ],
     }
     report.write_json(namespace.json, result)
     return 0
+
+
+def _rows_json(table: Sequence[FigureRow]) -> list[dict[str, Any]]:
+    return [{"figure": row.figure, "quantity": row.quantity, "ours": row.ours, "paper": row.paper} for row in table]
 
 
 def _chosen(names: str | None) -> list[Figure]:
@@ -121,7 +132,9 @@ def _run_engine(namespace: argparse.Namespace) -> int:
     _print(table, usages)
     _print_gain(gains)
     result = {"benchmark": "paper", "options": options_json(namespace), "gain": _gain_json(gains)}
-    report.write_json(namespace.json, result | _json(table, usages))
+    found = _json(table, usages)
+    found["rows"] += _rows_json(gain_rows(gains))
+    report.write_json(namespace.json, result | found)
     return 0
 
 
@@ -230,7 +243,7 @@ def _json(table: list[Row], usages: list[Usage]) -> dict[str, Any]:
     ]
     wanted = ("figure", "quantity", "ours", "paper")
     return {
-        "unit": "percent",
+        "unit": "percent (Fig. 2 and 15)",
         "sigma": SIGMA,
         "rows": [{name: entry[name] for name in wanted} for entry in measured if entry["paper"] is not None],
         "measured": measured,

@@ -8,7 +8,8 @@ times add up:
   the expected number of distinct experts is read, routing being even.
 - attention, of chunks and of single tokens apart: operations for each pair of a query and a key, bytes of the keys and
   values of the real contexts (a chunk reads its context once). Latent attention has a head's own keys and values in a
-  chunk, and multiplies queries by the kept vector itself for single tokens.
+  chunk, and multiplies queries by the kept vector itself for single tokens. What single tokens read lies in blocks:
+  each run of keys or values of one head in one block takes `run_overhead` bytes' time besides its own.
 - the rest of a layer (norms, residuals, activations) and the sampler move bytes.
 - tp > 1: two all-reduces a layer, each a latency and 2 (tp - 1) / tp of the rows' bytes over the link (between nodes:
   the network). ep > 1: instead of the second one tokens go to their experts' devices and back, over the network once to
@@ -39,6 +40,8 @@ KERNELS_PER_STEP = 12
 ROW_PASSES = 8
 """Times that a layer reads or writes a row of the residual stream outside its matrix products: two norms and two
 additions, each in and out."""
+BLOCK_TOKENS = 16
+"""Tokens of a block, until a pool says otherwise."""
 LOGIT_BYTES = 4
 LOGIT_PASSES = 4
 """Times that the sampler reads or writes the logits of a row."""
@@ -85,12 +88,13 @@ class Product:
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attention of the layers of one window on one device: seconds at the peak for each pair of a chunk's token and a
-    position, and for each position that a single token reads; and of the bytes, for each position read and, of chunks,
-    for each of their tokens."""
+    position, and for each position that a single token reads; and of the bytes, for each position that a chunk or a
+    single token reads and, of chunks, for each of their tokens."""
 
     chunk_pair: float
     decode_pair: float
     kept: float
+    decode_kept: float
     chunk_row: float
 
 
@@ -107,8 +111,7 @@ class CostModel:
         self.layout = layout or Layout()
         self.precision = precision or Precision.of(shape)
         self.windows = tuple(dict.fromkeys(shape.windows))
-        self.block_tokens = 16
-        """Tokens of a block, for copies of blocks."""
+        self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
         self._bandwidth = hardware.bandwidth * hardware.factors.bandwidth
         self._row_size = DTYPE_BYTES[self.precision.activations]
@@ -120,11 +123,22 @@ class CostModel:
         """Sequences that compute one token each -> `_rows_seconds` of such a step."""
         self._products = _merged(self._dense_products())
         self._logits = self._logits_product()
-        self._attention = [self._attention_of(shape.windows.count(window)) for window in self.windows]
+        self._set_up_attention()
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
 
     # -- what callers ask -------------------------------------------------------------------------------------------
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache: as long are the runs that attention reads, and what is copied."""
+        return self._block_tokens
+
+    @block_tokens.setter
+    def block_tokens(self, block_tokens: int) -> None:
+        if block_tokens != self._block_tokens:
+            self._block_tokens = block_tokens
+            self._set_up_attention()
 
     def step_seconds(self, work: StepWork, *, overlapped: bool = False) -> float:
         """Seconds from the first kernel of a step to its results.
@@ -257,11 +271,11 @@ class CostModel:
 
     @staticmethod
     def _decode_position(attention: Attention) -> float:
-        return max(attention.decode_pair, attention.kept)
+        return max(attention.decode_pair, attention.decode_kept)
 
     def _copies(self, work: StepWork) -> float:
         """Copy-on-write of blocks, read and written."""
-        block = self.block_tokens * self._layers * self.shape.kv_elements(self.layout.tp) * self._kv_size
+        block = self._block_tokens * self._layers * self.shape.kv_elements(self.layout.tp) * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -329,23 +343,32 @@ class CostModel:
         over_network = others * num_bytes / (hardware.network_bandwidth * factor)
         return max(over_network, picks * (near - 1) / near * num_bytes / (hardware.link_bandwidth * factor))
 
+    def _set_up_attention(self) -> None:
+        windows = self.shape.windows
+        self._attention = [self._attention_of(windows.count(window)) for window in self.windows]
+        self._flat_decode = [self._decode_position(attention) for attention in self._attention]
+
     def _attention_of(self, num_layers: int) -> Attention:
         """Of the layers of one window; the largest stage has its share of them."""
         shape, tp, factors = self.shape, self.layout.tp, self.hardware.factors
         latent, layers = shape.latent, num_layers * self._layers / shape.num_layers
         if latent is None:
             chunk_pair = decode_pair = 4 * shape.head_dim
-            row = 2 * shape.head_dim
+            row, run = 2 * shape.head_dim, shape.head_dim
         else:
+            run = latent.token_elements
             row = latent.nope_dim + latent.rope_dim + latent.value_dim
             chunk_pair, decode_pair = 2 * row, 2 * (latent.token_elements + latent.kv_rank)
         heads = shape.num_heads / tp
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
         bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
+        kept = layers * shape.kv_elements(tp) * self._kv_size / bandwidth
+        run_bytes = self._block_tokens * run * self._kv_size
         return Attention(
             chunk_pair=layers * heads * chunk_pair / rate,
             decode_pair=layers * heads * decode_pair / rate,
-            kept=layers * shape.kv_elements(tp) * self._kv_size / bandwidth,
+            kept=kept,
+            decode_kept=kept * (1 + self.hardware.run_overhead / run_bytes),
             chunk_row=layers * heads * row * self._row_size / bandwidth,
         )
 
@@ -378,7 +401,6 @@ class CostModel:
         self._sum_per_token, self._sum_per_sampled = sum(per_token.values()), sum(per_sampled.values())
         self._per_sequence, self._per_new_sequence = hardware.sequence_overhead, hardware.new_sequence_overhead
         self._flat_products = [(each.per_row, each.weights, each.row_bytes) for each in self._products]
-        self._flat_decode = [self._decode_position(attention) for attention in self._attention]
         return constant, per_token, per_sampled
 
     def _link(self) -> tuple[float, float]:

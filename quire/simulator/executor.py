@@ -107,10 +107,12 @@ class SimulatedExecutor:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         cost, hardware, clock = self._cost, self._cost.hardware, self._clock
         work = StepWork.of(plan, cost.windows)
+        self._streams.follow(plan)
         idle = clock.now() - self._device_free
         clock.advance(
             hardware.host_overhead
             + work.num_sequences * hardware.host_overhead_per_sequence
+            + self._streams.num_requests(plan) * hardware.host_overhead_per_request
             + work.num_new * hardware.host_overhead_per_new_sequence
         )
         begin = max(clock.now(), self._device_free)
@@ -151,7 +153,6 @@ class SimulatedExecutor:
 
     def _result(self, plan: StepPlan) -> StepResult:
         streams = self._streams
-        streams.follow(plan)
         result = StepResult(plan.step_id, streams.sample(plan))
         if streams.has_beams:
             for index, token_ids, scores in streams.beams(plan):

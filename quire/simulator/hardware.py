@@ -41,14 +41,14 @@ class Factors:
     """Shares of the limits that are reached, each above 0 and at most 1 (of bandwidths of memory: CACHED).
 
     compute: of the peak, by matrix products. bandwidth: of the memory's, by matrix products that read weights and by
-    element-wise operators. attention_compute, attention_bandwidth: the same of attention, whose keys and values lie in
-    blocks. link: of the link's bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
+    element-wise operators. attention_compute, attention_bandwidth: the same of attention. link: of the link's
+    bandwidth, by an all-reduce. pcie: of the host link's, by swapping.
     """
 
     compute: float = 0.7
     bandwidth: float = 0.8
     attention_compute: float = 0.45
-    attention_bandwidth: float = 0.65
+    attention_bandwidth: float = 0.8
     link: float = 0.7
     pcie: float = 0.8
 
@@ -70,14 +70,18 @@ class Hardware:
     direction to host memory; pcie_latency: seconds that each copy costs besides, however small.
     launch_overhead: seconds that a kernel costs besides its work, as part of a captured graph. host_overhead: seconds
     between two steps in which the host plans and the device waits (with steps in flight it plans meanwhile), and
-    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_new_sequence: for one that gets
-    a row in it. wake_overhead: seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
+    host_overhead_per_sequence: those for each sequence of the step, host_overhead_per_request: for each request,
+    however many sequences it has, host_overhead_per_new_sequence: for a sequence that gets a row in it. wake_overhead:
+    seconds that a step takes longer when nothing ran for IDLE_SECONDS before it.
 
     node_size: devices that the link connects; between nodes there is a network of network_bandwidth bytes per second
     and direction for each device, and network_latency.
     half_rows: rows at which a matrix product reaches half of its rate with many: kernels fill the device row by row.
     token_overhead, sequence_overhead: seconds that a token, a sequence of a step takes on the device besides;
     new_sequence_overhead: one that gets a row in it.
+    run_overhead: bytes in whose time attention of a single token turns to the next run of contiguous keys or values,
+    the part of a block that belongs to one head. 1 KiB on GPUs: a kernel over blocks of 16 tokens of 128 elements (runs
+    of 4 KiB) is 20 to 26 % slower than one over contiguous memory (PagedAttention paper, Fig. 18a).
     jitter: how much equal steps differ; none in the profiles of data sheets.
     source: what the numbers are from; "" means data sheets and usual factors. kind: "gpu" or "cpu".
     """
@@ -104,6 +108,8 @@ class Hardware:
     new_sequence_overhead: float = 0.0
     host_overhead_per_new_sequence: float = 0.0
     wake_overhead: float = 0.0
+    run_overhead: float = 0.0
+    host_overhead_per_request: float = 0.0
     jitter: Jitter = field(default_factory=Jitter)
     source: str = ""
     kind: str = "gpu"

@@ -20,8 +20,12 @@ from quire.step import NewSequence, StepPlan
 OWN_TOKENS = 1 << 30
 GROUP_TOKENS = 1 << 31
 """Runs of groups begin here or later; numbers of sequences and of requests stay below."""
-BEAM_GAP = 1.0
-"""Mean difference in log-probability of a beam's next best tokens."""
+BEST_LOSS, BEAM_GAP, GAP_DECAY = 0.6, 2.7, 1.5
+"""In log-probability, means: what the best next token costs a beam, and how much more the second best; from the k-th
+to the next one it is BEAM_GAP / k ** GAP_DECAY."""
+ALIKE = 0.7
+"""How often a beam is as sure of its next token as its search is: two beams correlate by the square, one half. All
+of it as measured on the bundled model's beams (docs/decisions/0016-simulator.md)."""
 
 
 def prompt_tokens(number: int, num_tokens: int, group: str | None, num_shared: int) -> list[int]:
@@ -47,12 +51,15 @@ class Streams:
         """seq_id -> token at position 0, of turns of conversations."""
         self._num_candidates: dict[int, int] = {}
         """seq_id -> candidates to return, of beams."""
+        self._requests: dict[int, int] = {}
+        """seq_id -> the first sequence of its request, of those that were forked."""
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of the rows that come and go. O(those)."""
         for seq_id in plan.released:
             self._first_tokens.pop(seq_id, None)
             self._num_candidates.pop(seq_id, None)
+            self._requests.pop(seq_id, None)
         for new in plan.new_sequences:
             if new.sampling.num_candidates:
                 self._num_candidates[new.seq_id] = new.sampling.num_candidates
@@ -60,8 +67,15 @@ class Streams:
                 self._first_tokens[new.seq_id] = new.token_ids[0]
         if plan.forks or plan.branches:
             for fork in (*plan.forks, *plan.branches):
+                self._requests[fork.child] = self._requests.get(fork.parent, fork.parent)
                 if fork.sampling.num_candidates:
                     self._num_candidates[fork.child] = fork.sampling.num_candidates
+
+    def num_requests(self, plan: StepPlan) -> int:
+        """Of how many requests the plan's sequences are, as `follow` was told."""
+        if not self._requests:
+            return len(plan.seq_ids)
+        return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})
 
     def sample(self, plan: StepPlan) -> list[int]:
         """A token for each of the plan's samples."""
@@ -80,13 +94,17 @@ class Streams:
 
     def beams(self, plan: StepPlan) -> Iterator[tuple[int, list[int], list[float]]]:
         """(index among the samples, tokens, scores) of beams: distinct tokens with falling scores, the gaps between
-        them drawn from an exponential distribution by a hash of step and place."""
+        them drawn from exponential distributions by a hash of step and place."""
         for index, seq_id in enumerate(plan.sample_seq_ids):
             number = self._num_candidates.get(seq_id)
             if number is not None:
+                drawn = seq_id
+                if _uniform(plan.step_id, seq_id, -1) < ALIKE:
+                    drawn = -2 - self._requests.get(seq_id, seq_id)
                 score, scores = 0.0, []
                 for rank in range(number):
-                    score -= BEAM_GAP * _exponential(plan.step_id, seq_id, rank)
+                    mean = BEAM_GAP / rank**GAP_DECAY if rank else BEST_LOSS
+                    score += mean * math.log(_uniform(plan.step_id, drawn, rank))
                     scores.append(score)
                 yield index, [seq_id * number + rank for rank in range(number)], scores
 
@@ -99,7 +117,13 @@ def is_turn(new: NewSequence) -> bool:
     )
 
 
-def _exponential(*values: int) -> float:
-    """Drawn from an exponential distribution of mean 1, the same for the same values in every process (hashes of
-    integers are)."""
-    return -math.log(((hash(values) & 0xFFFFFFFF) + 1) / (1 << 32))
+def _uniform(*values: int) -> float:
+    """Above 0 and at most 1, the same for the same values in every process (hashes of integers are)."""
+    mixed = hash(values) & _WORD  # of numbers that lie close together, hashes are not independent
+    mixed ^= mixed >> 33
+    mixed = mixed * _MULTIPLIER & _WORD
+    mixed ^= mixed >> 33
+    return ((mixed >> 11) + 1) / (1 << 53)
+
+
+_WORD, _MULTIPLIER = (1 << 64) - 1, 0xFF51AFD7ED558CCD

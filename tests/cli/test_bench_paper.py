@@ -34,7 +34,7 @@ def test_simulated_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "OPT-13B: KV slots in 12 GiB, thousands" in printed
     rows = json.loads(file.read_text())["rows"]
     assert {"figure": "§3", "quantity": "OPT-13B: KV of a token, KB", "ours": 800.0, "paper": 800.0} in rows
-    assert len(rows) == 22
+    assert len(rows) == 24
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,17 @@ def test_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert [each["system"] for each in result["gain"]] == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "Quire"]
     assert len({each["num_tokens"] for each in result["gain"]}) == 1
     assert all(each["throughput"] > 0 for each in result["gain"])
-    assert [(row["quantity"], row["paper"]) for row in result["rows"]] == [
+    assert [(row["quantity"], row["paper"]) for row in result["rows"][:3]] == [
         ("token states, ShareGPT, basic sampling", 96.3),
         ("blocks saved, Alpaca, parallel sampling of 2", 6.1),
         ("blocks saved, Alpaca, beam search of 6", 55.2),
     ]
+    by_system = {each["system"]: each for each in result["gain"]}
+    gained = by_system["Quire"]["throughput"] / by_system["Orca (Max)"]["throughput"]
+    ours = {row["quantity"].split(": ")[1]: (row["ours"], row["paper"]) for row in result["rows"][3:]}
+    assert len(ours) == 6
+    assert ours["tokens/s over those of Orca (Max)"] == (pytest.approx(gained), 2.7)
+    assert ours["requests in the batch, Quire"] == (by_system["Quire"]["mean_running"], 30.4)
     measured = {entry["quantity"]: entry for entry in result["measured"]}
     stored, parallel, beam_four, _ = (entry["ours"] for entry in result["measured"])
     assert 90 < stored < 100

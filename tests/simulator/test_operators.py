@@ -87,7 +87,8 @@ def test_a_dense_step_by_hand() -> None:
         4 * pairs * hidden / (0.25 * peak), (context * kept + 100 * 2 * hidden * 2) / (0.4 * bandwidth)
     )
     assert found["prefill attention"] == pytest.approx(prefill)
-    decode = layers * 352 * max(4 * hidden / (0.25 * peak), kept / (0.4 * bandwidth))
+    runs = 1 + device.run_overhead / (16 * 128 * 2)  # of the keys, or the values, of a head in a block
+    decode = layers * 352 * max(4 * hidden / (0.25 * peak), runs * kept / (0.4 * bandwidth))
     assert found["decode attention"] == pytest.approx(decode)
     assert found["elementwise"] == pytest.approx(layers * ROW_PASSES * rows * hidden * 2 / (0.8 * bandwidth))
     launches = (layers * KERNELS_PER_LAYER + KERNELS_PER_STEP) * device.launch_overhead
@@ -126,13 +127,37 @@ def test_a_latent_is_read_instead_of_heads() -> None:
     hardware = cost.hardware
     context = 1_000_000
     seconds = cost.breakdown(work_of(cost, [(context - 1, 1)]))["decode attention"]
-    by_bytes = 61 * context * 576 * 2 / (hardware.bandwidth * hardware.factors.attention_bandwidth)
+    by_bytes = (
+        (1 + hardware.run_overhead / (16 * 576 * 2))
+        * 61
+        * context
+        * 576
+        * 2
+        / (hardware.bandwidth * hardware.factors.attention_bandwidth)
+    )
     pairs = 61 * context * (128 / 8) * 2 * (576 + 512)
     assert seconds == pytest.approx(
         max(by_bytes, pairs / (hardware.peak("bfloat16") * hardware.factors.attention_compute))
     )
     alone = CostModel(shape, replace(hardware, memory=1e12), Layout(tp=1))
     assert alone.breakdown(work_of(alone, [(context - 1, 1)]))["decode attention"] >= seconds
+
+
+def test_attention_over_blocks_costs_what_their_runs_cost() -> None:
+    """The paper's Fig. 18a at blocks of 16; prompts, which are computed from rows that lie together, know no blocks."""
+    cost = CostModel(find_shape("opt-13b"), find("a100-40g"))
+    steps = {"decode attention": work_of(cost, [(456, 1)] * 7), "prefill attention": work_of(cost, [(0, 200)])}
+
+    def seconds(block_tokens: int) -> dict[str, float]:
+        cost.block_tokens = block_tokens
+        for work in steps.values():
+            assert cost.step_seconds(work) == pytest.approx(sum(cost.breakdown(work).values()))
+        return {name: cost.breakdown(work)[name] for name, work in steps.items()}
+
+    contiguous = seconds(2048)
+    assert seconds(16)["decode attention"] == pytest.approx(1.25 * contiguous["decode attention"], rel=0.01)
+    assert seconds(1)["decode attention"] == pytest.approx(5 * contiguous["decode attention"], rel=0.01)
+    assert seconds(1)["prefill attention"] == contiguous["prefill attention"]
 
 
 def test_a_window_bounds_what_is_read() -> None:
@@ -215,7 +240,8 @@ def test_precision_sets_bytes_and_peak() -> None:
     for case in (few, many):
         ratio = half.breakdown(work_of(half, case))["mlp"] / full.breakdown(work_of(full, case))["mlp"]
         assert ratio == pytest.approx(0.5, rel=0.03)
-    kv = CostModel(shape, GPU, precision=Precision.of(shape, None, "float8"))
+    device = replace(GPU, run_overhead=0.0)
+    full, kv = CostModel(shape, device), CostModel(shape, device, precision=Precision.of(shape, None, "float8"))
     long = [(50_000, 1)]
     ratio = (
         kv.breakdown(work_of(kv, long))["decode attention"] / full.breakdown(work_of(full, long))["decode attention"]

@@ -9,8 +9,19 @@ import statistics
 import pytest
 
 from quire.errors import UserError
-from quire.simulator.tokens import GROUP_TOKENS, OWN_TOKENS, first_of_group, prompt_tokens
+from quire.sampling_params import SamplingParams
+from quire.simulator.tokens import (
+    ALIKE,
+    BEAM_GAP,
+    BEST_LOSS,
+    GROUP_TOKENS,
+    OWN_TOKENS,
+    Streams,
+    first_of_group,
+    prompt_tokens,
+)
 from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, stream
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 
 
 @pytest.mark.parametrize(("name", "shape"), [("sharegpt", SHAREGPT), ("alpaca", ALPACA)])
@@ -80,3 +91,38 @@ def test_prompts_share_what_they_should_and_begin_differently_after() -> None:
     assert prompt_tokens(1, 5, None, 0)[0] != prompt_tokens(2, 5, None, 0)[0]
     assert OWN_TOKENS <= min(prompt_tokens(10**12, 9, None, 0)) < GROUP_TOKENS <= first_of_group("a")
     assert max(first) < 2**32, "the prefix cache hashes 32 bits of a token"
+
+
+BEAM = SequenceSampling(SamplingParams(), 0, [], [], num_candidates=4)
+
+
+def plan_of(step_id: int, seq_ids: list[int], **changes: object) -> StepPlan:
+    ones = [1] * len(seq_ids)
+    return StepPlan(step_id, seq_ids, ones, ones, seq_ids, list(range(len(seq_ids))), **changes)  # type: ignore[arg-type]
+
+
+def test_beams_are_as_sure_as_each_other_half_of_the_time() -> None:
+    """Falling scores with the means that were measured; alike within a search, and not with another one's."""
+    streams = Streams()
+    streams.follow(plan_of(0, [1, 5], new_sequences=[NewSequence(i, [7], 1, [[]], BEAM) for i in (1, 5)]))
+    streams.follow(plan_of(1, [1, 2, 5], branches=[SequenceFork(1, 2, BEAM)]))
+    found = [[scores for _, _, scores in streams.beams(plan_of(step, [1, 2, 5]))] for step in range(2, 8000)]
+    assert found == [[scores for _, _, scores in streams.beams(plan_of(step, [1, 2, 5]))] for step in range(2, 8000)]
+    assert all(scores == sorted(scores, reverse=True) for beams in found for scores in beams)
+    losses = [[-beams[beam][0] for beams in found] for beam in range(3)]
+    gaps = [[beams[beam][0] - beams[beam][1] for beams in found] for beam in range(3)]
+    for drawn, mean in ((losses, BEST_LOSS), (gaps, BEAM_GAP)):
+        assert statistics.fmean(drawn[0]) == pytest.approx(mean, rel=0.05)
+        assert statistics.correlation(drawn[0], drawn[1]) == pytest.approx(ALIKE**2, abs=0.05)
+        assert abs(statistics.correlation(drawn[0], drawn[2])) < 0.05
+
+
+def test_sequences_of_a_request_are_counted_once() -> None:
+    streams, single = Streams(), SequenceSampling(SamplingParams(), 0, [], [])
+    assert streams.num_requests(plan_of(0, [1, 2, 3])) == 3
+    streams.follow(plan_of(1, [1, 2], forks=[SequenceFork(1, 4, single), SequenceFork(1, 5, single)]))
+    assert streams.num_requests(plan_of(2, [1, 2, 4, 5])) == 2
+    streams.follow(plan_of(3, [2, 4], released=[1], branches=[SequenceFork(4, 6, single)]))
+    assert streams.num_requests(plan_of(4, [2, 4, 6])) == 2
+    streams.follow(plan_of(5, [2], released=[4, 5, 6]))
+    assert streams.num_requests(plan_of(6, [2])) == 1

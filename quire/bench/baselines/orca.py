@@ -1,8 +1,7 @@
 """Orca's iteration-level scheduling (Yu et al., OSDI 2022) over contiguous regions, as the paper assumes it (§6.1).
 
-After every step finished requests leave and waiting ones join, whole prompts in a batch with everybody's next tokens.
-`OrcaPromptsApartScheduler` computes prompts in steps of their own instead, as all of the paper's systems may have done,
-which ran in one code (quire/bench/baselines/separate_prompts.py). Three reservations make the paper's three variants
+After every step finished requests leave and waiting ones join, whole prompts in a batch with everybody's next tokens,
+as in all of the paper's systems (§4.3). Three reservations make the paper's three variants
 (quire/bench/baselines/reservation.py).
 """
 
@@ -17,14 +16,11 @@ class OrcaScheduler(ContiguousScheduler):
     """First come, first served: the first request that finds no region keeps all others waiting."""
 
     def _plan(self, builder: PlanBuilder, now: float) -> None:
-        self._schedule_running(builder)
-        self._start_waiting(builder, now)
-
-    def _schedule_running(self, builder: PlanBuilder) -> None:
         for request in self._rows:
             for sequence in request.sequences:
                 if sequence.blocks is not None:
                     self._schedule_next(builder, sequence, sequence.max_total_tokens)
+        self._start_waiting(builder, now)
 
     def _start_waiting(self, builder: PlanBuilder, now: float) -> None:
         waiting = self._waiting
@@ -42,12 +38,3 @@ class OrcaScheduler(ContiguousScheduler):
                 self._drop(sequence)
         if not request.live_sequences:
             self._rows.remove(request)
-
-
-class OrcaPromptsApartScheduler(OrcaScheduler):
-    """While a waiting request finds a region, a step computes new prompts alone."""
-
-    def _plan(self, builder: PlanBuilder, now: float) -> None:
-        self._start_waiting(builder, now)
-        if not builder.sequences:
-            self._schedule_running(builder)

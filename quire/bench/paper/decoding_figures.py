@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.bench.baselines.systems import (
-    ORCA_ORACLE,
-    ORCA_ORACLE_APART,
-    ORCA_POW2,
-    ORCA_POW2_APART,
-    PAGED,
-    PROMPTS_APART,
-)
+from quire.bench.baselines.systems import ORCA_ORACLE, ORCA_POW2, PAGED
 from quire.bench.paper.figure import Figure, Results, Row, Scale
 from quire.bench.paper.trials import Curve, Load, Window
 
 WIDTHS = (2, 4, 6)
 SYSTEMS_14 = (ORCA_POW2, ORCA_ORACLE, PAGED)
-APART_14 = (ORCA_POW2_APART, ORCA_ORACLE_APART, PROMPTS_APART)
-"""The same with prompts in steps of their own, for basic sampling."""
 DECODINGS: tuple[tuple[str, int, int], ...] = (
     ("basic sampling", 1, 0),
     *((f"parallel sampling of {width}", width, 0) for width in WIDTHS),
@@ -37,48 +28,34 @@ def _curve(system: str, n: int, width: int, scale: Scale) -> Curve:
 
 
 def _figure14_trials(scale: Scale) -> list[Curve]:
-    apart = [_curve(system, 1, 0, scale) for system in APART_14]
-    return apart + [_curve(system, n, width, scale) for _, n, width in DECODINGS for system in SYSTEMS_14]
+    return [_curve(system, n, width, scale) for _, n, width in DECODINGS if n == 1 for system in SYSTEMS_14]
+
+
+def _figure14_drawn(scale: Scale) -> list[Curve]:
+    return [_curve(system, n, width, scale) for _, n, width in DECODINGS if n > 1 for system in SYSTEMS_14]
 
 
 def _speed_ups(results: Results, scale: Scale, system: str) -> dict[str, float]:
     return {
         name: results.sustained(_curve(PAGED, n, width, scale)) / results.sustained(_curve(system, n, width, scale))
         for name, n, width in DECODINGS
+        if n == 1
     }
 
 
-_APART = (
-    "the paper's engine computed prompts in steps of their own, a toll on short requests: see the row with them apart"
-)
-_SPREAD = "what Pow2 loses depends on the spread of Alpaca's lengths, which is assumed"
-_COPIES = "what Pow2 loses depends on the spread of lengths; forked beams copy their tokens: is that counted there?"
+_FIG14 = {"basic sampling": 1.3, "beam width 6": 2.3}
+_SLIDES = {"basic sampling": 1.8, "beam width 2": 2.4, "beam width 4": 3.2, "beam width 6": 3.5}
+_SPREAD = "what a reservation loses depends on the spread of Alpaca's lengths, which is assumed"
 
 
 def _figure14(results: Results, scale: Scale) -> list[Row]:
-    oracle, pow2 = _speed_ups(results, scale, ORCA_ORACLE), _speed_ups(results, scale, ORCA_POW2)
-    apart = {system: results.sustained(_curve(system, 1, 0, scale)) for system in APART_14}
-    rows = [
-        Row("Fig. 14", f"rate over that of {ORCA_ORACLE}, basic sampling", oracle["basic sampling"], 1.3, why=_APART),
-        Row("Fig. 14", f"rate over that of {ORCA_ORACLE}, basic sampling, prompts apart on both",
-            apart[PROMPTS_APART] / apart[ORCA_ORACLE_APART], 1.3),
-        Row("Fig. 14", f"rate over that of {ORCA_ORACLE}, beam width 6", oracle["beam width 6"], 2.3, why=_COPIES),
-    ]  # fmt: skip
-    rows.append(
-        Row("slides", f"rate over that of {ORCA_POW2}, basic sampling, prompts apart on both",
-            apart[PROMPTS_APART] / apart[ORCA_POW2_APART], 1.8, why=_SPREAD)
-    )  # fmt: skip
-    papers = {"basic sampling": 1.8, "beam width 2": 2.4, "beam width 4": 3.2, "beam width 6": 3.5}
-    rows += [
-        Row(
-            "slides",
-            f"rate over that of {ORCA_POW2}, {name}",
-            pow2[name],
-            paper,
-            why=_COPIES if "beam" in name else _APART,
-        )
-        for name, paper in papers.items()
-    ]
+    rows = []
+    for figure, system, papers in (("Fig. 14", ORCA_ORACLE, _FIG14), ("slides", ORCA_POW2, _SLIDES)):
+        found = _speed_ups(results, scale, system)
+        rows += [
+            Row(figure, f"rate over that of {system}, {name}", found[name], paper, why=_SPREAD)
+            for name, paper in papers.items()
+        ]
     return rows
 
 
@@ -112,7 +89,11 @@ def _window(workload: str, kind: str, width: int, scale: Scale) -> Window:
 
 
 def _figure15_trials(scale: Scale) -> list[Window]:
-    return [_window(workload, kind, width, scale) for workload, kind in _BANDS for width in WIDTHS]
+    return [_window(workload, kind, width, scale) for workload, kind in _BANDS for width in (WIDTHS[0], WIDTHS[-1])]
+
+
+def _figure15_drawn(scale: Scale) -> list[Window]:
+    return [_window(workload, kind, WIDTHS[1], scale) for workload, kind in _BANDS]
 
 
 def _figure15(results: Results, scale: Scale) -> list[Row]:
@@ -147,6 +128,14 @@ DECODING_FIGURES = (
         _figure14,
         _figure14_trials,
         _plot_figure14,
+        _figure14_drawn,
     ),
-    Figure("fig15", "Fig. 15: memory saved by sharing, OPT-13B", _figure15, _figure15_trials, _plot_figure15),
+    Figure(
+        "fig15",
+        "Fig. 15: memory saved by sharing, OPT-13B",
+        _figure15,
+        _figure15_trials,
+        _plot_figure15,
+        _figure15_drawn,
+    ),
 )

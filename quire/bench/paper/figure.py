@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from quire.bench.paper.kernel_timing import KernelTiming
 from quire.bench.paper.trials import Curve, Rates, Usage, Window
 
-Trial = Window | Curve
+Trial = Window | Curve | KernelTiming
 TOLERANCE = 0.2
 """Of a ratio or a size, relative to the paper's."""
 TOLERANCE_POINTS = 3.0
@@ -20,7 +21,8 @@ TOLERANCE_POINTS = 3.0
 @dataclass(frozen=True)
 class Row:
     """One number of the paper beside ours. why: what makes the difference, in a few words, where there is a known one.
-    unit: "%" for shares, which are compared by their difference; anything else by the ratio."""
+    unit: "%" for shares, which are compared by their difference; anything else by the ratio. at_most: the paper's
+    number is a limit, or a cost; less is as good."""
 
     figure: str
     quantity: str
@@ -28,6 +30,7 @@ class Row:
     paper: float
     unit: str = "x"
     why: str = ""
+    at_most: bool = False
 
     @property
     def ratio(self) -> float:
@@ -37,7 +40,9 @@ class Row:
     def is_near(self) -> bool:
         if self.unit == "%" and abs(self.ours - self.paper) <= TOLERANCE_POINTS:
             return True
-        return abs(self.ratio - 1) <= TOLERANCE
+        return (0 if self.at_most else 1 - TOLERANCE) <= self.ratio <= 1 + TOLERANCE or (
+            self.at_most and self.ours <= self.paper
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class Results:
         assert isinstance(found, Rates)
         return found
 
+    def slowdown(self, trial: KernelTiming) -> float:
+        found = self._found[trial]
+        assert isinstance(found, float)
+        return found
+
     def sustained(self, trial: Curve) -> float:
         return self.rates(trial).sustained
 
@@ -90,14 +100,15 @@ def _no_trials(scale: Scale) -> Sequence[Trial]:
 
 @dataclass(frozen=True)
 class Figure:
-    """trials: what has to be run. rows: the table. plot: draws into a matplotlib figure, and says how large: None where
-    a table says it all."""
+    """trials: what has to be run for the table. rows: the table. plot: draws into a matplotlib figure, and says how
+    large: None where a table says it all. drawn: what has to be run besides for the plot."""
 
     name: str
     title: str
     rows: Callable[[Results, Scale], list[Row]]
     trials: Callable[[Scale], Sequence[Trial]] = _no_trials
     plot: Callable[[Any, Results, Scale], None] | None = None
+    drawn: Callable[[Scale], Sequence[Trial]] = _no_trials
     remark: str = ""
     """Said under the table."""
 

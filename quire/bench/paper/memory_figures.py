@@ -125,7 +125,7 @@ MEMORY_FIGURES = (
         _figure2,
         _figure2_trials,
         _plot_figure2,
-        "Share of all slots of the pool, averaged over the time in which a request waits for memory.",
+        remark="Share of all slots of the pool, averaged over the time in which a request waits for memory.",
     ),
     Figure("fig11", "Fig. 11: lengths of requests", _figure11),
 )

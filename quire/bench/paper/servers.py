@@ -1,8 +1,14 @@
 """The paper's servers and the one cost model of all its figures (§6.1, Table 1).
 
-Nothing here is set per figure. Of the factors one is set by the paper's own measurement: `HOST_OVERHEAD`. The engine of
-2023 ran eager PyTorch under a Python scheduler; that Fig. 13a has 30.4 requests in flight at 2 requests/s of 338 tokens
-means, by Little's law, 45 ms a step, of which the device needs 33. All systems pay it alike, as all ran in one code.
+Nothing here is set per figure. Two factors come from the paper's own measurements: what the host takes between two
+steps, and for each request of a step. By Little's law Fig. 13 tells how long a step took: 30.4 requests in flight at 2
+a second, of 338 tokens each, are 45 ms a step; 132.4 at 30 a second, of 58.45 tokens, are 75 ms. The device needs some
+33 and 32 of them, so that the rest, 12 and 43 ms, grows with the batch. The paper's code says why: eager PyTorch under
+Python, whose sampler took the requests of a step one after the other, each with several waits for the device
+(github.com/vllm-project/vllm/issues/249, June 2023). All systems pay it alike, as all ran in one code.
+
+The host link is that of the paper's machines, A2 of Google Cloud: their processors (Cascade Lake) have PCIe 3, whatever
+the device has. Keys and values of a block were copied one by one, layer by layer: two copies where the product has one.
 """
 
 from __future__ import annotations
@@ -19,8 +25,11 @@ from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 
 GIB = 2**30
-HOST_OVERHEAD = 0.011
-"""Seconds between two steps in which the host plans and the device waits."""
+HOST_OVERHEAD, HOST_OVERHEAD_PER_REQUEST = 0.002, 0.0003
+"""Seconds between two steps in which the host plans and samples, and the device waits."""
+PCIE_BANDWIDTH = 1.6e10
+"""Bytes per second and direction."""
+COPIES_PER_LAYER = 2
 MAX_NUM_SEQS = 1024
 """More than ever find room, so that memory alone limits a batch."""
 MAX_NUM_BATCHED_TOKENS = 2560
@@ -45,7 +54,15 @@ class Server:
 
     @cache  # noqa: B019  the servers are few and live as long as the program
     def cost(self) -> CostModel:
-        hardware = replace(find(self.gpu), host_overhead=HOST_OVERHEAD, host_overhead_per_sequence=0.0)
+        device = find(self.gpu)
+        hardware = replace(
+            device,
+            host_overhead=HOST_OVERHEAD,
+            host_overhead_per_sequence=0.0,
+            host_overhead_per_request=HOST_OVERHEAD_PER_REQUEST,
+            pcie_bandwidth=PCIE_BANDWIDTH,
+            pcie_latency=COPIES_PER_LAYER * device.pcie_latency,
+        )
         return CostModel(find_shape(self.model), hardware, Layout(tp=self.num_gpus))
 
     def settings(self, **changes: object) -> EngineSettings:

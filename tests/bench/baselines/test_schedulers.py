@@ -105,15 +105,6 @@ def test_orca_lets_requests_join_and_leave_between_steps() -> None:
     assert [sorted(plan.num_tokens) for plan in driver.executor.plans][:4] == [[4, 6], [1, 1], [1, 5], [1, 1]]
 
 
-def test_prompts_apart_make_everybody_else_wait() -> None:
-    driver = Driver("Orca (Oracle), prompts apart", num_blocks=32)
-    driver.add("one", prompt(1, 4), max_tokens=3)
-    driver.step()
-    driver.add("two", prompt(2, 5), max_tokens=2)
-    driver.run()
-    assert [sorted(plan.num_tokens) for plan in driver.executor.plans] == [[4], [5], [1, 1], [1]]
-
-
 def test_the_first_that_does_not_fit_keeps_the_others_waiting() -> None:
     driver = Driver("Orca (Oracle)", num_blocks=16)
     driver.add("half", prompt(1, 20), max_tokens=12)
