@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.errors import InsufficientMemoryError
+from quire.kv_cache.layout import block_bytes, group_layers
 from quire.simulator.cost import CostModel
 from quire.utils.sizes import format_bytes
 
@@ -37,3 +38,18 @@ def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_token
             f"{utilization:g} the weights take {format_bytes(weights)} and activations {format_bytes(activations)}"
         )
     return left
+
+
+def check_pool(cost: CostModel, num_bytes: int) -> None:
+    """Raise InsufficientMemoryError for a KV cache of a given size that does not fit beside the weights."""
+    weights, memory = int(cost.weight_bytes_per_device), int(cost.hardware.memory)
+    if weights + num_bytes > memory:
+        raise InsufficientMemoryError(
+            f"{cost.shape.name} does not fit {cost.hardware.title} with {cost.layout}: the weights take "
+            f"{format_bytes(weights)} and the KV cache {format_bytes(num_bytes)} of {format_bytes(memory)}"
+        )
+
+
+def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
+    """Of so many blocks on each device."""
+    return num_blocks * block_bytes(*group_layers(cost.shape.layer_specs(cost.precision.kv, cost.layout)), block_size)

@@ -18,13 +18,14 @@ from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
+from quire.errors import ConfigError
 from quire.executors.interface import Executor
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
-from quire.simulator.memory import kv_cache_bytes
+from quire.simulator.memory import check_pool, kv_cache_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
@@ -101,9 +102,15 @@ class EngineSettings:
     swap_space: int = SWAP_SPACE
 
     def config(self, cost: CostModel) -> EngineConfig:
-        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit."""
+        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit,
+        ConfigError for a max_model_len that the model does not have."""
         shape = cost.shape
-        longest = min(self.max_model_len or shape.max_model_len, shape.max_model_len)
+        longest = self.max_model_len or shape.max_model_len
+        if longest > shape.max_model_len:
+            raise ConfigError(
+                f"max_model_len ({longest}) exceeds the {shape.max_model_len} positions of {shape.name}",
+                param="max_model_len",
+            )
         return EngineConfig(
             model=_model_config(shape, longest, cost),
             cache=CacheConfig(
@@ -129,8 +136,13 @@ class EngineSettings:
         )
 
     def _kv_memory(self, cost: CostModel) -> int | None:
-        if self.kv_cache_memory is not None or self.num_blocks_override is not None:
-            return self.kv_cache_memory
+        given = self.kv_cache_memory
+        if self.num_blocks_override is not None:
+            check_pool(cost, pool_bytes(cost, self.num_blocks_override, self.block_size))
+            return given
+        if given is not None:
+            check_pool(cost, given)
+            return given
         return kv_cache_bytes(
             cost,
             utilization=self.gpu_memory_utilization,

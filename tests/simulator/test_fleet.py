@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
-from quire.errors import InsufficientMemoryError, UserError
-from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
+from quire.errors import InsufficientMemoryError, QuireError, UserError
+from quire.simulator.fleet import ProcessGroup, ReplicaSpec, merged, simulate_fleet
 from quire.simulator.replica import EngineSettings
 from quire.simulator.router import LeastLoaded, PrefixAware, RoundRobin, make_router
 from quire.simulator.trace import TraceRequest
@@ -59,6 +61,23 @@ def test_a_bad_trace_ends_the_processes() -> None:
 
     with pytest.raises(UserError, match="line 2 is wrong"):
         simulate_fleet(broken(), spec(), 2, num_processes=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
+    """An interrupt from the keyboard reaches every process: it ends them without a word, the first one speaks."""
+    group = ProcessGroup(spec(), 1)
+    try:
+        group.begin([[TraceRequest(0.0, 10, 5)]], 1.0)
+        assert group.end() == [0]
+        process = group._process
+        os.kill(process.pid or 0, number)
+        process.join(10)
+        assert process.exitcode == -number
+        with pytest.raises(QuireError, match="ended before its time"):
+            group.finish()
+    finally:
+        group.close()
 
 
 def plain(group: str | None = None) -> TraceRequest:

@@ -71,6 +71,22 @@ def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, i
         assert series.bins[int(start / series.width)].seconds > 0
 
 
+def test_a_long_step_lies_in_all_the_bins_that_it_covers() -> None:
+    """Else a step of three seconds in bins of one would show 300 % of the memory in use, and then none."""
+    series = TimeSeries()
+    series.add(10.0, Moments(seconds=4.0, running=8.0, waiting=4.0, used_blocks=40.0, preemptions=3, tokens=7))
+    rows = series.rows(num_blocks=10)
+    assert [row["kv_usage"] for row in rows[10:]] == [1.0] * 4
+    assert [row["running"] for row in rows[10:]] == [2.0] * 4
+    assert [row["waiting"] for row in rows[10:]] == [1.0] * 4
+    assert [row["preemptions"] for row in rows[10:]] == [0, 0, 0, 3]
+    assert [row["output_tokens_per_second"] for row in rows[10:]] == [0, 0, 0, 7]
+    series.add(14.0, Moments(seconds=5000.0, running=5000.0))
+    assert len(series.bins) <= NUM_BINS
+    assert sum(each.seconds for each in series.bins) == pytest.approx(5004)
+    assert max(row["running"] for row in series.rows(10)) <= 2
+
+
 @pytest.mark.parametrize(("first", "second"), [(10.0, 30_000.0), (30_000.0, 10.0), (100.0, 100.0)])
 def test_series_of_different_widths_merge(first: float, second: float) -> None:
     one, other = TimeSeries(), TimeSeries()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,13 +14,13 @@ from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
-from quire.simulator.sweep import Point, layouts, pareto_front, run_layout, sweep
+from quire.simulator.sweep import Point, layouts, pareto_front, run_layout, side_by_side, sweep
 from quire.simulator.workloads import Arrivals
 from tests.simulator.making import make_cost, settings
 
 
 def run_at(rate: float) -> Metrics:
-    return Metrics(end=rate)
+    return Metrics(end=rate, num_requests=1)
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.99, 1.0, 1.01, 37.2, 4096.0])
@@ -36,6 +38,17 @@ def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
         find_rate(run_at, lambda metrics: False)
     with pytest.raises(QuireError, match="do not bind"):
         find_rate(run_at, lambda metrics: True)
+
+
+def test_a_search_that_sees_nobody_says_so() -> None:
+    """At low rates no request arrives in the time given, which is no objective kept."""
+    case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
+    assert not case.holds(case.run(1e-3))
+    with pytest.raises(QuireError, match=r"no request arrives at .* take a longer duration"):
+        find_rate(case.run, case.holds)
+    for start in (math.inf, math.nan, 0.0):
+        with pytest.raises(UserError, match="must begin at a rate above 0"):
+            find_rate(case.run, case.holds, start=start)
 
 
 def scenario(**changes: object) -> Scenario:
@@ -73,6 +86,37 @@ def test_layouts_are_all_that_the_model_allows() -> None:
     assert all(layout.pp <= 4 for layout in found), "the model has four layers"
     small = replace(scenario(), cost=make_cost(num_attention_heads=2, num_key_value_heads=2))
     assert max(layout.tp for layout in layouts(small, 8)) == 2
+
+
+def test_experts_are_swept_in_each_replica_and_spread() -> None:
+    mixture = {"model_type": "mixtral", "architectures": [], "num_local_experts": 8, "num_experts_per_tok": 2}
+    case = replace(scenario(), cost=make_cost(**mixture))
+    found = layouts(case, 4)
+    spread = {(layout.tp, layout.dp) for layout in found if layout.ep == 4}
+    assert spread == {(1, 4), (2, 2)}
+    assert {layout.ep for layout in found} == {1, 4}
+    assert len(found) == len(set(found)) == len(layouts(scenario(), 4)) + 2
+    with pytest.raises(UserError, match="at least 1 device, not 0"):
+        layouts(case, 0)
+
+
+def test_objectives_that_do_not_bind_hold_at_every_rate() -> None:
+    source = SyntheticSource("alpaca", Arrivals(1.0, num_requests=4))
+    case = replace(scenario(), source=source, objectives={"latency": 1e9})
+    assert run_layout(case, Layout()).found_rate == math.inf
+    assert run_layout(replace(case, objectives={"latency": 1e-9}), Layout()).found_rate is None
+
+
+def test_a_sweep_without_requests_says_so() -> None:
+    case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=1e-6)))
+    with pytest.raises(UserError, match="no request arrives"):
+        run_layout(case, Layout())
+
+
+def test_a_process_that_dies_is_no_traceback_of_the_pool() -> None:
+    assert list(side_by_side(abs, [-1, 2, -3], 2)) == [1, 2, 3]
+    with pytest.raises(QuireError, match="ended before its time"):
+        list(side_by_side(os._exit, [3, 3], 2))
 
 
 def test_a_model_that_fits_nowhere_says_why() -> None:

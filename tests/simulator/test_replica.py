@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigError, InsufficientMemoryError
 from quire.simulator.hardware import find
 from quire.simulator.metrics import Metrics
 from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
@@ -210,6 +210,21 @@ def test_a_model_that_does_not_fit_says_so() -> None:
     hardware = replace(HARDWARE, memory=1e6)
     with pytest.raises(InsufficientMemoryError, match=r"tiny does not fit .* the weights take"):
         simulate([TraceRequest(0.0, 10, 1)], make_cost(hardware), EngineSettings())
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_memory": 900_000_000}, {"num_blocks_override": 27_500}])
+def test_a_pool_that_is_given_must_fit_beside_the_weights(changes: dict[str, int]) -> None:
+    """A block has 32 KiB: 4 layers, keys and values, 4 heads of 32 elements of 2 bytes, 16 tokens."""
+    settings = replace(EngineSettings(), **changes)
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take .* MiB and the KV cache"):
+        settings.config(make_cost(replace(HARDWARE, memory=0.9e9)))
+    assert settings.config(make_cost(replace(HARDWARE, memory=0.93e9))).cache.memory_utilization == 0.9
+
+
+def test_a_sequence_is_no_longer_than_the_model_allows() -> None:
+    assert EngineSettings(max_model_len=4096).config(make_cost()).model.max_model_len == 4096
+    with pytest.raises(ConfigError, match=r"max_model_len \(4097\) exceeds the 4096 positions of tiny"):
+        EngineSettings(max_model_len=4097).config(make_cost())
 
 
 def test_the_pool_is_what_the_device_leaves() -> None:
