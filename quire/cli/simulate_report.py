@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
 def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
     """A run at each rate."""
     asked = _parse_rates(namespace.rates)
-    runs = {}
+    runs: dict[float, Metrics] = {}
     num_processes = namespace.processes
+    found: Iterator[Metrics]
     with report.progress_bar("rates", len(asked)) as tick:
         if scenario.cost.layout.dp > 1:  # the replicas of a rate share the processes
-            found = (scenario.run(rate, num_processes=num_processes) for rate in asked)
+            found = map(partial(scenario.run, num_processes=num_processes), asked)
         else:
             found = sweep_module.side_by_side(scenario.run, asked, num_processes)
         for rate, metrics in zip(asked, found, strict=True):

@@ -28,7 +28,8 @@ MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
 """Requests that are looked at, and tokens of a context, to guess how long a request takes alone."""
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
