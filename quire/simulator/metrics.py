@@ -146,7 +146,11 @@ class TimeSeries:
         is longer than a bin: then it is spread over those that it covers."""
         if moments.seconds > self.width:
             self._spread(start, moments)
-            return
+        else:
+            self._put(start, moments)
+
+    def _put(self, start: float, moments: Moments) -> None:
+        """Add to the bin of a moment."""
         number = int(start / self.width)
         while number >= NUM_BINS:
             self._widen()
@@ -163,9 +167,9 @@ class TimeSeries:
         seconds = moments.seconds / parts
         part = Moments(seconds, moments.running / parts, moments.waiting / parts, moments.used_blocks / parts)
         for number in range(parts - 1):
-            self.add(start + number * seconds, part)
+            self._put(start + number * seconds, part)
         last = replace(part, preemptions=moments.preemptions, tokens=moments.tokens)
-        self.add(start + (parts - 1) * seconds, last)
+        self._put(start + (parts - 1) * seconds, last)
 
     def merge(self, other: TimeSeries) -> None:
         """Add another replica's."""
@@ -173,7 +177,7 @@ class TimeSeries:
             self._widen()
         ratio = self.width / other.width
         for number, moments in enumerate(other.bins):
-            self.add((number + 0.5) / ratio * self.width, moments)
+            self._put((number + 0.5) / ratio * self.width, moments)
 
     def _widen(self) -> None:
         merged = []

@@ -99,6 +99,23 @@ def test_series_of_different_widths_merge(first: float, second: float) -> None:
     assert len(one.bins) * one.width >= max(first, second) * 0.99
 
 
+def test_merged_series_have_the_sums_of_each_bin() -> None:
+    """Also where bins hold more than their width: steps count where they begin, replicas run side by side."""
+    one, other = TimeSeries(), TimeSeries()
+    for number, seconds in enumerate((0.9, 1.004, 1.0, 0.5)):
+        for part in range(4):
+            one.add(number + part / 4, Moments(seconds=seconds / 4, running=2 * seconds / 4, used_blocks=seconds))
+            other.add(number + part / 4, Moments(seconds=seconds / 4, running=3 * seconds / 4, waiting=seconds))
+    one.merge(other)
+    one.merge(other)
+    found = [(each.seconds, each.running, each.used_blocks, each.waiting) for each in one.bins]
+    assert found == [
+        pytest.approx((3 * seconds, 8 * seconds, 4 * seconds, 8 * seconds)) for seconds in (0.9, 1.004, 1.0, 0.5)
+    ]
+    # Of six blocks of both replicas.
+    assert one.rows(6)[1]["kv_usage"] == pytest.approx(4 * 1.004 / 6)
+
+
 def test_counters_of_replicas_add_up() -> None:
     one, other = Metrics(num_requests=3, end=5.0, num_blocks=10), Metrics(num_requests=4, end=7.0, num_blocks=10)
     one.stats.preemptions_total, other.stats.preemptions_total = 2, 3
