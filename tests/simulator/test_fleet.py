@@ -116,6 +116,32 @@ def test_a_prefix_stays_with_its_replica_until_that_has_too_much() -> None:
     assert router.choose(plain("a")) == homes["a"], "all have as much"
 
 
+def test_a_replica_has_a_quarter_more_than_its_share_and_four_requests_at_most() -> None:
+    """Of four that had nothing: a prefix stays at home while k <= 1.25 k / 4 + 4, that is for six requests."""
+    router = PrefixAware(4)
+    chosen = [router.choose(plain("a")) for _ in range(7)]
+    assert len(set(chosen[:6])) == 1
+    assert chosen[6] != chosen[0]
+
+
+def test_another_replica_takes_over_its_share_of_the_prefixes_and_moves_no_other() -> None:
+    groups = [f"group {number}" for number in range(200)]
+    four, five = ({group: PrefixAware(count).choose(plain(group)) for group in groups} for count in (4, 5))
+    shares = collections.Counter(four.values())
+    assert min(shares[replica] for replica in range(4)) > 30
+    moved = [group for group in groups if five[group] != four[group]]
+    assert {five[group] for group in moved} == {4}
+    assert 20 < len(moved) < 65
+
+
+def test_reports_tell_the_router_who_is_done() -> None:
+    """One replica has a long request and one a short one; a third comes when only the short one has ended."""
+    requests = [TraceRequest(0.0, 10, 3000), TraceRequest(0.0, 10, 5), TraceRequest(0.8, 10, 5)]
+    results = simulate_fleet(requests, spec(), 2, router="least-loaded")
+    assert results[0].end > 0.8
+    assert [result.num_requests for result in results] == [1, 2]
+
+
 def test_requests_without_a_prefix_go_to_the_least_loaded() -> None:
     router = PrefixAware(3)
     router.learn([5, 0, 5])

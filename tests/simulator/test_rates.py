@@ -14,9 +14,11 @@ from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
-from quire.simulator.sweep import Point, layouts, pareto_front, run_layout, side_by_side, sweep
+from quire.simulator.sweep import Point, layouts, pareto_front, point, run_layout, side_by_side, sweep
+from quire.simulator.work import StepWork
 from quire.simulator.workloads import Arrivals
 from tests.simulator.making import make_cost, settings
+from tests.simulator.test_work import make_plan
 
 
 def run_at(rate: float) -> Metrics:
@@ -149,10 +151,31 @@ def test_layouts_side_by_side_give_what_one_after_the_other_gives() -> None:
     assert all(each.found_rate for each in one)
 
 
+def test_a_sweep_begins_where_a_replica_is_busy_half_of_the_time() -> None:
+    case = replace(scenario(), objectives={})
+    outputs = [request.output_tokens for request in case.source.requests(None)]
+    cost = case.cost
+    token = cost.step_seconds(StepWork.of(make_plan([(511, 1)])))
+    for dp in (1, 2):
+        (first, *_) = run_layout(case, Layout(dp=dp)).points
+        assert first.rate == pytest.approx(0.5 * dp * len(outputs) / sum(outputs) / token, rel=1e-3)
+
+
+def test_a_point_is_what_a_user_sees_and_a_device_brings() -> None:
+    metrics = Metrics(num_output_tokens=600, num_input_tokens=70, end=5.0)
+    for tpot in (0.01, 0.01, 0.07):
+        metrics.latencies["tpot"].add(tpot)
+    metrics.latencies["ttft"].add(0.5)
+    found = point(Layout(tp=2, pp=2, dp=3), 4.0, metrics)
+    assert (found.ttft, found.tpot, found.tokens_per_second) == (0.5, pytest.approx(0.03), 120.0)
+    assert found.interactivity == pytest.approx(1 / 0.03)
+    assert found.tokens_per_device == 10.0
+
+
 def test_the_front_holds_what_nothing_beats() -> None:
-    def point(tpot: float, tokens: float) -> Point:
+    def at(tpot: float, tokens: float) -> Point:
         return Point(Layout(), 1.0, tpot, 0.0, tokens, Metrics())
 
-    best = [point(0.1, 100), point(0.02, 60), point(0.01, 10)]
-    beaten = [point(0.1, 90), point(0.02, 10), point(0.03, 60), point(0.01, 9)]
+    best = [at(0.1, 100), at(0.02, 60), at(0.01, 10)]
+    beaten = [at(0.1, 90), at(0.02, 10), at(0.03, 60), at(0.01, 9)]
     assert pareto_front([*beaten, *best]) == best

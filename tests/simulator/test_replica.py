@@ -11,9 +11,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InsufficientMemoryError
+from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
+from quire.simulator.layout import Layout
+from quire.simulator.memory import activation_bytes, kv_cache_bytes
 from quire.simulator.metrics import Metrics
 from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
+from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest
 from quire.simulator.work import StepWork
 from quire.simulator.workloads import Arrivals, stream
@@ -213,6 +217,32 @@ def test_a_model_that_does_not_fit_says_so() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_memory": 900_000_000}, {"num_blocks_override": 27_500}])
+@pytest.mark.parametrize(
+    ("name", "tp", "row"),
+    [
+        ("llama-3-8b", 1, 3 * 4096 + 3 * 14336),
+        ("llama-3-8b", 2, 3 * 4096 + 3 * 14336 / 2),
+        ("mixtral-8x7b", 1, 3 * 4096 + 3 * 2 * 14336),  # two experts for each token
+        ("gemma-3-27b", 1, 3 * 5376 + 3 * 21504),
+        ("qwen3-30b-a3b", 1, 3 * 2048 + 3 * 8 * 768),
+    ],
+)
+def test_what_a_step_keeps_at_once(name: str, tp: int, row: float) -> None:
+    """The residual stream three times and the wider of attention and MLP, 16 bits each, and three copies of logits."""
+    shape = find_shape(name)
+    cost = CostModel(shape, find("h100"), Layout(tp=tp))
+    assert activation_bytes(cost, 8192, 256) == int(2 * 8192 * row + 3 * 256 * shape.vocab * 4)
+
+
+def test_the_share_of_memory_is_of_all_of_it() -> None:
+    """Weights and activations count against the share, as they do on a GPU."""
+    cost = CostModel(find_shape("llama-3-8b"), find("h100"))
+    limits = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    used = cost.weight_bytes_per_device + activation_bytes(cost, 8192, 256)
+    assert kv_cache_bytes(cost, utilization=0.5, **limits) == pytest.approx(0.5 * 80e9 - used, abs=2)
+    assert kv_cache_bytes(cost, utilization=0.9, **limits) == pytest.approx(0.9 * 80e9 - used, abs=2)
+
+
 def test_a_pool_that_is_given_must_fit_beside_the_weights(changes: dict[str, int]) -> None:
     """A block has 32 KiB: 4 layers, keys and values, 4 heads of 32 elements of 2 bytes, 16 tokens."""
     settings = replace(EngineSettings(), **changes)

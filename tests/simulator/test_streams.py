@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 
 import pytest
 
 from quire.errors import UserError
 from quire.simulator.tokens import GROUP_TOKENS, OWN_TOKENS, first_of_group, prompt_tokens
-from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, stream
+from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, lengths, stream, uncorrelated
 
 
 @pytest.mark.parametrize(("name", "shape"), [("sharegpt", SHAREGPT), ("alpaca", ALPACA)])
@@ -21,6 +22,47 @@ def test_lengths_have_the_papers_means(name: str, shape: object) -> None:
         error = statistics.stdev(values) / math.sqrt(len(values))
         assert statistics.fmean(values) == pytest.approx(mean, abs=4 * error)
         assert statistics.median(values) < 0.8 * mean, "not heavy-tailed"
+
+
+def test_the_spread_of_lengths_is_that_of_the_papers_figure_2() -> None:
+    """A token belongs to an output of 592 tokens on average, E[o^2] / E[o], after what Orca (Max) holds there."""
+    outputs = lengths(SHAREGPT.mean_output, 4000, 1536)
+    assert sum(output**2 for output in outputs) / sum(outputs) == pytest.approx(592, rel=0.03)
+    assert (outputs[0] >= 1, outputs[-1]) == (True, 1536)
+
+
+def test_lengths_are_paired_without_correlation() -> None:
+    inputs, outputs = lengths(161.0, 300, 512), lengths(338.0, 300, 1536)
+    pairs = uncorrelated(inputs, outputs, random.Random(1))
+    assert sorted(first for first, _ in pairs) == inputs
+    assert sorted(second for _, second in pairs) == outputs
+    assert abs(statistics.correlation(*zip(*pairs, strict=True))) < 0.01
+
+
+@pytest.mark.parametrize(("name", "shared"), [("translation", 341), ("translation-1shot", 80)])
+def test_translations_share_their_examples(name: str, shared: int) -> None:
+    requests = list(stream(name, Arrivals(1.0, num_requests=4000)))
+    assert {request.prefix_tokens for request in requests} == {shared}
+    assert len({request.prefix_group for request in requests}) == 1
+    assert statistics.fmean(request.input_tokens - shared for request in requests) == pytest.approx(28, rel=0.06)
+    assert statistics.fmean(request.output_tokens for request in requests) == pytest.approx(28, rel=0.06)
+
+
+def test_most_prompts_of_chats_are_cut() -> None:
+    """A first turn is one of twelve, six in ten of them below 150 tokens; on average there are 5.5 turns of 499 tokens before
+    one, so that the cut is reached from the third or fourth turn on."""
+    requests = list(stream("chat", Arrivals(1.0, num_requests=4000)))
+    prompts = [request.input_tokens for request in requests]
+    assert max(prompts) == max(request.output_tokens for request in requests) == 1024
+    assert 0.70 < sum(prompt == 1024 for prompt in prompts) / len(prompts) < 0.85
+    assert 0.04 < sum(prompt < 150 for prompt in prompts) / len(prompts) < 0.065
+    assert {request.prefix_group for request in requests} == {None}
+
+
+def test_seeds_draw_other_lengths_and_other_arrivals() -> None:
+    one, two = (list(stream("alpaca", Arrivals(1.0, num_requests=20), seed)) for seed in (1, 2))
+    assert [request.input_tokens for request in one] != [request.input_tokens for request in two]
+    assert [request.arrival for request in one] != [request.arrival for request in two]
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
