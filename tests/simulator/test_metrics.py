@@ -116,6 +116,20 @@ def test_merged_series_have_the_sums_of_each_bin() -> None:
     assert one.rows(6)[1]["kv_usage"] == pytest.approx(4 * 1.004 / 6)
 
 
+def test_what_is_written_of_a_run() -> None:
+    metrics = Metrics(
+        num_requests=5, num_finished=4, num_input_tokens=30, num_output_tokens=100, end=10.0,
+        busy_seconds=2.0, step_seconds=8.0, running_seconds=16.0, kv_seconds=4.0,
+    )  # fmt: skip
+    metrics.stats.prefix_cache_queries_total, metrics.stats.prefix_cache_hits_total = 20, 5
+    found = metrics.as_json()
+    assert (found["request_throughput"], found["output_throughput"]) == (0.4, 10.0)
+    assert (found["device_busy"], found["mean_batched_requests"], found["mean_kv_usage"]) == (0.25, 2.0, 0.5)
+    assert found["prefix_cache_hit_rate"] == 0.25
+    metrics.merge(Metrics(end=7.0))
+    assert metrics.end == 10.0
+
+
 def test_counters_of_replicas_add_up() -> None:
     one, other = Metrics(num_requests=3, end=5.0, num_blocks=10), Metrics(num_requests=4, end=7.0, num_blocks=10)
     one.stats.preemptions_total, other.stats.preemptions_total = 2, 3

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from quire.engine.core import EngineCore
 from quire.errors import ConfigError, InsufficientMemoryError
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
@@ -193,17 +194,31 @@ def test_swapped_and_recomputed_requests_generate_the_same_number_of_tokens() ->
 
 
 def test_what_is_kept_of_a_run_agrees_with_what_happened() -> None:
-    steps: list[tuple[int, float]] = []
+    steps: list[tuple[int, int, int, float]] = []
+    done: list[Record] = []
 
-    def look(core: object, took: float) -> None:
-        steps.append((core.stats().num_running, took))  # type: ignore[attr-defined]
+    def look(core: EngineCore, took: float) -> None:
+        stats = core.stats()
+        steps.append((stats.num_running, stats.num_waiting, stats.num_used_blocks, took))
 
     metrics = simulate(
-        stream("alpaca", Arrivals(50.0, num_requests=60)), make_cost(), settings(), observer=Observer(on_step=look)
+        stream("alpaca", Arrivals(2000.0, num_requests=60)),
+        make_cost(),
+        settings(),
+        objectives={"ttft": 0.06, "latency": 0.09},
+        observer=Observer(on_step=look, on_record=done.append),
     )
-    total = sum(took for _, took in steps)
+    total = sum(took for *_, took in steps)
     assert metrics.step_seconds == pytest.approx(total)
-    assert metrics.mean_running == pytest.approx(sum(running * took for running, took in steps) / total)
+    assert metrics.mean_running == pytest.approx(sum(running * took for running, *_, took in steps) / total)
+    assert metrics.mean_kv_usage == pytest.approx(sum(used * took for *_, used, took in steps) / total / 200)
+    waited = sum(waiting * took for _, waiting, _, took in steps)
+    assert waited > 0
+    assert sum(row["waiting"] for row in metrics.series.rows(200)) * metrics.series.width == pytest.approx(waited)
+    good = [record for record in done if record.ttft <= 0.06 and record.latency <= 0.09]
+    early = [record for record in done if record.ttft <= 0.06]
+    late = [record for record in done if record.latency <= 0.09]
+    assert metrics.num_slo_met == len(good) < min(len(early), len(late))
     rows = metrics.series.rows(metrics.num_blocks)
     assert sum(row["output_tokens_per_second"] for row in rows) * metrics.series.width == metrics.num_output_tokens
     assert sum(row["preemptions"] for row in rows) == metrics.stats.preemptions_total
@@ -216,7 +231,6 @@ def test_a_model_that_does_not_fit_says_so() -> None:
         simulate([TraceRequest(0.0, 10, 1)], make_cost(hardware), EngineSettings())
 
 
-@pytest.mark.parametrize("changes", [{"kv_cache_memory": 900_000_000}, {"num_blocks_override": 27_500}])
 @pytest.mark.parametrize(
     ("name", "tp", "row"),
     [
@@ -243,6 +257,7 @@ def test_the_share_of_memory_is_of_all_of_it() -> None:
     assert kv_cache_bytes(cost, utilization=0.9, **limits) == pytest.approx(0.9 * 80e9 - used, abs=2)
 
 
+@pytest.mark.parametrize("changes", [{"kv_cache_memory": 900_000_000}, {"num_blocks_override": 27_500}])
 def test_a_pool_that_is_given_must_fit_beside_the_weights(changes: dict[str, int]) -> None:
     """A block has 32 KiB: 4 layers, keys and values, 4 heads of 32 elements of 2 bytes, 16 tokens."""
     settings = replace(EngineSettings(), **changes)

@@ -49,8 +49,8 @@ def test_translations_share_their_examples(name: str, shared: int) -> None:
 
 
 def test_most_prompts_of_chats_are_cut() -> None:
-    """A first turn is one of twelve, six in ten of them below 150 tokens; on average there are 5.5 turns of 499 tokens before
-    one, so that the cut is reached from the third or fourth turn on."""
+    """A first turn is one of twelve, six in ten of them below 150 tokens; on average there are 5.5 turns of 499 tokens
+    before one, so that the cut is reached from the third or fourth turn on."""
     requests = list(stream("chat", Arrivals(1.0, num_requests=4000)))
     prompts = [request.input_tokens for request in requests]
     assert max(prompts) == max(request.output_tokens for request in requests) == 1024
