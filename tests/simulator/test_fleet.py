@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.errors import InsufficientMemoryError, QuireError, UserError
-from quire.simulator.fleet import ProcessGroup, ReplicaSpec, merged, simulate_fleet
+from quire.simulator.fleet import ProcessGroup, ReplicaSpec, _windows, merged, simulate_fleet
 from quire.simulator.replica import EngineSettings
 from quire.simulator.router import LeastLoaded, PrefixAware, RoundRobin, make_router
 from quire.simulator.trace import TraceRequest
@@ -132,6 +132,14 @@ def test_another_replica_takes_over_its_share_of_the_prefixes_and_moves_no_other
     moved = [group for group in groups if five[group] != four[group]]
     assert {five[group] for group in moved} == {4}
     assert 20 < len(moved) < 65
+
+
+def test_time_goes_in_windows() -> None:
+    """A request at the end of a window belongs to the next one; the empty ones between two requests are one."""
+    arrivals = [TraceRequest(arrival, 1, 1) for arrival in (0.1, 0.2, 0.25, 1.1, 1.2)]
+    found = [(until, [each.arrival for each in arrived]) for until, arrived in _windows(arrivals, 0.25)]
+    assert found == [(0.25, [0.1, 0.2]), (0.5, [0.25]), (1.0, []), (1.25, [1.1, 1.2])]
+    assert list(_windows([], 0.25)) == [(0.25, [])]
 
 
 def test_reports_tell_the_router_who_is_done() -> None:

@@ -10,8 +10,10 @@ import statistics
 import pytest
 
 from quire.errors import UserError
-from quire.simulator.tokens import GROUP_TOKENS, OWN_TOKENS, first_of_group, prompt_tokens
+from quire.sampling_params import SamplingParams
+from quire.simulator.tokens import GROUP_TOKENS, OWN_TOKENS, Streams, first_of_group, prompt_tokens
 from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, lengths, stream, uncorrelated
+from quire.step import NewSequence, SequenceSampling, StepPlan
 
 
 @pytest.mark.parametrize(("name", "shape"), [("sharegpt", SHAREGPT), ("alpaca", ALPACA)])
@@ -57,6 +59,26 @@ def test_most_prompts_of_chats_are_cut() -> None:
     assert 0.70 < sum(prompt == 1024 for prompt in prompts) / len(prompts) < 0.85
     assert 0.04 < sum(prompt < 150 for prompt in prompts) / len(prompts) < 0.065
     assert {request.prefix_group for request in requests} == {None}
+
+
+def test_scores_of_beams_fall_by_one_on_average() -> None:
+    """Gaps from an exponential distribution of mean 1: e^-1 of them are above 1."""
+    streams = Streams()
+    sampling = SequenceSampling(SamplingParams(n=5, use_beam_search=True, temperature=0.0), 0, [], [], 5)
+    new = [NewSequence(number, [1], 1, [[1]], sampling) for number in range(40)]
+    plan = StepPlan(0, list(range(40)), [0] * 40, [1] * 40, list(range(40)), list(range(40)), new)
+    gaps = []
+    for step in range(50):
+        streams.follow(plan)
+        for index, tokens, scores in streams.beams(plan):
+            assert len(set(tokens)) == len(scores) == 5
+            assert index in range(40)
+            gaps += [higher - lower for higher, lower in itertools.pairwise([0.0, *scores])]
+        plan = StepPlan(step + 1, plan.seq_ids, [step + 1] * 40, [1] * 40, plan.seq_ids, plan.seq_ids)
+    assert len(gaps) == 50 * 40 * 5
+    assert min(gaps) > 0
+    assert statistics.fmean(gaps) == pytest.approx(1.0, rel=0.05)
+    assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.05)
 
 
 def test_seeds_draw_other_lengths_and_other_arrivals() -> None:
