@@ -25,7 +25,7 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
-from quire.simulator.memory import check_pool, kv_cache_bytes, pool_bytes
+from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
@@ -115,7 +115,7 @@ class EngineSettings:
             model=_model_config(shape, longest, cost),
             cache=CacheConfig(
                 block_size=self.block_size,
-                memory=self._kv_memory(cost),
+                memory=self._kv_memory(cost, longest),
                 memory_utilization=self.gpu_memory_utilization,
                 num_blocks_override=self.num_blocks_override,
                 enable_prefix_caching=self.enable_prefix_caching,
@@ -135,7 +135,7 @@ class EngineSettings:
             seed=0,
         )
 
-    def _kv_memory(self, cost: CostModel) -> int | None:
+    def _kv_memory(self, cost: CostModel, longest: int) -> int | None:
         given = self.kv_cache_memory
         if self.num_blocks_override is not None:
             check_pool(cost, pool_bytes(cost, self.num_blocks_override, self.block_size))
@@ -143,12 +143,13 @@ class EngineSettings:
         if given is not None:
             check_pool(cost, given)
             return given
-        return kv_cache_bytes(
+        left = kv_cache_bytes(
             cost,
             utilization=self.gpu_memory_utilization,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
+        return min(left, most_useful_bytes(cost, self.max_num_seqs, longest, self.block_size))
 
 
 def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> ModelConfig:

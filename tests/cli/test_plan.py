@@ -192,6 +192,27 @@ def test_every_group_of_layers_has_its_blocks(capsys: pytest.CaptureFixture[str]
     assert found["num_blocks"] == 2 * 4 * 4096 // 16 < found["num_blocks_memory"]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("llama-3-8b", "--gpu", "h100"),
+        ("gpt-oss-120b", "--gpu", "h100", "--tp", "2"),
+        ("gpt-oss-120b", "--gpu", "h100", "--tp", "2", "--max-num-seqs", "4", "--max-model-len", "4096"),
+        ("deepseek-v3", "--gpu", "h200", "--tp", "8", "--kv-cache-memory", "1GiB"),
+        ("qwen3-8b", "--gpu", "l4", "--gpu-memory-utilization", "0.8", "--block-size", "32"),
+    ],
+)
+def test_what_is_planned_is_simulated(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pool of `quire simulate` is that of `quire plan`."""
+    planned = plan_json(capsys, *flags)
+    path = tmp_path / "out.json"
+    run = ["--workload", "alpaca", "--rate", "5", "--num-requests", "2", "--json", str(path)]
+    assert main(["simulate", "--model", *flags, *run]) == 0
+    assert json.loads(path.read_text())["result"]["num_blocks"] == planned["num_blocks"]
+
+
 def test_a_long_prompt_is_computed_in_chunks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [model, "--gpu", "l4", "--max-num-seqs", "4"]
     whole = plan_json(capsys, *flags)["speed"][0]["ttft_seconds"]

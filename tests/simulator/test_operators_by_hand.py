@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel
+from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.layout import Layout
 from quire.simulator.shape import find_shape
@@ -91,6 +91,18 @@ def test_a_step_of_two_stages_by_hand(overlapped: bool) -> None:
     assert cost.step_seconds(work_of(cost, [(500, 1)] * 64), overlapped=overlapped) == pytest.approx(expected)
     alone = 2 * stage(1)
     assert cost.step_seconds(work_of(cost, [(500, 1)]), overlapped=overlapped) == pytest.approx(alone)
+
+
+def test_weights_of_four_bits_are_multiplied_in_sixteen() -> None:
+    shape = find_shape("llama-3-8b")
+    weights = 32 * 3 * 4096 * 14336
+    for dtype, size in (("int4", 0.5), ("mxfp4", 0.53125)):
+        cost = CostModel(shape, GPU, precision=Precision.of(shape, dtype))
+        many = cost.breakdown(work_of(cost, [(0, 8000)]))["mlp"]
+        assert many == pytest.approx(2 * (8000 + GPU.half_rows) * weights / PEAK)
+        few = cost.breakdown(work_of(cost, [(10, 1)]))["mlp"]
+        rows = 32 * (4096 + 2 * 14336 + 14336 + 4096)
+        assert few == pytest.approx((size * weights + 2 * rows) / BANDWIDTH)
 
 
 def test_the_longest_stage_sets_the_pace_and_holds_the_most() -> None:

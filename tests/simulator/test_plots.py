@@ -93,11 +93,11 @@ def test_the_state_over_time_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
 def test_layouts_are_drawn_by_what_a_user_sees(tmp_path: Path, drawn: list[Any]) -> None:
     metrics = Metrics(num_output_tokens=100, end=1.0)
     metrics.latencies["tpot"].add(0.02)
-    layout = Layout(tp=2)
+    layout = Layout(tp=4)
     plot_pareto(tmp_path / "pareto.png", [LayoutResult(layout, (point(layout, 1.0, metrics),), None)])
     (axis,) = drawn
     for line in axis.lines:  # the layout's, and the front
-        assert (list(line.get_xdata()), list(line.get_ydata())) == ([pytest.approx(50.0)], [50.0])
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([pytest.approx(50.0)], [25.0])
     assert [text.get_text() for text in axis.get_legend().get_texts()] == [str(layout), "Pareto front"]
 
 

@@ -274,11 +274,13 @@ def test_a_sequence_is_no_longer_than_the_model_allows() -> None:
 
 def test_the_pool_is_what_the_device_leaves() -> None:
     cost = make_cost(replace(HARDWARE, memory=1e9))
-    options = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, gpu_memory_utilization=0.5)
+    options = EngineSettings(max_num_seqs=64, max_num_batched_tokens=64, gpu_memory_utilization=0.5)
     replica = Replica(cost, options)
     token = 4 * 2 * 4 * 32 * 2
     left = 0.5e9 - cost.weight_bytes_per_device
     assert replica.core.ready.num_blocks == pytest.approx(left / (16 * token), rel=0.01)
+    # But no more than what four sequences of 4,096 tokens can use.
+    assert Replica(cost, replace(options, max_num_seqs=4)).core.ready.num_blocks == 4 * 4096 // 16
 
 
 def test_an_idle_clock_stands_where_it_was_told() -> None:
