@@ -90,7 +90,7 @@ class ReplicaRun:
 
     def holds(self, metrics: Metrics) -> bool:
         """Whether 99 of 100 requests met each objective, and none was refused."""
-        return metrics.num_refused == 0 and not self.broken(metrics)
+        return metrics.num_finished > 0 and metrics.num_refused == 0 and not self.broken(metrics)
 
     def broken(self, metrics: Metrics) -> list[str]:
         return [name for name, most in self.objectives.items() if metrics.latencies[name].percentile(99) > most]

@@ -45,11 +45,12 @@ def console() -> Console:
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of two columns on stdout."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     for name, value in rows:
         table.add_row(name, value)
+    console().print(title, style="table.title", markup=False, highlight=False)  # as a title it is cut to the table
     console().print(table)
 
 
@@ -124,7 +125,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, *, param: str = "json") -> None:
     """Raise UserError now rather than after a long run when the result could not be written."""
     if path is None:
         return
@@ -132,7 +133,7 @@ def check_writable(path: Path | None) -> None:
         with path.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param="json") from None
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", param=param) from None
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:

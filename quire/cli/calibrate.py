@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.report import check_writable
 from quire.cli.parser import Parser
 from quire.errors import UserError
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     if namespace.profile is not None and namespace.profile.suffix != ".json":
         raise UserError(f"--profile must name a file *.json, not {str(namespace.profile)!r}", param="profile")
+    check_writable(namespace.profile, param="profile")
     header, records = _read(namespace.logs)
     shape = find_shape(namespace.model or header.model)
     _check_model(shape, header)

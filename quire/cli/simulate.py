@@ -40,6 +40,9 @@ DURATIONS = {"run": 600.0, "rates": 300.0, "find_rate": 300.0, "sweep": 60.0}
 """Seconds of a workload, by what is asked, when neither --duration nor --num-requests is given ..."""
 MOST_REQUESTS = {"run": None, "rates": 20_000, "find_rate": 20_000, "sweep": 2_000}
 """... and requests at most: rates that are far too high are tried as well."""
+WORKLOAD_ONLY = {"duration": None, "num_requests": None, "n": 1, "beam_width": 0, "burstiness": 1.0, "seed": 0}
+"""Flags that shape a workload, and not a trace: name -> default."""
+SLO_PERCENTILE = 99.0
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -82,7 +85,7 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("what arrives")
     group.add_argument("trace", metavar="TRACE", nargs="?", type=Path, help=".jsonl or .csv: arrival, input_tokens, output_tokens, optionally prefix_group, prefix_tokens, n, beam_width, priority")  # fmt: skip  # noqa: E501
     group.add_argument("--workload", metavar="NAME", choices=list(WORKLOADS), help=f"instead of a trace: {', '.join(WORKLOADS)}")  # fmt: skip  # noqa: E501
-    group.add_argument("--rate", metavar="R", type=float, help="requests per second (inf: all at once); a trace is stretched to it")  # fmt: skip  # noqa: E501
+    group.add_argument("--rate", metavar="R", type=float, help="requests per second (inf: all at once); a trace is stretched to it; where --find-rate begins (1)")  # fmt: skip  # noqa: E501
     group.add_argument("--burstiness", metavar="X", type=float, default=1.0, help="1 is Poisson, below 1 burstier (1)")
     group.add_argument("--duration", metavar="S", type=float, help="seconds of arrivals of a workload (default: 600; to compare rates 300; in a sweep 60)")  # fmt: skip  # noqa: E501
     group.add_argument("--num-requests", metavar="N", type=int, help="requests of a workload, instead or besides")
@@ -98,8 +101,8 @@ def build_parser() -> Parser:
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
     group.add_argument("--policy", metavar="NAME", default="paged", help="of memory: paged (the engine's own), or a baseline of the paper: orca-max, orca-pow2, orca-oracle, fastertransformer (paged)")  # fmt: skip  # noqa: E501
-    group.add_argument("--dtype", metavar="NAME", help="of the weights (default: as stored)")
-    group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (default: what is computed in)")
+    group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
+    group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (auto: what is computed in)")
     _question_flags(parser)
     add_struct_flags(
         parser, EngineOptions, {**HELP, **LENGTH_HELP}, title="engine options", skip=OTHERS, defaults=DEFAULTS
@@ -112,7 +115,7 @@ def _question_flags(parser: Parser) -> None:
     group.add_argument("--rates", metavar="R,R", help="serve at each of these rates")
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that keeps the objectives")
     group.add_argument("--slo", metavar="X=T,X=T", help="objectives, such as ttft=1s,tpot=50ms (also latency, normalized_latency)")  # fmt: skip  # noqa: E501
-    group.add_argument("--slo-percentile", metavar="P", type=float, default=99.0, help="of the requests that must keep them (99)")  # fmt: skip  # noqa: E501
+    group.add_argument("--slo-percentile", metavar="P", type=float, default=SLO_PERCENTILE, help="of the requests that must keep them (99)")  # fmt: skip  # noqa: E501
     group.add_argument("--sweep", action="store_true", help="compare the layouts of --gpus devices at rising rates")
     group.add_argument("--gpus", metavar="N", type=int, help="devices of a sweep (default: tp * pp * dp)")
     group.add_argument("--processes", metavar="N", type=int, default=1, help="for replicas, rates and layouts side by side (1)")  # fmt: skip  # noqa: E501
@@ -130,17 +133,21 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
 
     shape = find_shape(namespace.model)
     layout = Layout(tp=namespace.tp, pp=namespace.pp, dp=namespace.dp, ep=namespace.ep)
-    precision = Precision.of(shape, namespace.dtype, namespace.kv_cache_dtype)
+    stored, kept = (None if name == "auto" else name for name in (namespace.dtype, namespace.kv_cache_dtype))
+    precision = Precision.of(shape, stored, kept)
     if not 0 < namespace.slo_percentile <= 100:
         raise UserError(f"--slo-percentile must be in (0, 100], not {namespace.slo_percentile:g}")
     if namespace.processes < 1:
         raise UserError(f"--processes must be at least 1, not {namespace.processes}", param="processes")
+    objectives = parse_objectives(namespace.slo)
+    if namespace.beam_width and "tpot" in objectives:
+        raise UserError("--slo tpot is not for beams, whose tokens all come at the end: take latency", param="slo")
     return Scenario(
         source=_source(namespace),
         cost=CostModel(shape, find(namespace.gpu), layout, precision),
         settings=replace(engine_settings(given(namespace, EngineOptions, skip=OTHERS)), seed=namespace.seed),
         router=namespace.router,
-        objectives=parse_objectives(namespace.slo),
+        objectives=objectives,
         percentile=namespace.slo_percentile,
         **_policy(namespace.policy),
     )
@@ -209,6 +216,10 @@ def _question(namespace: argparse.Namespace) -> str:
     question = asked[0] if asked else "run"
     if namespace.gpus is not None and question != "sweep":
         raise UserError("--gpus is for --sweep: a run has tp * pp * dp of them", param="gpus")
+    if namespace.ep > 1 and question == "sweep":
+        raise UserError("--sweep tries what experts can be spread over: leave --ep out", param="ep")
+    if namespace.slo is None and namespace.slo_percentile != SLO_PERCENTILE:
+        raise UserError("--slo-percentile needs objectives: --slo ttft=1s,tpot=50ms", param="slo_percentile")
     if question == "find_rate" and namespace.slo is None:
         raise UserError("--find-rate needs objectives: --slo ttft=1s,tpot=50ms", param="slo")
     if question in ("rates", "sweep") and namespace.rate is not None:
@@ -224,7 +235,7 @@ def _source(namespace: argparse.Namespace) -> Any:
     if (namespace.trace is None) == (namespace.workload is None):
         raise UserError("give a TRACE or a --workload", param="trace")
     if namespace.trace is not None:
-        for name, default in (("duration", None), ("num_requests", None), ("n", 1), ("beam_width", 0)):
+        for name, default in WORKLOAD_ONLY.items():
             if getattr(namespace, name) != default:
                 raise UserError(f"--{name.replace('_', '-')} shapes a workload: not with a TRACE", param=name)
         if namespace.rate is not None and not 0 < namespace.rate < math.inf:

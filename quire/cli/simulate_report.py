@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ def prepare_plots(directory: Path) -> None:
 def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
     """One run."""
     metrics = scenario.run(namespace.rate, num_processes=namespace.processes)
+    _check_objectives(scenario, metrics)
     _print_run(scenario, metrics)
     _write(namespace, scenario, {"result": _json(scenario, metrics)})
     if namespace.plot is not None:
@@ -51,10 +54,17 @@ def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
 def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
     """A run at each rate."""
     asked = _parse_rates(namespace.rates)
-    runs = {}
+    runs: dict[float, Metrics] = {}
+    num_processes = namespace.processes
+    found: Iterator[Metrics]
     with report.progress_bar("rates", len(asked)) as tick:
-        for rate in asked:
-            runs[rate] = scenario.run(rate, num_processes=namespace.processes)
+        if scenario.cost.layout.dp > 1:  # the replicas of a rate share the processes
+            found = map(partial(scenario.run, num_processes=num_processes), asked)
+        else:
+            found = sweep_module.side_by_side(scenario.run, asked, num_processes)
+        for rate, metrics in zip(asked, found, strict=True):
+            _check_objectives(scenario, metrics)
+            runs[rate] = metrics
             tick()
     _print_rates(scenario, runs)
     _write(namespace, scenario, {"rates": [{"rate": rate, **_json(scenario, runs[rate])} for rate in asked]})
@@ -72,6 +82,7 @@ def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
             return metrics
 
         found = rates_module.find_rate(run_at, scenario.holds, start=namespace.rate or 1.0)
+    _check_objectives(scenario, found.metrics)
     runs = {trial.rate: trial.metrics for trial in found.trials}
     _print_rates(scenario, dict(sorted(runs.items())))
     per_device = found.rate / scenario.cost.layout.num_devices
@@ -84,7 +95,7 @@ def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
 
 def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
     """Every layout."""
-    num_devices = namespace.gpus or scenario.cost.layout.num_devices
+    num_devices = scenario.cost.layout.num_devices if namespace.gpus is None else namespace.gpus
     candidates = sweep_module.layouts(scenario, num_devices)
     results = sweep_module.sweep(scenario, candidates, num_processes=namespace.processes)
     front = sweep_module.pareto_front([point for result in results for point in result.points])
@@ -105,7 +116,12 @@ def sweep(scenario: Scenario, namespace: argparse.Namespace) -> int:
         ]
         if scenario.objectives:
             rate = result.found_rate
-            row += ["none", ""] if rate is None else [f"{rate:,.3g}", f"{rate / num_devices:,.3g}"]
+            if rate is None:
+                row += ["none", ""]
+            elif math.isinf(rate):
+                row += ["all", ""]
+            else:
+                row += [f"{rate:,.3g}", f"{rate / num_devices:,.3g}"]
         table.add_row(*row)
     report.console().print(table)
     _write(namespace, scenario, {"layouts": [_layout_json(scenario, result, front) for result in results]})
@@ -126,7 +142,7 @@ def _devices_title(scenario: Scenario) -> str:
 
 
 def _print_run(scenario: Scenario, metrics: Metrics) -> None:
-    stats, duration = metrics.stats, metrics.end or float("nan")
+    stats, duration = metrics.stats, metrics.end or math.inf
     blocks = f"{metrics.num_blocks:,} of {scenario.settings.block_size} tokens"
     rows = [
         ("requests finished", f"{metrics.num_finished:,} of {metrics.num_requests:,}"),
@@ -168,9 +184,9 @@ def _print_rates(scenario: Scenario, runs: Mapping[float, Metrics]) -> None:
         latencies = metrics.latencies
         row = [
             f"{rate:.3g}",
-            f"{latencies['normalized_latency'].mean * MILLISECONDS:,.2f}",
-            f"{latencies['ttft'].percentile(99) * MILLISECONDS:,.1f}",
-            f"{latencies['tpot'].percentile(99) * MILLISECONDS:,.2f}",
+            _milliseconds(latencies["normalized_latency"].mean, 2),
+            _milliseconds(latencies["ttft"].percentile(99), 1),
+            _milliseconds(latencies["tpot"].percentile(99), 2),
             f"{metrics.num_output_tokens / metrics.end if metrics.end else 0:,.0f}",
             f"{metrics.mean_running:,.1f}",
             f"{metrics.mean_kv_usage:.1%}",
@@ -180,6 +196,17 @@ def _print_rates(scenario: Scenario, runs: Mapping[float, Metrics]) -> None:
             row.append("yes" if scenario.holds(metrics) else "no")
         table.add_row(*row)
     report.console().print(table)
+
+
+def _milliseconds(seconds: float, digits: int) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * MILLISECONDS:,.{digits}f}"
+
+
+def _check_objectives(scenario: Scenario, metrics: Metrics) -> None:
+    """Raise UserError for an objective that no request can be held to."""
+    for name in scenario.objectives:
+        if metrics.num_finished and not metrics.latencies[name].count:
+            raise UserError(f"--slo {name}: no request has one, being a single token or a beam search", param="slo")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -206,7 +233,14 @@ def _layout_json(
         }
         for point in result.points
     ]
-    return {"layout": asdict(result.layout), "points": points, "rate": result.found_rate}
+    rate = result.found_rate
+    is_bounded = rate is None or math.isfinite(rate)
+    return {
+        "layout": asdict(result.layout),
+        "points": points,
+        "rate": rate if is_bounded else None,
+        "every_rate_holds": not is_bounded,
+    }
 
 
 def _write(namespace: argparse.Namespace, scenario: Scenario, result: dict[str, Any]) -> None:

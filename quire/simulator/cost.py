@@ -68,7 +68,8 @@ class Precision:
         activations = weights if DTYPE_BYTES[weights] >= 2 else "bfloat16"
         kv = kv_dtype or activations
         if kv not in DTYPE_BYTES or DTYPE_BYTES[kv] < 1:
-            raise UserError(f"kv_cache_dtype {kv!r} is not known to the cost model", param="kv_cache_dtype")
+            known = ", ".join(name for name, size in DTYPE_BYTES.items() if size >= 1)
+            raise UserError(f"kv_cache_dtype must be one of {known}, not {kv!r}", param="kv_cache_dtype")
         experts = dtype or shape.expert_dtype or weights
         tables = activations if weights in QUANTIZED else weights
         return cls(weights, activations, kv, experts, tables)
@@ -384,8 +385,8 @@ class CostModel:
             "per token": hardware.token_overhead,
         }
         per_sampled = {"sampling": shape.vocab * LOGIT_BYTES * LOGIT_PASSES / self._bandwidth}
-        latency, link = self._link()
         tp = self.layout.tp
+        latency, link = self._link(tp)
         if tp > 1:
             share = (tp - 1) / tp
             reduces = 2 * layers - (self._moe_layers if self.layout.ep > 1 else 0)
@@ -396,6 +397,7 @@ class CostModel:
             far = self.layout.ep > hardware.node_size
             constant["exchange"] = self._moe_layers * 2 * (hardware.network_latency if far else hardware.link_latency)
         if self.layout.pp > 1:
+            latency, link = self._link(self.layout.devices_per_replica)
             constant["hand-over"], per_token["hand-over"] = latency, row / link
         self._sum_constant = sum(constant.values())
         self._sum_per_token, self._sum_per_sampled = sum(per_token.values()), sum(per_sampled.values())
@@ -403,10 +405,11 @@ class CostModel:
         self._flat_products = [(each.per_row, each.weights, each.row_bytes) for each in self._products]
         return constant, per_token, per_sampled
 
-    def _link(self) -> tuple[float, float]:
-        """(latency, bytes per second) between the devices of one layer or, with pp > 1 over nodes, of two stages."""
+    def _link(self, num_devices: int) -> tuple[float, float]:
+        """(latency, bytes per second) between devices that stand side by side, over the network if they are more than
+        a node has: those of one layer, or of all stages (of which one pair at least is then in two nodes)."""
         hardware, factor = self.hardware, self.hardware.factors.link
-        if self.layout.tp > hardware.node_size:
+        if num_devices > hardware.node_size:
             return hardware.network_latency, hardware.network_bandwidth * factor
         return hardware.link_latency, hardware.link_bandwidth * factor
 
@@ -449,9 +452,12 @@ def _check(shape: ModelShape, layout: Layout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if shape.num_heads % layout.tp:
         raise UserError(f"tp={layout.tp} does not divide the {shape.num_heads} heads of {shape.name}", param="tp")
-    if layout.tp > shape.num_kv_heads and layout.tp % shape.num_kv_heads and shape.latent is None:
+    fewer, more = sorted((layout.tp, shape.num_kv_heads))
+    if more % fewer and shape.latent is None:
         raise UserError(
-            f"tp={layout.tp} is no multiple of the {shape.num_kv_heads} key-value heads of {shape.name}", param="tp"
+            f"tp={layout.tp} neither divides the {shape.num_kv_heads} key-value heads of {shape.name} nor is a "
+            "multiple of them",
+            param="tp",
         )
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")

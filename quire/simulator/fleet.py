@@ -8,6 +8,7 @@ another, so that they can run side by side; and what comes out does not depend o
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -192,7 +193,7 @@ class ProcessGroup:
 
     def close(self) -> None:
         self._pipe.close()
-        self._process.join(timeout=5)
+        self._process.join(timeout=1)  # it ends by itself, unless it is in the middle of something
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -215,6 +216,7 @@ class ProcessGroup:
 
 def _serve(pipe: Connection, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
     """The other process: answers every window with the loads, the end with the results, an error with itself."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from the keyboard ends it, and says nothing
     try:
         group = LocalGroup(spec, numbers)
         while (message := pipe.recv()) is not None:

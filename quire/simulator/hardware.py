@@ -171,6 +171,9 @@ def from_json(name: str, entry: Mapping[str, Any]) -> Hardware:
         numbers += [value for key, value in vars(hardware).items() if key not in _NOT_NUMBERS]
         if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
             raise TypeError("every value must be a number, and none less than zero")
+        limits = [getattr(hardware, name) for name in _LIMITS] + list(hardware.peaks.values())
+        if not all(limits) or not isinstance(hardware.node_size, int):
+            raise TypeError(f"{', '.join(_LIMITS)} and peaks must be above zero, node_size a whole number")
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"hardware profile {name!r}: {error}", param="gpu") from None
     return hardware
@@ -185,4 +188,5 @@ def to_json(hardware: Hardware) -> dict[str, Any]:
     return {hardware.name: entry}
 
 
+_LIMITS = ("memory", "bandwidth", "link_bandwidth", "pcie_bandwidth", "network_bandwidth", "node_size")
 _NOT_NUMBERS = ("name", "title", "source", "kind", "peaks", "factors", "jitter")

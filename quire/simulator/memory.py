@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.errors import InsufficientMemoryError
+from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
 from quire.simulator.cost import CostModel
 from quire.utils.sizes import format_bytes
 
@@ -37,3 +38,28 @@ def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_token
             f"{utilization:g} the weights take {format_bytes(weights)} and activations {format_bytes(activations)}"
         )
     return left
+
+
+def check_pool(cost: CostModel, num_bytes: int) -> None:
+    """Raise InsufficientMemoryError for a KV cache of a given size that does not fit beside the weights."""
+    weights, memory = int(cost.weight_bytes_per_device), int(cost.hardware.memory)
+    if weights + num_bytes > memory:
+        raise InsufficientMemoryError(
+            f"{cost.shape.name} does not fit {cost.hardware.title} with {cost.layout}: the weights take "
+            f"{format_bytes(weights)} and the KV cache {format_bytes(num_bytes)} of {format_bytes(memory)}"
+        )
+
+
+def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
+    """Of so many blocks on each device."""
+    return num_blocks * block_bytes(*_groups(cost), block_size)
+
+
+def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """What so many sequences of full length can use: the engine takes no more (quire/kv_cache/sizing.py)."""
+    groups, _ = _groups(cost)
+    return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
+
+
+def _groups(cost: CostModel) -> tuple[tuple[KVGroup, ...], int]:
+    return group_layers(cost.shape.layer_specs(cost.precision.kv, cost.layout))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.stats import EngineStats
@@ -141,16 +141,35 @@ class TimeSeries:
         self.width = width
         self.bins: list[Moments] = []
 
-    def at(self, start: float) -> Moments:
-        """The bin of a moment, to add integrals (value times seconds) to. A step is short beside a bin: it counts where
-        it begins."""
+    def add(self, start: float, moments: Moments) -> None:
+        """Integrals (value times seconds) over an interval that begins at `start`. It counts where it begins, unless it
+        is longer than a bin: then it is spread over those that it covers."""
+        if moments.seconds > self.width:
+            self._spread(start, moments)
+        else:
+            self._put(start, moments)
+
+    def _put(self, start: float, moments: Moments) -> None:
+        """Add to the bin of a moment."""
         number = int(start / self.width)
         while number >= NUM_BINS:
             self._widen()
             number = int(start / self.width)
         while number >= len(self.bins):
             self.bins.append(Moments())
-        return self.bins[number]
+        self.bins[number].add(moments)
+
+    def _spread(self, start: float, moments: Moments) -> None:
+        """Cut an interval into parts of a bin at most. What is counted (tokens, preemptions) belongs to its end."""
+        while int((start + moments.seconds) / self.width) >= NUM_BINS:
+            self._widen()
+        parts = math.ceil(moments.seconds / self.width)
+        seconds = moments.seconds / parts
+        part = Moments(seconds, moments.running / parts, moments.waiting / parts, moments.used_blocks / parts)
+        for number in range(parts - 1):
+            self._put(start + number * seconds, part)
+        last = replace(part, preemptions=moments.preemptions, tokens=moments.tokens)
+        self._put(start + (parts - 1) * seconds, last)
 
     def merge(self, other: TimeSeries) -> None:
         """Add another replica's."""
@@ -158,7 +177,7 @@ class TimeSeries:
             self._widen()
         ratio = self.width / other.width
         for number, moments in enumerate(other.bins):
-            self.at((number + 0.5) / ratio * self.width).add(moments)
+            self._put((number + 0.5) / ratio * self.width, moments)
 
     def _widen(self) -> None:
         merged = []
@@ -239,7 +258,7 @@ class Metrics:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: seconds, tokens, requests, rates per second of simulated time."""
-        duration = self.end or math.nan
+        duration = self.end or math.inf
         return {
             "num_requests": self.num_requests,
             "num_finished": self.num_finished,

@@ -76,7 +76,7 @@ def _scale(axis: Any) -> None:
     if values and max(values) > LOGARITHMIC_FROM * min(values):
         axis.set_yscale("log")
     else:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(values, default=1.0))  # room for the mark of the highest
 
 
 def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
@@ -90,8 +90,10 @@ def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
         axes[1].plot(times, [row["running"] for row in rows], label="running")
         axes[1].plot(times, [row["waiting"] for row in rows], label="waiting")
         axes[1].set_ylabel("requests")
+        axes[1].set_ylim(bottom=0)
         axes[2].bar(times, [row["preemptions"] for row in rows], width=metrics.series.width, align="edge")
         axes[2].set_ylabel("preemptions")
+        axes[2].set_ylim(0, 1.05 * max([1, *(row["preemptions"] for row in rows)]))
         axes[2].set_xlabel("time (s)")
 
 
@@ -111,3 +113,4 @@ def plot_pareto(path: Path, results: Sequence[LayoutResult], *, title: str = "")
         )
         axis.set_xlabel("tokens/s of one user (1/TPOT)")
         axis.set_ylabel("output tokens/s of one GPU")
+        axis.set_ylim(bottom=0)

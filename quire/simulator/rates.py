@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.errors import QuireError
+from quire.errors import QuireError, UserError
 from quire.simulator.metrics import Metrics
 
 PRECISION = 0.02
 LOWEST_RATE = 1e-4
 HIGHEST_RATE = 1e6
+
+
+class UnboundedRateError(QuireError):
+    """Every rate keeps the objectives."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,10 @@ def find_rate(
 ) -> FoundRate:
     """Double (or halve) the rate from `start` on until it no longer holds (or does), then halve the interval.
 
-    Raises QuireError when no rate holds, or every one does: then the objectives do not bind.
+    Raises QuireError when no rate holds, UnboundedRateError when every one does: then the objectives do not bind.
     """
+    if not 0 < start < math.inf:
+        raise UserError(f"the search must begin at a rate above 0 and finite, not {start:g}", param="rate")
     trials: list[Trial] = []
 
     def attempt(rate: float) -> bool:
@@ -54,10 +61,14 @@ def find_rate(
         while trials[-1].holds:
             low, high = high, 2 * high
             if high > HIGHEST_RATE:
-                raise QuireError(f"every rate up to {low:g} requests/s keeps the objectives: they do not bind")
+                raise UnboundedRateError(f"every rate up to {low:g} requests/s keeps the objectives: they do not bind")
             attempt(high)
     else:
         while not trials[-1].holds:
+            if not trials[-1].metrics.num_requests:
+                raise QuireError(
+                    f"no request arrives at {low:.2g} requests/s in the time that is simulated: take a longer duration"
+                )
             low, high = low / 2, low
             if low < LOWEST_RATE:
                 raise QuireError(f"not even {high:.2g} requests/s keep the objectives")

@@ -18,14 +18,15 @@ from quire.config.model import ModelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
+from quire.errors import ConfigError
 from quire.executors.interface import Executor
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
-from quire.simulator.memory import kv_cache_bytes
-from quire.simulator.metrics import Metrics
+from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
+from quire.simulator.metrics import Metrics, Moments
 from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
@@ -103,14 +104,20 @@ class EngineSettings:
     seed: int = 0
 
     def config(self, cost: CostModel) -> EngineConfig:
-        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit."""
+        """The engine's configuration of a model of this shape. Raises InsufficientMemoryError when it does not fit,
+        ConfigError for a max_model_len that the model does not have."""
         shape = cost.shape
-        longest = min(self.max_model_len or shape.max_model_len, shape.max_model_len)
+        longest = self.max_model_len or shape.max_model_len
+        if longest > shape.max_model_len:
+            raise ConfigError(
+                f"max_model_len ({longest}) exceeds the {shape.max_model_len} positions of {shape.name}",
+                param="max_model_len",
+            )
         return EngineConfig(
             model=_model_config(shape, longest, cost),
             cache=CacheConfig(
                 block_size=self.block_size,
-                memory=self._kv_memory(cost),
+                memory=self._kv_memory(cost, longest),
                 memory_utilization=self.gpu_memory_utilization,
                 num_blocks_override=self.num_blocks_override,
                 enable_prefix_caching=self.enable_prefix_caching,
@@ -130,15 +137,21 @@ class EngineSettings:
             seed=0,
         )
 
-    def _kv_memory(self, cost: CostModel) -> int | None:
-        if self.kv_cache_memory is not None or self.num_blocks_override is not None:
-            return self.kv_cache_memory
-        return kv_cache_bytes(
+    def _kv_memory(self, cost: CostModel, longest: int) -> int | None:
+        given = self.kv_cache_memory
+        if self.num_blocks_override is not None:
+            check_pool(cost, pool_bytes(cost, self.num_blocks_override, self.block_size))
+            return given
+        if given is not None:
+            check_pool(cost, given)
+            return given
+        left = kv_cache_bytes(
             cost,
             utilization=self.gpu_memory_utilization,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
+        return min(left, most_useful_bytes(cost, self.max_num_seqs, longest, self.block_size))
 
 
 def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> ModelConfig:
@@ -297,13 +310,17 @@ class Replica:
             metrics.step_seconds += seconds
             metrics.running_seconds += running
             metrics.kv_seconds += used_blocks / metrics.num_blocks
-            moments = metrics.series.at(started)
-            moments.seconds += seconds
-            moments.running += running
-            moments.waiting += seconds * load.num_waiting
-            moments.used_blocks += used_blocks
-            moments.preemptions += load.preemptions_total - last.preemptions_total
-            moments.tokens += num_tokens
+            metrics.series.add(
+                started,
+                Moments(
+                    seconds,
+                    running,
+                    seconds * load.num_waiting,
+                    used_blocks,
+                    load.preemptions_total - last.preemptions_total,
+                    num_tokens,
+                ),
+            )
         self._load = load
         if self._observer.on_step is not None:
             self._observer.on_step(self.core, seconds)

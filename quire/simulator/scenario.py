@@ -94,9 +94,13 @@ class Scenario:
         )
 
     def holds(self, metrics: Metrics) -> bool:
-        """Whether a run met all objectives, and served everybody."""
-        return metrics.num_refused == 0 and all(
-            metrics.latencies[name].percentile(self.percentile) <= limit
-            for name, limit in self.objectives.items()
-            if metrics.latencies[name].count
+        """Whether a run met all objectives, and served everybody. A run without a request did not."""
+        return (
+            metrics.num_finished > 0
+            and metrics.num_refused == 0
+            and all(
+                metrics.latencies[name].percentile(self.percentile) <= limit
+                for name, limit in self.objectives.items()
+                if metrics.latencies[name].count
+            )
         )

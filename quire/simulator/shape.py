@@ -258,10 +258,10 @@ def built_in() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _first(fields: Fields, *keys: str, default: int | None = None) -> int:
-    """The integer under the first of `keys` that is there."""
+    """The integer under the first of `keys` that is there; 0 only where that is the default."""
     for key in keys:
         if fields.values.get(key) is not None:
-            return fields.integer(key, minimum=0)
+            return fields.integer(key, minimum=0 if default == 0 else 1)
     if default is None:
         raise fields.error(f"none of the keys {', '.join(keys)} is there")
     return default
@@ -277,9 +277,12 @@ def _read(fields: Fields, name: str) -> ModelShape:
     hidden = _first(fields, "hidden_size", "n_embd", "d_model")
     num_layers = _first(fields, "num_hidden_layers", "n_layer", "num_layers")
     num_heads = _first(fields, "num_attention_heads", "n_head")
+    num_kv_heads = _first(fields, "num_key_value_heads", "num_kv_heads", default=num_heads)
     experts, num_moe_layers = _experts(fields, num_layers, kind)
     latent = _latent(fields)
-    head_dim = _first(fields, "head_dim", default=family.head_dim or hidden // max(1, num_heads))
+    if latent is None and num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} heads cannot share {num_kv_heads} key-value heads evenly")
+    head_dim = _first(fields, "head_dim", default=family.head_dim or hidden // num_heads)
     longest = _first(fields, "max_position_embeddings", "n_positions", "max_seq_len", default=2048)
     dtype, expert_dtype = _dtypes(outer)
     shape = ModelShape(
@@ -287,7 +290,7 @@ def _read(fields: Fields, name: str) -> ModelShape:
         num_layers=num_layers,
         hidden=hidden,
         num_heads=num_heads,
-        num_kv_heads=_first(fields, "num_key_value_heads", "num_kv_heads", default=num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim if latent is None else latent.nope_dim + latent.rope_dim,
         intermediate=_first(
             fields, "intermediate_size_mlp", "ffn_dim", "n_inner", "intermediate_size", default=4 * hidden
@@ -330,13 +333,15 @@ def _experts(fields: Fields, num_layers: int, kind: str) -> tuple[Experts | None
     if not num_experts:
         return None, 0
     active = _first(fields, "num_experts_per_tok", "experts_per_token", "moe_topk")
+    if active > num_experts:
+        raise fields.error(f"a token cannot pick {active} of {num_experts} experts")
     width = _first(fields, "moe_intermediate_size", "intermediate_size")
     shared = _first(fields, "shared_expert_intermediate_size", default=0)
     shared = shared or _first(fields, "n_shared_experts", default=0) * width
     if kind == "llama4_text":
         shared = width
     first = _first(fields, "first_k_dense_replace", default=0)
-    step = _first(fields, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", default=1) or 1
+    step = _first(fields, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", default=1)
     dense = fields.values.get("mlp_only_layers") or []
     sparse = [n for n in range(first, num_layers) if (n + 1) % step == 0 and n not in dense]
     return Experts(num_experts, active, width, shared), len(sparse)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from quire.errors import InsufficientMemoryError, QuireError, UserError
 from quire.simulator.cost import CostModel
 from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
-from quire.simulator.rates import find_rate
+from quire.simulator.rates import UnboundedRateError, find_rate
 from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork
 
@@ -24,6 +27,9 @@ MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
 """Requests that are looked at, and tokens of a context, to guess how long a request takes alone."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Point:
 @dataclass(frozen=True)
 class LayoutResult:
     """points: at rising rates, the last one saturated. found_rate: requests a second that keep the objectives (None:
-    there are no objectives, or not even the lowest rate does)."""
+    there are no objectives, or not even the lowest rate does; infinite: every rate does)."""
 
     layout: Layout
     points: tuple[Point, ...]
@@ -60,9 +66,12 @@ class LayoutResult:
 
 def layouts(scenario: Scenario, num_devices: int) -> list[Layout]:
     """All layouts of exactly so many devices in which the model fits, tensor parallelism in powers of two and at most
-    MAX_STAGES stages. Raises UserError when there is none, and says why the last one was left out."""
+    MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices. Raises UserError when
+    there is none, and says why the last one was left out."""
+    if num_devices < 1:
+        raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
     found, reason = [], "there is none"
-    for layout in _candidates(num_devices):
+    for layout in _candidates(num_devices, has_experts=scenario.cost.shape.experts is not None):
         try:
             cost = _cost(scenario, layout)
             scenario.settings.config(cost)
@@ -77,12 +86,31 @@ def layouts(scenario: Scenario, num_devices: int) -> list[Layout]:
 
 def sweep(scenario: Scenario, candidates: Sequence[Layout], *, num_processes: int = 1) -> list[LayoutResult]:
     """Run every layout at rising rates, and find its rate if there are objectives; several layouts side by side."""
-    work = partial(run_layout, scenario)
-    if num_processes <= 1 or len(candidates) == 1:
-        return [work(layout) for layout in candidates]
+    return list(side_by_side(partial(run_layout, scenario), candidates, num_processes))
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int) -> Iterator[Result]:
+    """`work` of each item, in their order, in several processes. Raises QuireError when one of them dies."""
+    if num_processes <= 1 or len(items) <= 1:
+        yield from map(work, items)
+        return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_processes, len(candidates)), mp_context=context) as pool:
-        return list(pool.map(work, candidates))
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(min(num_processes, len(items)), mp_context=context, initializer=die_quietly) as pool:
+        try:
+            yield from pool.map(work, items)
+        except BrokenProcessPool:
+            raise QuireError("a process of the simulator ended before its time") from None
+        except BaseException:
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.terminate()  # else the pool would wait for what they are at
+            raise
+
+
+def die_quietly() -> None:
+    """In a process of the simulator: an interrupt from the keyboard ends it, and says nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
@@ -105,6 +133,8 @@ def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
     if scenario.objectives:
         try:
             found = find_rate(scenario.run, scenario.holds, start=points[len(points) // 2].rate).rate
+        except UnboundedRateError:
+            found = math.inf
         except QuireError:
             found = None
     return LayoutResult(layout, tuple(points), found)
@@ -131,12 +161,15 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return front[::-1]
 
 
-def _candidates(num_devices: int) -> Iterator[Layout]:
+def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[Layout]:
     tp = 1
     while tp <= num_devices:
         for pp in range(1, MAX_STAGES + 1):
             if num_devices % (tp * pp) == 0:
-                yield Layout(tp=tp, pp=pp, dp=num_devices // (tp * pp))
+                layout = Layout(tp=tp, pp=pp, dp=num_devices // (tp * pp))
+                yield layout
+                if has_experts and pp == 1 and layout.dp > 1:
+                    yield replace(layout, ep=num_devices)
         tp *= 2
 
 
@@ -146,8 +179,10 @@ def _cost(scenario: Scenario, layout: Layout) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """At which a replica is busy half of the time with one request."""
+    """At which a replica is busy half of the time with one request. Raises UserError when nobody arrives."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
+    if not outputs:
+        raise UserError("no request arrives: take a longer duration", param="duration")
     cost, kinds = scenario.cost, len(scenario.cost.windows)
     token = StepWork(num_tokens=1, num_sequences=1, num_sampled=1, num_decodes=1)
     token.decode_context = [CONTEXT] * kinds

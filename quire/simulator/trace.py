@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.errors import UserError, nearest_name
+from quire.sampling_params import MAX_BEAM_WIDTH, MAX_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
     if path.suffix.lower() not in (".jsonl", ".csv"):
         raise UserError(f"trace {str(path)!r}: expected a .jsonl or .csv file", param="trace")
     try:
-        file = path.open(encoding="utf-8", newline="")
+        file = path.open(encoding="utf-8-sig", newline="")  # spreadsheets begin with a mark
     except OSError as error:
         raise UserError(f"cannot read trace {str(path)!r}: {error.strerror}", param="trace") from None
     with file:
@@ -83,7 +84,7 @@ def _json_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, Mapping[
             continue
         try:
             entry = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _fail(path, number, f"not valid JSON: {error}")
         if not isinstance(entry, dict):
             _fail(path, number, f"expected an object, not {type(entry).__name__}")
@@ -92,9 +93,9 @@ def _json_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, Mapping[
 
 def _csv_lines(file: Iterable[str], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     rows = csv.reader(file)
-    header = [name.strip() for name in next(rows, [])]
-    _check_names(header, path, 1)
     try:
+        header = [name.strip() for name in next(rows, [])]
+        _check_names(header, path, 1)
         for row in rows:
             if not any(row):
                 continue
@@ -120,6 +121,9 @@ def _request(entry: Mapping[str, Any], path: Path, line: int) -> TraceRequest:
     n, width = _integer(entry, "n", path, line, 1, 1), _integer(entry, "beam_width", path, line, 0, 0)
     if width and n != 1:
         _fail(path, line, "n and beam_width exclude each other")
+    for column, value, most in (("n", n, MAX_N), ("beam_width", width, MAX_BEAM_WIDTH)):
+        if value > most:
+            _fail(path, line, f"{column} must be at most {most}, not {value}")
     return TraceRequest(
         arrival=arrival,
         input_tokens=input_tokens,
@@ -136,6 +140,8 @@ def _check_names(names: Iterable[str], path: Path, line: int) -> None:
     known = (*REQUIRED, *OPTIONAL)
     found = list(names)
     for name in found:
+        if found.count(name) > 1:
+            _fail(path, line, f"column {name!r} is there twice")
         if name not in known:
             _fail(path, line, f"unknown column {name!r}{nearest_name(name, known)} (known: {', '.join(known)})")
     for name in REQUIRED:

@@ -161,6 +161,58 @@ def test_predictions_are_the_cost_models(model: str, capsys: pytest.CaptureFixtu
     assert synchronous["step_seconds"] == pytest.approx(host + seconds([255], [1]))
 
 
+def test_a_first_token_waits_for_a_device_that_slept(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = replace(find("l4"), name="slow", wake_overhead=7e-3, host_overhead_per_new_sequence=2e-3)
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps(to_json(device)))
+    plain, slow = (
+        plan_json(capsys, model, "--gpu", name, "--max-num-seqs", "4")["speed"][0] for name in ("l4", str(path))
+    )
+    assert slow["ttft_seconds"] - plain["ttft_seconds"] == pytest.approx(7e-3 + 2e-3)
+    assert slow["decoding"] == plain["decoding"]
+
+
+def test_bounds_of_experts_read_those_that_are_picked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of eight experts, two for each token: eight tokens miss one with a probability of 0.75^8."""
+    flags = ("--memory", "200GB", "--bandwidth", "1TB", "--max-num-seqs", "8", "--max-model-len", "1024")
+    found = plan_json(capsys, "mixtral-8x7b", *flags)["speed"][0]["decoding"]
+    shape = find_shape("mixtral-8x7b")
+    for entry, batch_size in zip(found, (1, 8), strict=True):
+        routed = 32 * 8 * 3 * 4096 * 14336 * (1 - 0.75**batch_size)
+        rest = shape.parameters() - 32 * 8 * 3 * 4096 * 14336 - 32000 * 4096  # one table is looked up
+        kept = batch_size * 1024 * 32 * 2 * 8 * 128 * 2
+        assert entry["step_seconds"] == pytest.approx((2 * (rest + routed) + kept) / 1e12)
+
+
+def test_every_group_of_layers_has_its_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gpu", "h100", "--tp", "2", "--max-num-seqs", "4", "--max-model-len", "4096")
+    found = plan_json(capsys, "gpt-oss-120b", *flags)
+    assert found["num_blocks"] == 2 * 4 * 4096 // 16 < found["num_blocks_memory"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("llama-3-8b", "--gpu", "h100"),
+        ("gpt-oss-120b", "--gpu", "h100", "--tp", "2"),
+        ("gpt-oss-120b", "--gpu", "h100", "--tp", "2", "--max-num-seqs", "4", "--max-model-len", "4096"),
+        ("deepseek-v3", "--gpu", "h200", "--tp", "8", "--kv-cache-memory", "1GiB"),
+        ("qwen3-8b", "--gpu", "l4", "--gpu-memory-utilization", "0.8", "--block-size", "32"),
+    ],
+)
+def test_what_is_planned_is_simulated(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pool of `quire simulate` is that of `quire plan`."""
+    planned = plan_json(capsys, *flags)
+    path = tmp_path / "out.json"
+    run = ["--workload", "alpaca", "--rate", "5", "--num-requests", "2", "--json", str(path)]
+    assert main(["simulate", "--model", *flags, *run]) == 0
+    assert json.loads(path.read_text())["result"]["num_blocks"] == planned["num_blocks"]
+
+
 def test_a_long_prompt_is_computed_in_chunks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [model, "--gpu", "l4", "--max-num-seqs", "4"]
     whole = plan_json(capsys, *flags)["speed"][0]["ttft_seconds"]

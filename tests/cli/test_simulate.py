@@ -139,6 +139,16 @@ def test_layout_router_and_policy_change_what_comes_out(model: str, tmp_path: Pa
         (["--workload", "alpaca", "--rate", "1", "--max-model-len", "1"], "max_model_len must be at least 2"),
         (["--workload", "alpaca", "--rate", "1", "--n", "2", "--beam-width", "2"], "one of them only"),
         (["--workload", "alpaca", "--rate", "1", "--processes", "0"], "--processes"),
+        (["t.csv", "--burstiness", "2"], "--burstiness shapes a workload"),
+        (["t.csv", "--seed", "1"], "--seed shapes a workload"),
+        (["--workload", "alpaca", "--rate", "1", "--slo-percentile", "50"], "--slo-percentile needs objectives"),
+        (["--workload", "alpaca", "--rate", "1", "--beam-width", "2", "--slo", "tpot=1s"], "not for beams"),
+        (["--workload", "alpaca", "--find-rate", "--num-requests", "5", "--rate", "inf", "--slo", "ttft=1s"], "finite"),
+        (["--workload", "alpaca", "--sweep", "--gpus", "0"], "at least 1 device"),
+        (["--workload", "alpaca", "--sweep", "--ep", "2", "--dp", "2"], "leave --ep out"),
+        (["--workload", "alpaca", "--sweep", "--duration", "1e-6"], "no request arrives"),
+        (["--workload", "alpaca", "--rate", "1", "--max-model-len", "4097"], "exceeds the 4096 positions"),
+        (["--workload", "alpaca", "--rate", "1", "--kv-cache-dtype", "int4"], "kv_cache_dtype must be one of"),
         (["--workload", "alpaca", "--rate", "1", "--attention-backend", "torch"], "unknown option"),
         (["absent.csv"], "cannot read trace"),
     ],
@@ -150,6 +160,49 @@ def test_wrong_use_is_one_clear_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_an_objective_that_nobody_can_be_held_to(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, [TraceRequest(0.0, 5, 1), TraceRequest(1.0, 5, 9, beam_width=2)])
+    assert main(["simulate", str(path), "--model", model, *BASE, "--slo", "tpot=1s"]) == 2
+    assert "--slo tpot: no request has one" in capsys.readouterr().err
+
+
+def test_a_run_without_requests_is_told_and_written(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    flags = ["--workload", "alpaca", "--rate", "1", "--duration", "1e-6", "--json", str(path)]
+    assert main(["simulate", "--model", model, *BASE, *flags]) == 1
+    assert "0 of 0" in capsys.readouterr().out
+    result = json.loads(path.read_text(), parse_constant=pytest.fail)["result"]
+    assert (result["num_finished"], result["request_throughput"], result["ttft"]) == (0, 0, {})
+
+
+def test_rates_side_by_side_are_those_one_after_the_other(model: str, tmp_path: Path) -> None:
+    one, two = (
+        run(model, *WORKLOAD, "--rates", "10,20", "--processes", count, file=tmp_path / "out.json")["rates"]
+        for count in ("1", "2")
+    )
+    assert one == two
+
+
+def test_auto_is_what_is_stored(model: str, tmp_path: Path) -> None:
+    flags = (*WORKLOAD, "--rate", "10")
+    plain = run(model, *flags, file=tmp_path / "out.json")["result"]
+    auto = run(model, *flags, "--dtype", "auto", "--kv-cache-dtype", "auto", file=tmp_path / "out.json")["result"]
+    assert plain == auto
+    assert run(model, *flags, "--dtype", "int8", file=tmp_path / "out.json")["result"]["ttft"] != plain["ttft"]
+
+
+def test_a_sweep_whose_objectives_do_not_bind(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--workload", "alpaca", "--num-requests", "3", "--sweep", "--slo", "latency=9999s")
+    (layout,) = run(model, *flags, file=tmp_path / "out.json")["layouts"]
+    assert (layout["rate"], layout["every_rate_holds"]) == (None, True)
+    assert " all " in capsys.readouterr().out
 
 
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:

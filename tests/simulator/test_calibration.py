@@ -234,6 +234,8 @@ def test_logs_of_other_models_are_refused(log: Path) -> None:
     other.write_bytes(log.read_bytes().replace(b"made up", b"another"))
     with pytest.raises(UserError, match="another run: backend"):
         main([str(log), str(other)])
+    with pytest.raises(UserError, match="cannot write"):
+        main([str(log), "--profile", str(log.parent / "absent" / "x.json")])
     with pytest.raises(UserError, match="--profile must name a file"):
         main([str(log), "--profile", "profile"])
 

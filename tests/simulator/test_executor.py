@@ -8,10 +8,11 @@ import pytest
 
 from quire.clock import VirtualClock
 from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.sampling_params import SamplingParams
 from quire.simulator.executor import SimulatedExecutor
-from quire.simulator.hardware import find
+from quire.simulator.hardware import Hardware, find
 from quire.simulator.work import StepWork
-from quire.step import StepPlan
+from quire.step import NewSequence, SequenceSampling, StepPlan
 from tests.simulator.making import make_cost
 from tests.simulator.test_work import make_plan
 
@@ -22,8 +23,8 @@ HARDWARE = replace(find("a100-40g"), host_overhead=HOST, host_overhead_per_seque
 class Bench:
     """An executor with a pool, and what its plans cost by hand."""
 
-    def __init__(self, queue_depth: int = 1) -> None:
-        self.cost = make_cost(HARDWARE)
+    def __init__(self, queue_depth: int = 1, hardware: Hardware = HARDWARE) -> None:
+        self.cost = make_cost(hardware)
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(self.cost, self.clock, queue_depth=queue_depth)
         groups, per_group = group_layers(self.executor.load())
@@ -47,6 +48,24 @@ def test_one_step_at_a_time_waits_for_the_host_before_each() -> None:
         bench.executor.execute(plan).result()
         assert bench.clock.now() == pytest.approx(number * (HOST + 2 * EACH + bench.model(plan)))
     assert bench.executor.busy_seconds == pytest.approx(3 * bench.model(plan))
+
+
+def test_a_step_after_idle_time_and_a_sequence_that_begins_take_longer() -> None:
+    """Idle time is more than five milliseconds since the end of the step before."""
+    slow = replace(HARDWARE, wake_overhead=7e-3, host_overhead_per_new_sequence=2e-3)
+    for pause, woken in ((4e-3, 0.0), (6e-3, 7e-3)):
+        bench = Bench(hardware=slow)
+        sampling = SequenceSampling(SamplingParams(), 0, [], [])
+        beginning = [NewSequence(9, [1], 1, [[5]], sampling), NewSequence(8, [1], 1, [[6]], sampling)]
+        plan = make_plan([(0, 1), (0, 1)], new_sequences=beginning)
+        bench.executor.execute(plan).result()
+        first = HOST + 2 * EACH + 2 * 2e-3 + bench.model(plan)
+        assert bench.clock.now() == pytest.approx(first)
+        bench.clock.advance(pause)
+        after = make_plan([(1, 1)])
+        bench.executor.execute(after).result()
+        assert bench.clock.now() == pytest.approx(first + pause + HOST + EACH + bench.model(after) + woken)
+        assert bench.executor.busy_seconds == pytest.approx(bench.model(plan) + bench.model(after) + woken)
 
 
 def test_with_two_in_flight_the_host_plans_while_the_device_computes() -> None:

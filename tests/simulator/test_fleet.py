@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
-from quire.errors import InsufficientMemoryError, UserError
-from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
+from quire.errors import InsufficientMemoryError, QuireError, UserError
+from quire.simulator.fleet import ProcessGroup, ReplicaSpec, _windows, merged, simulate_fleet
 from quire.simulator.replica import EngineSettings
 from quire.simulator.router import LeastLoaded, PrefixAware, RoundRobin, make_router
 from quire.simulator.trace import TraceRequest
@@ -61,6 +63,23 @@ def test_a_bad_trace_ends_the_processes() -> None:
         simulate_fleet(broken(), spec(), 2, num_processes=2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
+    """An interrupt from the keyboard reaches every process: it ends them without a word, the first one speaks."""
+    group = ProcessGroup(spec(), 1)
+    try:
+        group.begin([[TraceRequest(0.0, 10, 5)]], 1.0)
+        assert group.end() == [0]
+        process = group._process
+        os.kill(process.pid or 0, number)
+        process.join(10)
+        assert process.exitcode == -number
+        with pytest.raises(QuireError, match="ended before its time"):
+            group.finish()
+    finally:
+        group.close()
+
+
 def plain(group: str | None = None) -> TraceRequest:
     return TraceRequest(0.0, 100, 10, group, 50 if group else 0)
 
@@ -95,6 +114,40 @@ def test_a_prefix_stays_with_its_replica_until_that_has_too_much() -> None:
     assert router.choose(plain("a")) != homes["a"]
     router.learn([100] * 4)
     assert router.choose(plain("a")) == homes["a"], "all have as much"
+
+
+def test_a_replica_has_a_quarter_more_than_its_share_and_four_requests_at_most() -> None:
+    """Of four that had nothing: a prefix stays at home while k <= 1.25 k / 4 + 4, that is for six requests."""
+    router = PrefixAware(4)
+    chosen = [router.choose(plain("a")) for _ in range(7)]
+    assert len(set(chosen[:6])) == 1
+    assert chosen[6] != chosen[0]
+
+
+def test_another_replica_takes_over_its_share_of_the_prefixes_and_moves_no_other() -> None:
+    groups = [f"group {number}" for number in range(200)]
+    four, five = ({group: PrefixAware(count).choose(plain(group)) for group in groups} for count in (4, 5))
+    shares = collections.Counter(four.values())
+    assert min(shares[replica] for replica in range(4)) > 30
+    moved = [group for group in groups if five[group] != four[group]]
+    assert {five[group] for group in moved} == {4}
+    assert 20 < len(moved) < 65
+
+
+def test_time_goes_in_windows() -> None:
+    """A request at the end of a window belongs to the next one; the empty ones between two requests are one."""
+    arrivals = [TraceRequest(arrival, 1, 1) for arrival in (0.1, 0.2, 0.25, 1.1, 1.2)]
+    found = [(until, [each.arrival for each in arrived]) for until, arrived in _windows(arrivals, 0.25)]
+    assert found == [(0.25, [0.1, 0.2]), (0.5, [0.25]), (1.0, []), (1.25, [1.1, 1.2])]
+    assert list(_windows([], 0.25)) == [(0.25, [])]
+
+
+def test_reports_tell_the_router_who_is_done() -> None:
+    """One replica has a long request and one a short one; a third comes when only the short one has ended."""
+    requests = [TraceRequest(0.0, 10, 3000), TraceRequest(0.0, 10, 5), TraceRequest(0.8, 10, 5)]
+    results = simulate_fleet(requests, spec(), 2, router="least-loaded")
+    assert results[0].end > 0.8
+    assert [result.num_requests for result in results] == [1, 2]
 
 
 def test_requests_without_a_prefix_go_to_the_least_loaded() -> None:

@@ -279,11 +279,58 @@ def test_a_device_without_limits_takes_no_time() -> None:
         ({"tp": 2, "dp": 2, "ep": 4}, "does not share out the experts"),
         ({"tp": 4, "dp": 2, "ep": 6}, "must be a multiple of tp"),
         ({"tp": 4, "dp": 3, "ep": 8}, "whole groups"),
+        ({"tp": 16, "pp": 81}, "exceeds the 80 layers"),
     ],
 )
 def test_layouts_that_cannot_be(layout: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         CostModel(find_shape("llama-3-70b"), GPU, Layout(**layout))
+
+
+@pytest.mark.parametrize("tp", [3, 6, 12])
+def test_key_value_heads_are_shared_out_evenly_or_copied(tp: int) -> None:
+    """Of 8 heads three devices cannot have as many each; the heads of queries alone would divide."""
+    shape = replace(find_shape("llama-3-8b"), num_heads=24)
+    with pytest.raises(UserError, match="8 key-value heads"):
+        CostModel(shape, GPU, Layout(tp=tp))
+
+
+def test_stages_in_two_nodes_hand_over_by_the_network() -> None:
+    shape, seconds = find_shape("llama-3-70b"), {}
+    for tp, pp in ((4, 2), (8, 2)):
+        cost = CostModel(shape, GPU, Layout(tp=tp, pp=pp))
+        seconds[tp * pp] = cost.breakdown(work_of(cost, [(0, 4000)]))["hand-over"]
+    row = 4000 * shape.hidden * 2
+    near, far = GPU.link_bandwidth * GPU.factors.link, GPU.network_bandwidth * GPU.factors.link
+    assert seconds[8] == pytest.approx(GPU.link_latency + row / near)
+    assert seconds[16] == pytest.approx(GPU.network_latency + row / far)
+
+
+DATA_SHEETS = {
+    # GB, GB/s, dense TFLOPS of bfloat16 and float8, dense TOPS of int8, GB/s and direction to peers and to the host
+    "a100-40g": (40, 1555, 312, None, 624, 300, 32),
+    "a100-80g": (80, 2039, 312, None, 624, 300, 32),
+    "h100": (80, 3350, 989, 1979, 1979, 450, 64),
+    "h100-pcie": (80, 2000, 756, 1513, 1513, 64, 64),
+    "h200": (141, 4800, 989, 1979, 1979, 450, 64),
+    "l4": (24, 300, 121, 242, 242, 32, 32),
+    "b200": (180, 7700, 2250, 4500, 4500, 900, 64),
+    "gb200": (186, 8000, 2500, 5000, 5000, 900, 225),
+}
+"""The manufacturer's data sheets; what they give with sparsity, and for both directions of a link, is halved. The two
+GPUs of a GB200 share 900 GB/s to their CPU, both directions together."""
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_profiles_are_the_data_sheets(name: str) -> None:
+    device = find(name)
+    memory, bandwidth, half, eighth, integer, link, host = DATA_SHEETS[name]
+    assert (device.memory, device.bandwidth) == (memory * 1e9, bandwidth * 1e9)
+    assert device.peaks["bfloat16"] == device.peaks["float16"] == half * 1e12
+    assert device.peaks.get("float8") == (None if eighth is None else eighth * 1e12)
+    assert device.peaks["int8"] == integer * 1e12
+    assert (device.link_bandwidth, device.pcie_bandwidth) == (link * 1e9, host * 1e9)
+    assert device.node_size == (72 if name == "gb200" else 8)
 
 
 def test_profiles_go_to_files_and_back() -> None:
@@ -296,6 +343,9 @@ def test_profiles_go_to_files_and_back() -> None:
         from_json("x", {**entry, "bandwith": 1})
     with pytest.raises(UserError, match="at most 1"):
         from_json("x", {**entry, "factors": {"compute": 1.5}})
+    for changes in ({"bandwidth": 0}, {"memory": 0.0}, {"peaks": {"float16": 0}}, {"node_size": 0}, {"node_size": 1.5}):
+        with pytest.raises(UserError, match="must be above zero"):
+            from_json("x", {**entry, **changes})
 
 
 def test_a_device_multiplies_what_it_knows() -> None:

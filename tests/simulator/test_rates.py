@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,13 +14,15 @@ from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
-from quire.simulator.sweep import Point, layouts, pareto_front, run_layout, sweep
+from quire.simulator.sweep import Point, layouts, pareto_front, point, run_layout, side_by_side, sweep
+from quire.simulator.work import StepWork
 from quire.simulator.workloads import Arrivals
 from tests.simulator.making import make_cost, settings
+from tests.simulator.test_work import make_plan
 
 
 def run_at(rate: float) -> Metrics:
-    return Metrics(end=rate)
+    return Metrics(end=rate, num_requests=1)
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.99, 1.0, 1.01, 37.2, 4096.0])
@@ -36,6 +40,17 @@ def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
         find_rate(run_at, lambda metrics: False)
     with pytest.raises(QuireError, match="do not bind"):
         find_rate(run_at, lambda metrics: True)
+
+
+def test_a_search_that_sees_nobody_says_so() -> None:
+    """At low rates no request arrives in the time given, which is no objective kept."""
+    case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
+    assert not case.holds(case.run(1e-3))
+    with pytest.raises(QuireError, match=r"no request arrives at .* take a longer duration"):
+        find_rate(case.run, case.holds)
+    for start in (math.inf, math.nan, 0.0):
+        with pytest.raises(UserError, match="must begin at a rate above 0"):
+            find_rate(case.run, case.holds, start=start)
 
 
 def scenario(**changes: object) -> Scenario:
@@ -75,6 +90,37 @@ def test_layouts_are_all_that_the_model_allows() -> None:
     assert max(layout.tp for layout in layouts(small, 8)) == 2
 
 
+def test_experts_are_swept_in_each_replica_and_spread() -> None:
+    mixture = {"model_type": "mixtral", "architectures": [], "num_local_experts": 8, "num_experts_per_tok": 2}
+    case = replace(scenario(), cost=make_cost(**mixture))
+    found = layouts(case, 4)
+    spread = {(layout.tp, layout.dp) for layout in found if layout.ep == 4}
+    assert spread == {(1, 4), (2, 2)}
+    assert {layout.ep for layout in found} == {1, 4}
+    assert len(found) == len(set(found)) == len(layouts(scenario(), 4)) + 2
+    with pytest.raises(UserError, match="at least 1 device, not 0"):
+        layouts(case, 0)
+
+
+def test_objectives_that_do_not_bind_hold_at_every_rate() -> None:
+    source = SyntheticSource("alpaca", Arrivals(1.0, num_requests=4))
+    case = replace(scenario(), source=source, objectives={"latency": 1e9})
+    assert run_layout(case, Layout()).found_rate == math.inf
+    assert run_layout(replace(case, objectives={"latency": 1e-9}), Layout()).found_rate is None
+
+
+def test_a_sweep_without_requests_says_so() -> None:
+    case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=1e-6)))
+    with pytest.raises(UserError, match="no request arrives"):
+        run_layout(case, Layout())
+
+
+def test_a_process_that_dies_is_no_traceback_of_the_pool() -> None:
+    assert list(side_by_side(abs, [-1, 2, -3], 2)) == [1, 2, 3]
+    with pytest.raises(QuireError, match="ended before its time"):
+        list(side_by_side(os._exit, [3, 3], 2))
+
+
 def test_a_model_that_fits_nowhere_says_why() -> None:
     hardware = replace(make_cost().hardware, memory=1000.0)
     case = replace(scenario(), cost=make_cost(hardware), settings=settings(num_blocks_override=None))
@@ -105,10 +151,31 @@ def test_layouts_side_by_side_give_what_one_after_the_other_gives() -> None:
     assert all(each.found_rate for each in one)
 
 
+def test_a_sweep_begins_where_a_replica_is_busy_half_of_the_time() -> None:
+    case = replace(scenario(), objectives={})
+    outputs = [request.output_tokens for request in case.source.requests(None)]
+    cost = case.cost
+    token = cost.step_seconds(StepWork.of(make_plan([(511, 1)])))
+    for dp in (1, 2):
+        (first, *_) = run_layout(case, Layout(dp=dp)).points
+        assert first.rate == pytest.approx(0.5 * dp * len(outputs) / sum(outputs) / token, rel=1e-3)
+
+
+def test_a_point_is_what_a_user_sees_and_a_device_brings() -> None:
+    metrics = Metrics(num_output_tokens=600, num_input_tokens=70, end=5.0)
+    for tpot in (0.01, 0.01, 0.07):
+        metrics.latencies["tpot"].add(tpot)
+    metrics.latencies["ttft"].add(0.5)
+    found = point(Layout(tp=2, pp=2, dp=3), 4.0, metrics)
+    assert (found.ttft, found.tpot, found.tokens_per_second) == (0.5, pytest.approx(0.03), 120.0)
+    assert found.interactivity == pytest.approx(1 / 0.03)
+    assert found.tokens_per_device == 10.0
+
+
 def test_the_front_holds_what_nothing_beats() -> None:
-    def point(tpot: float, tokens: float) -> Point:
+    def at(tpot: float, tokens: float) -> Point:
         return Point(Layout(), 1.0, tpot, 0.0, tokens, Metrics())
 
-    best = [point(0.1, 100), point(0.02, 60), point(0.01, 10)]
-    beaten = [point(0.1, 90), point(0.02, 10), point(0.03, 60), point(0.01, 9)]
+    best = [at(0.1, 100), at(0.02, 60), at(0.01, 10)]
+    beaten = [at(0.1, 90), at(0.02, 10), at(0.03, 60), at(0.01, 9)]
     assert pareto_front([*beaten, *best]) == best

@@ -13,10 +13,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from quire.errors import InsufficientMemoryError
+from quire.engine.core import EngineCore
+from quire.errors import ConfigError, InsufficientMemoryError
+from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
+from quire.simulator.layout import Layout
+from quire.simulator.memory import activation_bytes, kv_cache_bytes
 from quire.simulator.metrics import Metrics
 from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
+from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest
 from quire.simulator.work import StepWork
 from quire.simulator.workloads import Arrivals, stream
@@ -192,17 +197,31 @@ def test_swapped_and_recomputed_requests_generate_the_same_number_of_tokens() ->
 
 
 def test_what_is_kept_of_a_run_agrees_with_what_happened() -> None:
-    steps: list[tuple[int, float]] = []
+    steps: list[tuple[int, int, int, float]] = []
+    done: list[Record] = []
 
-    def look(core: object, took: float) -> None:
-        steps.append((core.stats().num_running, took))  # type: ignore[attr-defined]
+    def look(core: EngineCore, took: float) -> None:
+        stats = core.stats()
+        steps.append((stats.num_running, stats.num_waiting, stats.num_used_blocks, took))
 
     metrics = simulate(
-        stream("alpaca", Arrivals(50.0, num_requests=60)), make_cost(), settings(), observer=Observer(on_step=look)
+        stream("alpaca", Arrivals(2000.0, num_requests=60)),
+        make_cost(),
+        settings(),
+        objectives={"ttft": 0.06, "latency": 0.09},
+        observer=Observer(on_step=look, on_record=done.append),
     )
-    total = sum(took for _, took in steps)
+    total = sum(took for *_, took in steps)
     assert metrics.step_seconds == pytest.approx(total)
-    assert metrics.mean_running == pytest.approx(sum(running * took for running, took in steps) / total)
+    assert metrics.mean_running == pytest.approx(sum(running * took for running, *_, took in steps) / total)
+    assert metrics.mean_kv_usage == pytest.approx(sum(used * took for *_, used, took in steps) / total / 200)
+    waited = sum(waiting * took for _, waiting, _, took in steps)
+    assert waited > 0
+    assert sum(row["waiting"] for row in metrics.series.rows(200)) * metrics.series.width == pytest.approx(waited)
+    good = [record for record in done if record.ttft <= 0.06 and record.latency <= 0.09]
+    early = [record for record in done if record.ttft <= 0.06]
+    late = [record for record in done if record.latency <= 0.09]
+    assert metrics.num_slo_met == len(good) < min(len(early), len(late))
     rows = metrics.series.rows(metrics.num_blocks)
     assert sum(row["output_tokens_per_second"] for row in rows) * metrics.series.width == metrics.num_output_tokens
     assert sum(row["preemptions"] for row in rows) == metrics.stats.preemptions_total
@@ -215,13 +234,56 @@ def test_a_model_that_does_not_fit_says_so() -> None:
         simulate([TraceRequest(0.0, 10, 1)], make_cost(hardware), EngineSettings())
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "row"),
+    [
+        ("llama-3-8b", 1, 3 * 4096 + 3 * 14336),
+        ("llama-3-8b", 2, 3 * 4096 + 3 * 14336 / 2),
+        ("mixtral-8x7b", 1, 3 * 4096 + 3 * 2 * 14336),  # two experts for each token
+        ("gemma-3-27b", 1, 3 * 5376 + 3 * 21504),
+        ("qwen3-30b-a3b", 1, 3 * 2048 + 3 * 8 * 768),
+    ],
+)
+def test_what_a_step_keeps_at_once(name: str, tp: int, row: float) -> None:
+    """The residual stream three times and the wider of attention and MLP, 16 bits each, and three copies of logits."""
+    shape = find_shape(name)
+    cost = CostModel(shape, find("h100"), Layout(tp=tp))
+    assert activation_bytes(cost, 8192, 256) == int(2 * 8192 * row + 3 * 256 * shape.vocab * 4)
+
+
+def test_the_share_of_memory_is_of_all_of_it() -> None:
+    """Weights and activations count against the share, as they do on a GPU."""
+    cost = CostModel(find_shape("llama-3-8b"), find("h100"))
+    limits = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
+    used = cost.weight_bytes_per_device + activation_bytes(cost, 8192, 256)
+    assert kv_cache_bytes(cost, utilization=0.5, **limits) == pytest.approx(0.5 * 80e9 - used, abs=2)
+    assert kv_cache_bytes(cost, utilization=0.9, **limits) == pytest.approx(0.9 * 80e9 - used, abs=2)
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_memory": 900_000_000}, {"num_blocks_override": 27_500}])
+def test_a_pool_that_is_given_must_fit_beside_the_weights(changes: dict[str, int]) -> None:
+    """A block has 32 KiB: 4 layers, keys and values, 4 heads of 32 elements of 2 bytes, 16 tokens."""
+    settings = replace(EngineSettings(), **changes)
+    with pytest.raises(InsufficientMemoryError, match=r"the weights take .* MiB and the KV cache"):
+        settings.config(make_cost(replace(HARDWARE, memory=0.9e9)))
+    assert settings.config(make_cost(replace(HARDWARE, memory=0.93e9))).cache.memory_utilization == 0.9
+
+
+def test_a_sequence_is_no_longer_than_the_model_allows() -> None:
+    assert EngineSettings(max_model_len=4096).config(make_cost()).model.max_model_len == 4096
+    with pytest.raises(ConfigError, match=r"max_model_len \(4097\) exceeds the 4096 positions of tiny"):
+        EngineSettings(max_model_len=4097).config(make_cost())
+
+
 def test_the_pool_is_what_the_device_leaves() -> None:
     cost = make_cost(replace(HARDWARE, memory=1e9))
-    options = EngineSettings(max_num_seqs=4, max_num_batched_tokens=64, gpu_memory_utilization=0.5)
+    options = EngineSettings(max_num_seqs=64, max_num_batched_tokens=64, gpu_memory_utilization=0.5)
     replica = Replica(cost, options)
     token = 4 * 2 * 4 * 32 * 2
     left = 0.5e9 - cost.weight_bytes_per_device
     assert replica.core.ready.num_blocks == pytest.approx(left / (16 * token), rel=0.01)
+    # But no more than what four sequences of 4,096 tokens can use.
+    assert Replica(cost, replace(options, max_num_seqs=4)).core.ready.num_blocks == 4 * 4096 // 16
 
 
 def test_an_idle_clock_stands_where_it_was_told() -> None:

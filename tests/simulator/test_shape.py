@@ -242,6 +242,13 @@ def test_recurrent_layers_are_refused() -> None:
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelLoadError, match="hidden_size"):
         ModelShape.from_config({"model_type": "llama"}, "somewhere")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        with pytest.raises(ModelLoadError, match=f"{key} must be an integer of at least 1, not 0"):
+            ModelShape.from_config(LLAMA | {"model_type": "llama", key: 0})
+    with pytest.raises(ModelLoadError, match="6 heads cannot share 4 key-value heads"):
+        ModelShape.from_config(LLAMA | {"model_type": "llama", "num_key_value_heads": 4})
+    with pytest.raises(ModelLoadError, match="cannot pick 5 of 4 experts"):
+        ModelShape.from_config(LLAMA | LOCAL | {"model_type": "mixtral", "num_experts_per_tok": 5})
     with pytest.raises(ModelLoadError, match="5 layers"):
         ModelShape.from_config(
             LLAMA | {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]}

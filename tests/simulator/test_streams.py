@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 
 import pytest
@@ -20,7 +21,7 @@ from quire.simulator.tokens import (
     first_of_group,
     prompt_tokens,
 )
-from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, stream
+from quire.simulator.workloads import ALPACA, SHAREGPT, WORKLOADS, Arrivals, lengths, stream, uncorrelated
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 
 
@@ -32,6 +33,67 @@ def test_lengths_have_the_papers_means(name: str, shape: object) -> None:
         error = statistics.stdev(values) / math.sqrt(len(values))
         assert statistics.fmean(values) == pytest.approx(mean, abs=4 * error)
         assert statistics.median(values) < 0.8 * mean, "not heavy-tailed"
+
+
+def test_the_spread_of_lengths_is_that_of_the_papers_figure_2() -> None:
+    """A token belongs to an output of 592 tokens on average, E[o^2] / E[o], after what Orca (Max) holds there."""
+    outputs = lengths(SHAREGPT.mean_output, 4000, 1536)
+    assert sum(output**2 for output in outputs) / sum(outputs) == pytest.approx(592, rel=0.03)
+    assert (outputs[0] >= 1, outputs[-1]) == (True, 1536)
+
+
+def test_lengths_are_paired_without_correlation() -> None:
+    inputs, outputs = lengths(161.0, 300, 512), lengths(338.0, 300, 1536)
+    pairs = uncorrelated(inputs, outputs, random.Random(1))
+    assert sorted(first for first, _ in pairs) == inputs
+    assert sorted(second for _, second in pairs) == outputs
+    assert abs(statistics.correlation(*zip(*pairs, strict=True))) < 0.01
+
+
+@pytest.mark.parametrize(("name", "shared"), [("translation", 341), ("translation-1shot", 80)])
+def test_translations_share_their_examples(name: str, shared: int) -> None:
+    requests = list(stream(name, Arrivals(1.0, num_requests=4000)))
+    assert {request.prefix_tokens for request in requests} == {shared}
+    assert len({request.prefix_group for request in requests}) == 1
+    assert statistics.fmean(request.input_tokens - shared for request in requests) == pytest.approx(28, rel=0.06)
+    assert statistics.fmean(request.output_tokens for request in requests) == pytest.approx(28, rel=0.06)
+
+
+def test_most_prompts_of_chats_are_cut() -> None:
+    """A first turn is one of twelve, six in ten of them below 150 tokens; on average there are 5.5 turns of 499 tokens
+    before one, so that the cut is reached from the third or fourth turn on."""
+    requests = list(stream("chat", Arrivals(1.0, num_requests=4000)))
+    prompts = [request.input_tokens for request in requests]
+    assert max(prompts) == max(request.output_tokens for request in requests) == 1024
+    assert 0.70 < sum(prompt == 1024 for prompt in prompts) / len(prompts) < 0.85
+    assert 0.04 < sum(prompt < 150 for prompt in prompts) / len(prompts) < 0.065
+    assert {request.prefix_group for request in requests} == {None}
+
+
+def test_scores_of_beams_fall_by_one_on_average() -> None:
+    """Gaps from an exponential distribution of mean 1: e^-1 of them are above 1."""
+    streams = Streams()
+    sampling = SequenceSampling(SamplingParams(n=5, use_beam_search=True, temperature=0.0), 0, [], [], 5)
+    new = [NewSequence(number, [1], 1, [[1]], sampling) for number in range(40)]
+    plan = StepPlan(0, list(range(40)), [0] * 40, [1] * 40, list(range(40)), list(range(40)), new)
+    gaps = []
+    for step in range(50):
+        streams.follow(plan)
+        for index, tokens, scores in streams.beams(plan):
+            assert len(set(tokens)) == len(scores) == 5
+            assert index in range(40)
+            gaps += [higher - lower for higher, lower in itertools.pairwise([0.0, *scores])]
+        plan = StepPlan(step + 1, plan.seq_ids, [step + 1] * 40, [1] * 40, plan.seq_ids, plan.seq_ids)
+    assert len(gaps) == 50 * 40 * 5
+    assert min(gaps) > 0
+    assert statistics.fmean(gaps) == pytest.approx(1.0, rel=0.05)
+    assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.05)
+
+
+def test_seeds_draw_other_lengths_and_other_arrivals() -> None:
+    one, two = (list(stream("alpaca", Arrivals(1.0, num_requests=20), seed)) for seed in (1, 2))
+    assert [request.input_tokens for request in one] != [request.input_tokens for request in two]
+    assert [request.arrival for request in one] != [request.arrival for request in two]
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])

@@ -57,6 +57,12 @@ def test_csv_in_any_order_of_columns_with_empty_cells(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_spreadsheet_writes_first_is_no_part_of_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfarrival,input_tokens,output_tokens\r\n0.5,3,4\r\n")
+    assert list(read_trace(path)) == [TraceRequest(0.5, 3, 4)]
+
+
 GOOD = '{"arrival": 1, "input_tokens": 5, "output_tokens": 5}\n'
 
 
@@ -84,6 +90,12 @@ GOOD = '{"arrival": 1, "input_tokens": 5, "output_tokens": 5}\n'
         ("t.csv", "arrival,input_tokens,output_tokens\n1,2,3\n1,2\n", 3, "2 values for 3 columns"),
         ("t.csv", "arrival,input_tokens,output_tokens\n1,x,3\n", 2, "input_tokens must be a whole number"),
         ("t.csv", "arrival,input_tokens\n", 1, "output_tokens is missing"),
+        ("t.csv", "arrival,arrival,input_tokens,output_tokens\n1,2,3,4\n", 1, "'arrival' is there twice"),
+        ("t.csv", '"' + "x" * 200_000, 1, "field larger than field limit"),
+        ("t.jsonl", GOOD + "[" * 200_000, 2, "not valid JSON"),
+        ("t.jsonl", GOOD.replace("}", ', "n": 257}'), 1, "n must be at most 256"),
+        ("t.jsonl", GOOD.replace("}", ', "beam_width": 33}'), 1, "beam_width must be at most 32"),
+        ("t.jsonl", '{"arrival": 1, "input_tokens": 9, "output_tokens": 0}', 1, "output_tokens must be a whole number"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: str, line: int, message: str) -> None:

@@ -129,6 +129,16 @@ def test_request_level_batch_runs_until_its_last_request_ends() -> None:
     assert [len(driver.tokens[name, 0]) for name in ("long", "short", "next")] == [8, 2, 2]
 
 
+def test_nobody_joins_a_batch_that_runs_though_there_is_room() -> None:
+    driver = Driver("FasterTransformer", num_blocks=128, max_num_seqs=16)
+    driver.add("first", prompt(1, 4), max_tokens=5)
+    driver.step()
+    driver.add("next", prompt(3, 5), max_tokens=2)
+    driver.run()
+    plans = [sorted(plan.num_tokens) for plan in driver.executor.plans]
+    assert plans == [[4], *[[1]] * 4, [5], [1]]
+
+
 def test_rows_that_have_ended_stop_at_the_end_of_their_region() -> None:
     driver = Driver("FasterTransformer", num_blocks=32, max_model_len=32, max_num_seqs=8)
     driver.add("late", prompt(1, 30), max_tokens=2)
