@@ -66,7 +66,7 @@ def test_a_bad_trace_ends_the_processes() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
     """An interrupt from the keyboard reaches every process: it ends them without a word, the first one speaks."""
-    group = ProcessGroup(spec(), 1)
+    group = ProcessGroup(spec(), [0])
     try:
         group.begin([[TraceRequest(0.0, 10, 5)]], 1.0)
         assert group.end() == [0]

@@ -70,26 +70,6 @@ def test_most_prompts_of_chats_are_cut() -> None:
     assert {request.prefix_group for request in requests} == {None}
 
 
-def test_scores_of_beams_fall_by_one_on_average() -> None:
-    """Gaps from an exponential distribution of mean 1: e^-1 of them are above 1."""
-    streams = Streams()
-    sampling = SequenceSampling(SamplingParams(n=5, use_beam_search=True, temperature=0.0), 0, [], [], 5)
-    new = [NewSequence(number, [1], 1, [[1]], sampling) for number in range(40)]
-    plan = StepPlan(0, list(range(40)), [0] * 40, [1] * 40, list(range(40)), list(range(40)), new)
-    gaps = []
-    for step in range(50):
-        streams.follow(plan)
-        for index, tokens, scores in streams.beams(plan):
-            assert len(set(tokens)) == len(scores) == 5
-            assert index in range(40)
-            gaps += [higher - lower for higher, lower in itertools.pairwise([0.0, *scores])]
-        plan = StepPlan(step + 1, plan.seq_ids, [step + 1] * 40, [1] * 40, plan.seq_ids, plan.seq_ids)
-    assert len(gaps) == 50 * 40 * 5
-    assert min(gaps) > 0
-    assert statistics.fmean(gaps) == pytest.approx(1.0, rel=0.05)
-    assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.05)
-
-
 def test_seeds_draw_other_lengths_and_other_arrivals() -> None:
     one, two = (list(stream("alpaca", Arrivals(1.0, num_requests=20), seed)) for seed in (1, 2))
     assert [request.input_tokens for request in one] != [request.input_tokens for request in two]

@@ -26,7 +26,7 @@ class KernelTiming:
     def __call__(self) -> float:
         """Raises UserError where there are no native kernels, QuireError when the two do not agree."""
         try:
-            from quire.bench.paper.paged_kernel import PagedKernel
+            from quire.bench.kernels.subjects.paged_kernel import PagedKernel
         except ImportError as error:
             raise UserError(f"Fig. 18a needs the native CPU kernels ({error}): name other --figures") from None
         kernels = [PagedKernel(self.num_sequences, self.context, size) for size in (BLOCK_SIZE, self.context)]
