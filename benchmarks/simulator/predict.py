@@ -105,11 +105,11 @@ def main() -> int:
         header, records = read_step_log(log)
     base, shape = find(options.gpu), find_shape(options.model)
     result = compare(shape, base, header, records, runs)
+    hardware = result.pop("hardware")
     if options.profile:
-        write_profile(options.profile, result.pop("hardware"), f"{options.model} ({header.backend})")
+        write_profile(options.profile, hardware, f"{options.model} ({header.backend})")
     show(options.model, workloads, result)
     if options.json:
-        result.pop("hardware", None)
         options.json.write_text(json.dumps({"model": options.model, "workloads": workloads, **result}, indent=2))
     return 0
 

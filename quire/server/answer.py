@@ -10,16 +10,16 @@ from typing import Generic, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from quire.sampling_params import SamplingParams
 from quire.server.body import parse_body, read_body
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
 from quire.server.generation import TokenCounter
-from quire.server.protocol.common import SamplingFields
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completion import CompletionRequest
 from quire.server.responses import json_response
 from quire.server.streaming import EventStream
 
-Body = TypeVar("Body", bound=SamplingFields)
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 
 class Answer(ABC, Generic[Body]):
@@ -29,10 +29,10 @@ class Answer(ABC, Generic[Body]):
 
     def __init__(self, context: ServerContext, body: Body) -> None:
         """Raises UserError or UnknownModelError for what is wrong with the request."""
-        self._body = body
+        self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
-        self._params: SamplingParams = body.to_sampling_params()
+        self._params = body.to_sampling_params()
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, body.request_id)
         self._counter = TokenCounter()

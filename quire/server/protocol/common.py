@@ -82,10 +82,6 @@ class SamplingFields(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fi
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options is only allowed together with stream", param="stream_options")
 
-    def to_sampling_params(self) -> SamplingParams:
-        """What the engine is asked for. Raises UserError for settings that contradict each other."""
-        raise NotImplementedError
-
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Build the engine's settings from what was given; `more` holds what the endpoint words differently."""
         given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
