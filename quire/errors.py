@@ -47,6 +47,10 @@ class EngineAsleepError(QuireError):
     """The engine has given its memory back, and takes no requests before it is woken."""
 
 
+class ModelOutputError(QuireError):
+    """The model computed NaN or infinite logits for a request, which has ended; the engine goes on."""
+
+
 class EngineDeadError(QuireError):
     """The engine core is gone; the message carries the root cause."""
 

@@ -22,7 +22,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError, UserError
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, raise_if_damaged
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
@@ -159,13 +159,14 @@ class LLM:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
 
         Prompts that start with all its tokens, and have the same `cache_salt`, begin behind it, whatever else needs
-        memory meanwhile (docs/prefixes.md). Raises UserError when it does not fit or would leave requests no room.
+        memory meanwhile (docs/prefixes.md). Raises UserError when it does not fit or would leave requests no room,
+        ModelOutputError when the model computes NaN or infinite logits behind it.
         """
         with self._busy:
             request = self._input_processor.process_prefix(
                 f"prefix-{next(self._numbers)}", prefix, cache_salt=cache_salt
             )
-            self._run([request], [None], use_tqdm=False)
+            raise_if_damaged(self._run([request], [None], use_tqdm=False)[0])
         return request.request_id
 
     def unregister_prefix(self, prefix_id: str) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from quire.errors import ModelOutputError
 from quire.request import FinishReason
 from quire.step import PromptLogprobs, TokenLogprobs
 
@@ -89,3 +90,9 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+def raise_if_damaged(output: RequestOutput) -> None:
+    """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits."""
+    if any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
+        raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

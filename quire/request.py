@@ -46,12 +46,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in OpenAI's words (plus `abort` and `timeout`)."""
+    """Why a sequence ended, in OpenAI's words, plus `abort`, `timeout`, and `error`: the model computed NaN or infinite
+    logits for it, or for another sequence of its request."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     TIMEOUT = "timeout"
+    ERROR = "error"
 
 
 class RequestStatus(enum.Enum):

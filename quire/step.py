@@ -180,3 +180,6 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     disk: DiskReport | None = None
     """Set when the disk tier has something to report."""
+    damaged: list[int] = []
+    """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they asked
+    for besides is left out."""

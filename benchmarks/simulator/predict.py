@@ -12,8 +12,9 @@ says between which values the measured number would lie in 95 % of such samples 
 thousand requests is the tenth largest of them. Workloads are NAME:RATE, a name of `quire simulate --workload` and
 requests a second; they should differ in lengths and in rate.
 
-The machine must be quiet: what else runs on it lengthens some steps and not others. A run in which a step took longer
-than HELD_SECONDS, because something else held the cores, is left out and counted.
+The machine must be quiet: what else runs on it, or beside it on the same host, lengthens some steps and not others, and
+one run's more than the next one's. So only quiet runs count, of either workload: those in which nine of ten steps with
+single tokens took at most QUIET times what they usually take in the quietest run. The others are counted.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from quire.engine.messages import AddRequest
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
+from quire.simulator.calibration import work_of
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, to_json
 from quire.simulator.jitter import Jitter
@@ -56,7 +58,7 @@ DEFAULTS = {"bundled": ("sharegpt:2", "alpaca:12"), "smollm2-135m": ("sharegpt:0
 """Model -> calibrated workload, predicted workload: about half of what two cores can serve."""
 WARM_UP_SECONDS = 5.0
 QUANTITIES = ("TTFT mean", "TTFT P99", "TPOT mean", "TPOT P99")
-HELD_SECONDS = 1.0
+QUIET = 1.5
 REPEATS = 8
 RESAMPLES = 500
 
@@ -197,23 +199,30 @@ def steps_of(run: Run, records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     return [record for record in records if run.first_step <= record.step < run.last_step]
 
 
-def undisturbed(runs: Sequence[Run], records: Sequence[StepRecord]) -> list[bool]:
-    """For each run, whether no step of it was held up by something else for longer than any step takes."""
-    return [max(step.seconds for step in steps_of(run, records)) <= HELD_SECONDS for run in runs]
+def quiet(runs: Sequence[Run], records: Sequence[StepRecord], cost: CostModel) -> list[bool]:
+    """For each run, whether nothing else disturbed it. cost: what steps take, up to a factor."""
+    usual, long = [], []
+    for run in runs:
+        singles = [step for step in steps_of(run, records) if max(step.tokens, default=0) == 1]
+        ratios = sorted(step.seconds / cost.step_seconds(work_of(step, cost.windows)) for step in singles)
+        usual.append(percentile(ratios, 50))
+        long.append(percentile(ratios, 90))
+    return [each <= QUIET * min(usual) for each in long]
 
 
 def compare(
     shape: ModelShape, base: Hardware, header: StepLogHeader, records: Sequence[StepRecord], runs: Sequence[Run]
 ) -> dict[str, Any]:
     """Fit to the steps of every other run, beginning with the first, simulate the requests of those between, and set
-    both side by side. Raises SystemExit when too few runs went undisturbed."""
-    good = undisturbed(runs, records)
+    both side by side. Raises SystemExit when no run of one of them was quiet."""
+    precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
+    everything = calibrate_run(shape, base, header, [step for run in runs[::2] for step in steps_of(run, records)])
+    good = quiet(runs, records, CostModel(shape, everything.hardware, precision=precision))
     calibrated = [run for run, is_good in zip(runs[::2], good[::2], strict=True) if is_good]
     measured = [run for run, is_good in zip(runs[1::2], good[1::2], strict=True) if is_good]
     if not calibrated or not measured:
-        raise SystemExit(f"in every run a step took longer than {HELD_SECONDS:g} s: something else holds the cores")
+        raise SystemExit("something else held the cores in every run of a workload")
     fit = calibrate_run(shape, base, header, [step for run in calibrated for step in steps_of(run, records)])
-    precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
     usual = replace(fit.hardware, jitter=Jitter())
     served = [each for run in measured for each in run.served]
     predicted: list[Served] = []

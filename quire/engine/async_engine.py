@@ -30,7 +30,7 @@ from quire.engine.process_client import ProcessClient
 from quire.errors import EngineAsleepError, EngineDeadError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, raise_if_damaged
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
@@ -203,8 +203,9 @@ class AsyncLLM:
             )
             self._submit(await processing, None, stream, True)
             try:
-                while not (await stream.get()).finished:
+                while not (output := await stream.get()).finished:
                     pass
+                raise_if_damaged(output)
             except BaseException:
                 self._leave(stream)
                 with contextlib.suppress(EngineDeadError):

@@ -285,7 +285,7 @@ class _SequenceState:
                 self._logprobs.append(to_logprobs(entry, self._tokenizer))
         if self._params.use_beam_search:
             if update.ranking is None:
-                self.is_missing = True
+                self.is_missing = update.finish_reason is not FinishReason.ERROR
             else:
                 self._cumulative_logprob, self._score = update.ranking
         if self.finish_reason is None and update.finish_reason is not None:
@@ -299,9 +299,11 @@ class _SequenceState:
         if self._stops is not None:
             self._text.append(self._stops.finish())
 
-    def rank(self) -> tuple[bool, float]:
-        """Smaller is better: what was broken off comes last, then the cumulative log-probability decides."""
-        return self.finish_reason is FinishReason.ABORT, -self._cumulative_logprob
+    def rank(self) -> tuple[bool, bool, float]:
+        """Smaller is better: what failed comes first, for all to see, and what was broken off last; then the cumulative
+        log-probability decides."""
+        reason = self.finish_reason
+        return reason is FinishReason.ABORT, reason is not FinishReason.ERROR, -self._cumulative_logprob
 
     def _show(self, text: str) -> bool:
         """Append one token's text as far as it is certain. Returns whether a stop string ended the sequence."""

@@ -84,6 +84,14 @@ class BlockPool:
                     return
             self._free.append(block)
 
+    def forget(self, block: int) -> None:
+        """Nobody is to hit the content of a block any more. Without owners it is free then."""
+        for index in self._indexes:
+            if block in index:
+                index.remove(block)
+        if self._evictable.pop(block, None) is not None:
+            self._free.append(block)
+
     def drop_cached(self) -> int:
         """Empty the prefix indexes; evictable blocks become free. Returns how many there were."""
         dropped = len(self._evictable)

@@ -308,6 +308,16 @@ class KVCacheManager:
         self._promises.drop(blocks)
         self._release_all(blocks)
 
+    def forget(self, chain: HashChain | None) -> None:
+        """Let nobody hit what a sequence has read or computed: its content is in doubt. Who owns such blocks keeps them,
+        and a pinned prefix stays."""
+        for block_hash in () if chain is None else chain.hashes[1:]:
+            for group, index in enumerate(self._indexes):
+                block = index.find(block_hash)
+                if block is not None and not self._pins.holds(block):
+                    self.pool.forget(block)
+                self.tiers.forget((group, block_hash))
+
     def reset_prefix_cache(self) -> int:
         """Forget all cached content (blocks in use stay in use). Returns the number of blocks set free."""
         # What is computed now will still be committed, but never be hit without the blocks before it.

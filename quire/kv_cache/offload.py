@@ -149,6 +149,10 @@ class LowerTiers(Protocol):
 
     def update(self, report: DiskReport) -> None: ...
 
+    def forget(self, key: BlockKey) -> None:
+        """Do not find this content again before it was computed anew."""
+        ...
+
     def reset(self) -> None:
         """Forget all content."""
         ...
@@ -204,6 +208,9 @@ class NoTiers:
     def update(self, report: DiskReport) -> None:
         raise AssertionError("a worker without a disk tier has nothing to report")
 
+    def forget(self, key: BlockKey) -> None:
+        """It is not found."""
+
     def reset(self) -> None:
         """Nothing is kept."""
 
@@ -232,6 +239,8 @@ class OffloadTiers:
         self._storing_keys: set[BlockKey] = set()
         self._loading: dict[int, BlockKey] = {}
         self._loading_to: dict[BlockKey, int] = {}
+        self._void: set[BlockKey] = set()
+        """Content that was forgotten while it was being stored or loaded."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
         """Host block that is being loaded -> who waits for it."""
@@ -388,16 +397,22 @@ class OffloadTiers:
         self._disk.remove(report.gone)
         for block in report.failed:
             self._disk.remove([self._loading[block]])
+            self._void.discard(self._loading[block])
             self._end_load(block)
         for block in report.loaded:
-            group, block_hash = self._loading[block]
-            if not self._was_reset or (group, block_hash) in self._disk:
+            group, block_hash = key = self._loading[block]
+            if key in self._void:
+                self._void.remove(key)
+            elif not self._was_reset or key in self._disk:
                 self._indexes[group].add(block_hash, block)
-                self._from_disk[block] = (group, block_hash)
+                self._from_disk[block] = key
             self._end_load(block)
-        self._disk.add(key for key in report.found if not self._was_reset or key in self._storing_keys)
+        found = [key for key in report.found if not self._was_reset or key in self._storing_keys]
+        self._disk.add(key for key in found if key not in self._void)
         for block in report.released:
-            self._storing_keys.discard(self._storing.pop(block))
+            key = self._storing.pop(block)
+            self._storing_keys.discard(key)
+            self._void.discard(key)
             self._host.release(block)
 
     def _end_load(self, block: int) -> None:
@@ -420,6 +435,16 @@ class OffloadTiers:
         counters.num_loaded += len(report.loaded)
         counters.num_load_failures += len(report.failed)
         counters.num_bytes = report.num_bytes
+
+    def forget(self, key: BlockKey) -> None:
+        """A file stays, and is found at the next start."""
+        self._backlog.pop(key, None)
+        self._disk.remove([key])
+        if key in self._storing_keys or key in self._loading_to:
+            self._void.add(key)
+        block = self.find(key)
+        if block is not None:
+            self._host.forget(block)
 
     def reset(self) -> None:
         """Files stay, and are found at the next start. Until then one is not read before its content was computed again
@@ -467,6 +492,7 @@ class OffloadTiers:
         for block in self._loading:
             assert not any(block in index for index in self._indexes), "a block is found before its content is there"
         assert self._storing_keys <= set(self._storing.values())
+        assert self._void <= set(self._storing.values()).union(self._loading_to), "what has ended is still void"
 
 
 def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:

@@ -49,6 +49,9 @@ class Pins:
     def items(self) -> list[tuple[str, PinnedPrefix]]:
         return list(self._pins.items())
 
+    def holds(self, block: int) -> bool:
+        return block in self._counts
+
     @property
     def num_blocks(self) -> int:
         """Distinct blocks: prefixes may share some."""

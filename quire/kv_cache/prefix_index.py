@@ -29,7 +29,7 @@ class PrefixIndex:
         self._hash_of[block] = block_hash
 
     def remove(self, block: int) -> None:
-        """Forget the content of a block that gets a new owner."""
+        """Forget the content of a block."""
         block_hash = self._hash_of[block]
         assert block_hash is not None, f"block {block} has no content"
         del self._block_of[block_hash]

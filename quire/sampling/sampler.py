@@ -6,7 +6,8 @@ logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ from quire.step import Candidates, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for."""
+    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for. damaged:
+    indices of rows whose logits are NaN or infinite; they have some token, and neither of the others."""
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs]
     candidates: dict[int, Candidates]
+    damaged: tuple[int, ...] = ()
 
 
 class Sampler:
@@ -37,11 +40,28 @@ class Sampler:
         self._rows = rows
         self._chooser = chooser
 
-    def sample(self, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:
-        """logits: [R, vocab_size] float32 on the host; may be overwritten.
+    def sample(self, compute_logits: Callable[[], torch.Tensor], batch: SampleBatch) -> SampledTokens:
+        """compute_logits: returns [R, vocab_size] float32 on the host, which may be overwritten.
 
-        Raises NonFiniteLogitsError when a row has NaN or plus infinity, or no finite logit at all.
+        A row with NaN or plus infinity, or without any finite logit, is damaged. The others get what they get without
+        it: they are sampled once more, since nothing remembers that they were.
         """
+        damaged: set[int] = set()
+        while True:
+            logits = compute_logits()
+            logits[list(damaged)] = 0.0
+            try:
+                sampled = self._sample(logits, batch)
+            except NonFiniteLogitsError as error:
+                damaged.update(error.indices)
+                continue
+            for index in damaged:
+                sampled.logprobs.pop(index, None)
+                sampled.candidates.pop(index, None)
+            return replace(sampled, damaged=tuple(sorted(damaged)))
+
+    def _sample(self, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:
+        """Raises NonFiniteLogitsError when a row is damaged, not necessarily with all that are."""
         rows = self._rows
         used = rows.used(batch.rows)
         scores = logits.numpy()

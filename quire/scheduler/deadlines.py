@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from quire.outputs import SequenceUpdate
-from quire.request import FinishReason, Request
-from quire.scheduler.branching import hypothesis_updates
-from quire.scheduler.reporting import describe
+from quire.request import Request
 
 
 class Deadlines:
@@ -44,18 +41,3 @@ class Deadlines:
             if number in self._live:
                 found.append(request)
         return found
-
-
-def timeout_updates(request: Request, now: float) -> list[SequenceUpdate]:
-    """What is told of a request whose time is over, before its live sequences end."""
-    if request.beam_search is not None:
-        request.beam_search.cut(FinishReason.TIMEOUT)
-        updates = hypothesis_updates(request)
-    else:
-        updates = [
-            SequenceUpdate(request.request_id, sequence.index, [], finish_reason=FinishReason.TIMEOUT)
-            for sequence in request.live_sequences
-        ]
-    for update in updates:
-        describe(update, request, now)
-    return updates

@@ -1,11 +1,13 @@
-"""What an update tells the front end besides tokens: when things happened, and the logprobs of the prompt."""
+"""What an update tells the front end besides tokens: when things happened, the logprobs of the prompt, and an end that
+no token brought."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from quire.outputs import RequestTiming, SequenceUpdate
-from quire.request import FinishReason, Request, Sequence
+from quire.request import FinishReason, Request, RequestStatus, Sequence
+from quire.scheduler.branching import hypothesis_updates
 from quire.step import PromptLogprobs
 
 
@@ -18,6 +20,27 @@ def describe(update: SequenceUpdate, request: Request, now: float) -> None:
     )
 
 
+def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
+    """What is told of a request before its live sequences end, for a reason that is none of theirs. A beam search that
+    runs out of time has the hypotheses found so far; one that failed has none."""
+    if request.beam_search is not None and reason is not FinishReason.ERROR:
+        request.beam_search.cut(reason)
+        updates = hypothesis_updates(request)
+    else:
+        is_search = request.beam_search is not None
+        ended = range(request.params.n) if is_search else [sequence.index for sequence in request.live_sequences]
+        updates = [SequenceUpdate(request.request_id, index, [], finish_reason=reason) for index in ended]
+    for update in updates:
+        describe(update, request, now)
+    return updates
+
+
+def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
+    """The requests of those of the sequences that have these ids, once each, without those that have ended."""
+    found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)
+    return [request for request in found if request.status is not RequestStatus.FINISHED]
+
+
 def attach_prompt_logprobs(
     found: Mapping[int, PromptLogprobs], sequences: list[Sequence], updates: list[SequenceUpdate]
 ) -> None:
@@ -27,7 +50,7 @@ def attach_prompt_logprobs(
     for seq_id, logprobs in found.items():
         sequence = by_id[seq_id]
         request = sequence.request
-        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
+        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT, FinishReason.ERROR):
             continue
         known = max(request.num_prompt_logprobs, logprobs.start)
         fresh = logprobs.entries[known - logprobs.start :]

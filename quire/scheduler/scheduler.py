@@ -23,7 +23,7 @@ from quire.request import EngineRequest, FinishReason, Request, RequestStatus, S
 from quire.scheduler.accounts import InFlight, describe_kv
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.branching import Branching, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines, timeout_updates
+from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.overtaking import way_for
 from quire.scheduler.pinning import Pinning
@@ -31,7 +31,7 @@ from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
 from quire.scheduler.prefetch import Prefetcher, stop_waiting
 from quire.scheduler.queue import RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, describe
+from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
 from quire.scheduler.running import RunningSet
 from quire.scheduler.sharing import PassedOver, waits_on
 from quire.scheduler.stop import finish_reason
@@ -116,7 +116,7 @@ class Scheduler:
         for request in self._deadlines.expired(now):
             ended = request.live_sequences
             self._stats.timed_out_requests_total += 1
-            updates += timeout_updates(request, now)
+            updates += early_end(request, FinishReason.TIMEOUT, now)
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 
@@ -225,12 +225,12 @@ class Scheduler:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         sequences, samples = in_flight.sequences, in_flight.samples
+        updates = self._end_damaged(in_flight, result.damaged, now) if result.damaged else []
         self._commit(in_flight)
         if result.disk is not None:
             self.kv.tiers.update(result.disk)
-        updates = []
         any_finished = False
-        num_more_tokens = 0  # in updates that bring more than one
+        num_more_tokens = -len(updates)  # than one in each update
         all_logprobs = result.logprobs
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
@@ -493,6 +493,16 @@ class Scheduler:
         for sequence, num_computed in in_flight.resumed:
             if sequence.blocks is not None:
                 self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+
+    def _end_damaged(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
+        """End the requests of sequences whose logits were no numbers. Nobody is to hit what they have computed."""
+        updates = []
+        for request in live_requests(in_flight.sequences + in_flight.samples, seq_ids):
+            for sequence in request.live_sequences:
+                self.kv.forget(sequence.chain)
+            updates += early_end(request, FinishReason.ERROR, now)
+            self._end(request, request.live_sequences, FinishReason.ERROR)
+        return updates
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence; with the last one the request leaves. `_running` is filtered by the caller."""

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.errors import UserError
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, raise_if_damaged
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import ChatMessage
 from quire.server.protocol.common import PromptTokensDetails, Usage
@@ -58,7 +58,8 @@ async def generate(
     """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
-    the last door, since others may have come in while the prompt was prepared. prompt_field: what the endpoint calls
+    the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
+    computes NaN or infinite logits for a prompt. prompt_field: what the endpoint calls
     the prompt, for the errors about it.
     """
 
@@ -72,8 +73,9 @@ async def generate(
     streams = [stream(index) for index in range(len(prompts))]
     try:
         async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:
-            async for pair in outputs:
-                yield pair
+            async for index, output in outputs:
+                raise_if_damaged(output)
+                yield index, output
     except UserError as error:
         if error.param in ("prompt", "prompt_token_ids"):
             error.param = prompt_field

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -93,7 +94,7 @@ def _lasting(scores: Vector, begins: Vector) -> Pairs:
     shares = not_negative(np.array(rows), np.array(found))
     shares /= max(1.0, shares.sum())
     return tuple(
-        (seconds, round(float(share), 4))
+        (seconds, math.floor(1e4 * share) / 1e4)  # down: together they must not exceed 1
         for seconds, share in zip(LASTING, shares, strict=True)
         if share >= LEAST_SHARE
     )

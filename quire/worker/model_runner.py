@@ -9,14 +9,13 @@ from quire.attention.interface import AttentionBackend
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.chooser import Chooser
-from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.sampler import SampledTokens, Sampler
-from quire.step import PromptLogprobs, StepPlan, StepResult
+from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_copy import BlockCopier
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.nonfinite import name_sequences
+from quire.worker.nonfinite import report_damage
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.request_rows import RequestRows
 
@@ -52,7 +51,7 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(model, chooser, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. Raises QuireError, naming the sequences, when the model computes NaN or infinite logits."""
+        """Run one plan."""
         self._transfers.wait()
         self._update_rows(plan)
         if not plan.seq_ids:
@@ -68,13 +67,17 @@ class ModelRunner:
             ends = zip(plan.sample_seq_ids, batch.ends[plan.sample_from].tolist(), strict=True)
             self._create_forks(plan, dict(ends))
         sampled = self._sample(plan, batch, hidden)
-        return StepResult(
+        prompts = self._prompt_scorer.score(hidden, batch, requests)
+        result = StepResult(
             step_id=plan.step_id,
             token_ids=sampled.token_ids.tolist(),
             logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs(plan, batch, hidden),
+            prompt_logprobs={plan.seq_ids[index]: entries for index, entries in prompts.found.items()},
             candidates=sampled.candidates,
         )
+        if sampled.damaged or prompts.damaged:
+            report_damage(result, plan, sampled.damaged, prompts.damaged)
+        return result
 
     def _update_rows(self, plan: StepPlan) -> None:
         """Everything that happens before the forward pass."""
@@ -126,22 +129,12 @@ class ModelRunner:
             return SampledTokens(np.empty(0, np.int64), {}, {})
         requests = self._requests
         source = np.array(plan.sample_from, np.int64)
-        logits = self._model.compute_logits(hidden[torch.from_numpy(batch.last_index[source])])
+        last = hidden[torch.from_numpy(batch.last_index[source])]
         rows, lengths = requests.rows_of(plan.sample_seq_ids), batch.ends[source]
         sample_batch = SampleBatch(rows, lengths, requests.num_prompt_tokens[rows], requests.token_ids)
-        try:
-            sampled = self._sampler.sample(logits, sample_batch)
-        except NonFiniteLogitsError as error:
-            raise name_sequences(error, plan.sample_seq_ids) from error
+        sampled = self._sampler.sample(lambda: self._model.compute_logits(last), sample_batch)
         requests.append(rows, lengths, sampled.token_ids)
         return sampled
-
-    def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
-        try:
-            found = self._prompt_scorer.score(hidden, batch, self._requests)
-        except NonFiniteLogitsError as error:
-            raise name_sequences(error, plan.seq_ids) from error
-        return {plan.seq_ids[index]: entries for index, entries in found.items()}
 
 
 def written_blocks(batch: InputBatch, block_size: int) -> list[int]:

@@ -1,17 +1,24 @@
-"""What is said when a model computes NaN or infinite logits."""
+"""Sequences for which a model computes NaN or infinite logits: their requests end, the others go on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.errors import QuireError
-from quire.sampling.errors import NonFiniteLogitsError
+from quire.logging import get_logger
+from quire.step import StepPlan, StepResult
+
+logger = get_logger(__name__)
 
 
-def name_sequences(error: NonFiniteLogitsError, seq_ids: Sequence[int]) -> QuireError:
-    """The error for people. seq_ids: of the rows that the error's indices count."""
-    names = ", ".join(str(seq_ids[index]) for index in error.indices)
-    return QuireError(
-        f"the model computed NaN or infinite logits for sequence {names}; its weights are damaged or the dtype's "
-        "range is too small for it (try dtype='float32')"
+def report_damage(result: StepResult, plan: StepPlan, sampled: Sequence[int], prompts: Sequence[int]) -> None:
+    """Name the sequences in a step's result, each once, and in the log.
+
+    sampled: indices into the plan's sampled sequences; prompts: into its batch.
+    """
+    names = [plan.sample_seq_ids[index] for index in sampled] + [plan.seq_ids[index] for index in prompts]
+    result.damaged = list(dict.fromkeys(names))
+    logger.error(
+        "the model computed NaN or infinite logits for sequence %s; its weights are damaged or the dtype's range is too "
+        "small for it (try dtype='float32')",
+        ", ".join(map(str, result.damaged)),
     )

@@ -117,4 +117,4 @@ def _sample_dummy(logits: torch.Tensor, runtime: NativeRuntime | None) -> None:
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
     batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, make_chooser(rows, runtime)).sample(logits, batch)
+    Sampler(rows, make_chooser(rows, runtime)).sample(lambda: logits, batch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -13,6 +16,17 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.request_rows import RequestRows
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredPrompts:
+    """found: batch index -> log-probabilities. damaged: batch indices of those whose logits are NaN or infinite."""
+
+    found: dict[int, PromptLogprobs]
+    damaged: Sequence[int] = ()
+
+
+NOTHING_SCORED = ScoredPrompts({})
+
+
 class PromptScorer:
     """slice_rows: most positions whose logits exist at a time."""
 
@@ -21,15 +35,14 @@ class PromptScorer:
         self._chooser = chooser
         self._slice_rows = slice_rows
 
-    def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestRows) -> dict[int, PromptLogprobs]:
-        """Batch index -> logprobs of the prompt tokens that this step's positions predict (position p predicts p + 1).
-
-        hidden: [T, hidden size]. Raises NonFiniteLogitsError with batch indices.
+    def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestRows) -> ScoredPrompts:
+        """Of the prompt tokens that this step's positions predict (position p predicts p + 1). hidden: [T, hidden size].
         """
         asked = requests.sampling.rows_with_prompt_logprobs
         if not asked:
-            return {}
+            return NOTHING_SCORED
         found: dict[int, PromptLogprobs] = {}
+        damaged = []
         for index, row in enumerate(batch.rows.tolist()):
             if row not in asked:
                 continue
@@ -43,9 +56,10 @@ class PromptScorer:
             try:
                 entries = self._by_slices(hidden[first : first + num_predicted], targets, num_top)
             except NonFiniteLogitsError:
-                raise NonFiniteLogitsError([index]) from None
+                damaged.append(index)
+                continue
             found[index] = PromptLogprobs(start + 1, entries)
-        return found
+        return ScoredPrompts(found, damaged)
 
     def _by_slices(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
         """hidden: [N, hidden size]; targets: [N] int64."""

@@ -108,7 +108,10 @@ def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
 def test_runs_that_something_else_held_up_are_left_out(tmp_path: Path) -> None:
     header, records, runs = measured_runs(TRUE, SHAPE, tmp_path, 10.0)
     records[runs[0].first_step + 5].seconds = 2.0
-    assert predict.undisturbed(runs, records) == [False, True, True]
+    cost = CostModel(SHAPE, TRUE, precision=Precision.of(SHAPE, header.weights, header.kv_cache_dtype))
+    assert predict.undisturbed(runs, records, cost) == [False, True, True]
+    slow = replace(TRUE, token_overhead=1.0)
+    assert predict.undisturbed(runs, records, CostModel(SHAPE, slow)) == [True] * 3, "as long as it should"
     assert predict.compare(SHAPE, find(predict.BASE), header, records, runs)["num_left_out"] == 1
     records[runs[1].first_step + 5].seconds = 2.0
     with pytest.raises(SystemExit, match="something else holds the cores"):

@@ -21,6 +21,8 @@ STEPS_PER_EPISODE = 150
 MAX_MODEL_LEN = 64
 PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 STOP_TOKENS = [5, 17, 40]
+DAMAGING = 95
+"""Generated now and then. What comes behind it is damaged, in some engines."""
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]
 
 KINDS: list[dict[str, Any]] = [
@@ -43,6 +45,7 @@ EXERCISED = {
     "beam_searches": 0.02,
     "pinned_to_the_end": 0.0005,
     "timed_out_requests_total": 0.005,
+    "damaged": 0.002,
     "swap_preemptions_total": 0.005,
 }
 """What a long run must have seen, at least so often for each step."""
@@ -54,7 +57,8 @@ class Episode:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.options = self._draw_engine()
-        self.driver = CoreDriver(make_config(max_model_len=MAX_MODEL_LEN, **self.options))
+        self._damaging = rng.choice([None, None, DAMAGING])
+        self.driver = CoreDriver(make_config(max_model_len=MAX_MODEL_LEN, **self.options), damaging=self._damaging)
         self.requests: dict[str, dict[str, Any]] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
@@ -84,6 +88,7 @@ class Episode:
             requests=len(self.requests),
             refused=len(self.driver.refused),
             aborts=len(self.aborted),
+            damaged=sum(reason is FinishReason.ERROR for reason in self.driver.finished.values()),
         )
         return totals
 
@@ -207,12 +212,16 @@ class Episode:
             if name in self.driver.refused:
                 continue
             reasons = [self.driver.finished.get((name, index)) for index in range(request.get("n", 1))]
-            if "use_beam_search" in request and FinishReason.TIMEOUT in reasons:
-                continue  # the best that it had by then, of which some had ended
-            for index, expected in enumerate(generate_alone(**request)):
+            if "use_beam_search" in request and not {FinishReason.TIMEOUT, FinishReason.ERROR}.isdisjoint(reasons):
+                continue  # the best that it had by then, of which some had ended; or nothing
+            alone = generate_alone(**request)
+            if FinishReason.ERROR in reasons:
+                assert any(self._damaging in tokens for tokens in alone), "damaged without a cause"
+            for index, expected in enumerate(alone):
                 tokens = self.driver.tokens.get((name, index), [])
-                timed_out = self.driver.finished.get((name, index)) is FinishReason.TIMEOUT
-                if timed_out or {(name, None), (name, index)} & self.aborted:
+                assert self._damaging not in tokens[:-1], "it went on behind the damage"
+                ended_early = self.driver.finished.get((name, index)) in (FinishReason.TIMEOUT, FinishReason.ERROR)
+                if ended_early or {(name, None), (name, index)} & self.aborted:
                     assert tokens == expected[: len(tokens)]
                 else:
                     assert tokens == expected

@@ -37,6 +37,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.loading: dict[int, BlockKey] = {}
         self.fetches: list[Fetch] = []
         self.swapped: list[int] = []
+        self.doubted: set[BlockKey] = set()
+        """Forgotten, and not computed since."""
         self.num_blocks = 100
         """Device blocks so far; none is used twice."""
 
@@ -45,6 +47,7 @@ class TiersMachine(RuleBasedStateMachine):
         for key in keys:
             self.num_blocks += 1
             self.device[key[0]].add(key[1], self.num_blocks)
+            self.doubted.discard(key)
             self.tiers.offer(key)
 
     @rule(key=st.sampled_from(KEYS))
@@ -52,6 +55,13 @@ class TiersMachine(RuleBasedStateMachine):
         block = self.device[key[0]].find(key[1])
         if block is not None:
             self.device[key[0]].remove(block)
+
+    @rule(key=st.sampled_from(KEYS))
+    def forget(self, key: BlockKey) -> None:
+        """As KVCacheManager.forget does."""
+        self.evict(key)
+        self.tiers.forget(key)
+        self.doubted.add(key)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
     def fetch(self, keys: list[BlockKey]) -> None:
@@ -92,13 +102,13 @@ class TiersMachine(RuleBasedStateMachine):
     def report(self, data: st.DataObject, fails: bool, gone: set[BlockKey]) -> None:
         report = DiskReport(gone=sorted(gone & self.files))
         self.files -= gone
-        for host in data.draw(st.lists(st.sampled_from(sorted(self.storing)), unique=True)) if self.storing else ():
+        for host in [host for host in sorted(self.storing) if data.draw(st.booleans())]:
             key = self.storing.pop(host)
             assert self.content[host] == key, "it changed while it was stored"
             self.files.add(key)
             report.found.append(key)
             report.released.append(host)
-        for host in data.draw(st.lists(st.sampled_from(sorted(self.loading)), unique=True)) if self.loading else ():
+        for host in [host for host in sorted(self.loading) if data.draw(st.booleans())]:
             key = self.loading.pop(host)
             if fails or key not in self.files:
                 report.failed.append(host)
@@ -141,6 +151,7 @@ class TiersMachine(RuleBasedStateMachine):
             for key in KEYS:
                 block = self.tiers.find(key)
                 assert block is None or self.content[block] == key, "another content would be hit"
+                assert key not in self.doubted or (block is None and not self.tiers.is_on_disk(key)), "it was forgotten"
             assert all(not fetch.is_pending for fetch in self.fetches if not (fetch.wanted or self.loading))
 
     def teardown(self) -> None:

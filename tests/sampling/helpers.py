@@ -58,7 +58,7 @@ def sample(
         num_prompt_tokens=np.array([len(case.prompt) for case in cases]),
         token_ids=tokens,
     )
-    return Sampler(table, make_chooser(table, RUNTIME)).sample(logits.clone(), batch)
+    return Sampler(table, make_chooser(table, RUNTIME)).sample(logits.clone, batch)
 
 
 def sample_one(logits: torch.Tensor, case: Case) -> int:

@@ -12,6 +12,7 @@ from tests.server.model_directory import VOCAB_SIZE
 COPY = 28
 """The token of an equals sign."""
 END_TOKEN = 257
+EXCLAMATION, QUESTION = 0, 30
 FIRST_LETTER = 64
 SLOW_STEP_SECONDS = 0.02
 
@@ -34,6 +35,16 @@ def readable(config: EngineConfig) -> FakeExecutor:
 
 def slow(config: EngineConfig) -> FakeExecutor:
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
+
+
+def damaged(config: EngineConfig) -> FakeExecutor:
+    """Computes no numbers behind an exclamation mark, which is the third token behind a prompt with a question mark."""
+
+    def exclaim(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
+        is_due = index == 2 and QUESTION in token_ids[:-2]
+        return EXCLAMATION if is_due else choose(sampling, index, token_ids)
+
+    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=exclaim, damaging=EXCLAMATION)
 
 
 def failing(config: EngineConfig) -> FakeExecutor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,24 @@ def test_mapping_of_errors() -> None:
     assert to_api_error(EngineDeadError("gone")).status == 503
     assert to_api_error(QuireError("draining")).status == 503
     assert to_api_error(KeyError("x")).status == 500
+
+
+async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path) -> None:
+    message = "the model computed NaN or infinite logits for this request; the engine's log says more"
+    expected = {"message": message, "type": "server_error", "param": None, "code": "model_error"}
+    async with serving(model_path, ServerSettings(), executor="damaged") as served:
+        bodies = [{"prompt": "abc!"}, {"prompt": ["abc", "abc!"]}, {"prompt": "abc!", "n": 2, "temperature": 1}]
+        for body in bodies:
+            assert error(await served.client.post("/v1/completions", json={**body, "max_tokens": 4}), 500) == expected
+            await assert_lives(served)
+        chat = {"messages": [{"role": "user", "content": "abc!"}], "max_tokens": 4}
+        assert error(await served.client.post("/v1/chat/completions", json=chat), 500) == expected
+        stream = {"prompt": "abc?", "max_tokens": 9, "stream": True}
+        response = await served.client.post("/v1/completions", json=stream)
+        assert response.status_code == 200
+        *pieces, last = events(response.text)
+        assert len("".join(piece["choices"][0]["text"] for piece in pieces)) == 3
+        assert last == {"error": expected}
+        assert (await served.client.get("/health")).status_code == 200
+        metrics = (await served.client.get("/metrics")).text
+        assert re.search(r'request_success_total{.*finished_reason="error".*} 6\.0', metrics)

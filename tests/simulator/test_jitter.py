@@ -15,6 +15,7 @@ import pytest
 from quire.errors import UserError
 from quire.simulator.fleet import ReplicaSpec, simulate_fleet
 from quire.simulator.hardware import find, profiles, read_profile, to_json
+from quire.simulator import jitter_fit
 from quire.simulator.jitter import DrawnScatter, Jitter, NoScatter, make_scatter
 from quire.simulator.jitter_fit import fit_jitter
 from quire.simulator.replica import EngineSettings
@@ -85,6 +86,14 @@ def test_a_smooth_distribution_and_its_shares() -> None:
     assert dict(found.lasting)[1.0] == pytest.approx(0.6, abs=0.12)
     assert sum(share for _, share in found.lasting) == pytest.approx(0.6, abs=0.06)
     assert _at(found.single, 0.97) == pytest.approx(math.exp(0.2 * 1.88), rel=0.04)
+
+
+def test_shares_are_never_more_than_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept with four digits; these, rounded, would be 1.0001."""
+    monkeypatch.setattr(jitter_fit, "not_negative", lambda *_: np.array([0.30006, 0.0, 0.30006, 0.39988]))
+    ratios, begins = 1 + 0.1 * np.sin(np.arange(200)), np.arange(200) * STEP
+    found = fit_jitter(ratios, np.ones(200), begins, np.zeros(200, dtype=bool))
+    assert found.lasting == ((0.01, 0.3), (1.0, 0.3), (10.0, 0.3998))
 
 
 STALLS = ((0.05, 0.5), (0.2, 0.1))

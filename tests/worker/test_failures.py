@@ -35,34 +35,69 @@ def damage(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) 
     return apply
 
 
-def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage) -> None:
-    driver = make_driver()
-    damage(driver, 50)
-    driver.add(70, [1, 2, 3])
-    driver.add(71, [4, 50])
-    driver.add(72, [50, 6])
-    with pytest.raises(QuireError, match=r"NaN or infinite logits for sequence 71;"):
-        driver.step({72: 2, 71: 2, 70: 3})
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"logprobs": 2, "top_p": 0.9, "seed": 4}], ids=str)
+def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage, params: dict) -> None:
+    prompts = {70: [1, 2, 3], 71: [4, 50], 72: [50, 6], 73: [7, 8, 50]}
+    sampling = sampling_of(SamplingParams(**params))
+    results = []
+    for is_damaged in (False, True):
+        driver = make_driver()
+        if is_damaged:
+            damage(driver, 50)
+        for seq_id, prompt in prompts.items():
+            driver.add(seq_id, prompt, sampling)
+        results.append(driver.step({72: 2, 71: 2, 70: 3, 73: 3}))
+    sound, found = results
+    assert found.damaged == [71, 73]
+    assert sound.damaged == []
+    # The others get what they get without it.
+    assert [found.token_ids[index] for index in (0, 2)] == [sound.token_ids[index] for index in (0, 2)]
+    assert found.logprobs == {index: entry for index, entry in sound.logprobs.items() if index in (0, 2)}
 
 
-def test_damaged_prompt_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage) -> None:
-    driver = make_driver()
-    damage(driver, 50)
-    driver.add(70, [1, 2, 3])
-    driver.add(72, [50, 6], sampling_of(SamplingParams(prompt_logprobs=0)))
-    with pytest.raises(QuireError, match=r"NaN or infinite logits for sequence 72;"):
-        driver.step({70: 3, 72: 2})
-
-
-@pytest.mark.parametrize("queue_depth", [1, 2])
-def test_nothing_runs_after_a_failure(make_driver: MakeDriver, damage: Damage, queue_depth: int) -> None:
-    """The next plan may be in flight already; it must not run over rows that lack a token."""
-    driver = make_driver(queue_depth=queue_depth)
+def test_a_damaged_sequence_has_a_token_that_exists(make_driver: MakeDriver, damage: Damage) -> None:
+    """A plan that is in flight already computes it."""
+    driver = make_driver(queue_depth=2)
     damage(driver, 50)
     driver.add(1, [50])
     driver.submit({1: 1})
     driver.submit({1: 1})
-    with pytest.raises(QuireError, match="NaN"):
+    results = [driver.apply(), driver.apply()]
+    assert results[0].damaged == [1]
+    assert 0 <= results[0].token_ids[0] < 50
+
+
+def test_damaged_prompt_logits_name_the_sequence(
+    make_driver: MakeDriver, damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make_driver()
+    damage(driver, 50)
+    driver.add(70, [1, 2, 3], sampling_of(SamplingParams(prompt_logprobs=0)))
+    driver.add(72, [50, 6], sampling_of(SamplingParams(prompt_logprobs=0)))
+    result = driver.step({70: 3, 72: 2})
+    assert result.damaged == [72]
+    assert list(result.prompt_logprobs) == [70]
+    assert "NaN or infinite logits for sequence 72;" in caplog.text
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_nothing_runs_after_a_failure(
+    make_driver: MakeDriver,
+    executors: list[InProcessExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+    queue_depth: int,
+) -> None:
+    """The next plan may be in flight already; it must not run over rows that lack a token."""
+    driver = make_driver(queue_depth=queue_depth)
+
+    def broken(*_args: object) -> torch.Tensor:
+        raise QuireError("the device is gone")
+
+    monkeypatch.setattr(executors[-1]._worker._model, "forward", broken)
+    driver.add(1, [50])
+    driver.submit({1: 1})
+    driver.submit({1: 1})
+    with pytest.raises(QuireError, match="the device is gone"):
         driver.apply()
     with pytest.raises(QuireError, match="step 1 was not run, because an earlier step failed"):
         driver.apply()

@@ -28,9 +28,9 @@ from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.branching import Branching, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines, timeout_updates
+from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.reporting import attach_prompt_logprobs, describe
+from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SequenceFork, StepPlan, StepResult
@@ -160,7 +160,7 @@ class ContiguousScheduler(ABC):
         for request in self._deadlines.expired(now):
             self._stats.timed_out_requests_total += 1
             ended = request.live_sequences
-            updates += timeout_updates(request, now)
+            updates += early_end(request, FinishReason.TIMEOUT, now)
             self._end(request, ended, FinishReason.TIMEOUT)
         return updates
 
@@ -305,6 +305,9 @@ class ContiguousScheduler(ABC):
         """Take the result of the oldest plan in flight: append tokens, stop, give regions back."""
         flight = self._in_flight.pop(result.step_id)
         updates: list[SequenceUpdate] = []
+        for request in live_requests(flight.sequences + flight.samples, result.damaged):
+            updates += early_end(request, FinishReason.ERROR, now)
+            self._end(request, request.live_sequences, FinishReason.ERROR)
         for position, (sequence, token_id) in enumerate(zip(flight.samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:

@@ -61,8 +61,7 @@ class DeviceSamples:
         return [tensor for tensor in (self.chosen, self.ranked, self.candidates) if tensor is not None]
 
     def assemble(self, hosts: Sequence[torch.Tensor]) -> SampledTokens:
-        """hosts: `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that have NaN or plus
-        infinity, or no finite score at all."""
+        """hosts: `tensors` on the host. A row with NaN or plus infinity, or without any finite score, is damaged."""
         remaining = iter(hosts)
         chosen = next(remaining).numpy()
         ranked = None if self.ranked is None else next(remaining).numpy()
@@ -71,16 +70,15 @@ class DeviceSamples:
         asked = list(self.num_logprobs)
         if ranked is not None:
             is_bad[asked] |= ranked[asked, 0] == 0
-        if is_bad.any():
-            raise NonFiniteLogitsError(np.flatnonzero(is_bad).tolist())
         logprobs: dict[int, TokenLogprobs] = {}
         if ranked is not None:
             entries = read_logprobs(ranked[asked], list(self.num_logprobs.values()))
-            logprobs = dict(zip(asked, entries, strict=True))
+            logprobs = {index: entry for index, entry in zip(asked, entries, strict=True) if not is_bad[index]}
         found: dict[int, Candidates] = {}
         if candidates is not None:
-            found = {index: _candidates(candidates[index], most) for index, most in self.num_candidates.items()}
-        return SampledTokens(chosen[:, 0].astype(np.int64), logprobs, found)
+            asked_by = [(index, most) for index, most in self.num_candidates.items() if not is_bad[index]]
+            found = {index: _candidates(candidates[index], most) for index, most in asked_by}
+        return SampledTokens(chosen[:, 0].astype(np.int64), logprobs, found, tuple(np.flatnonzero(is_bad).tolist()))
 
 
 def read_logprobs(words: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -9,7 +9,6 @@ import torch
 
 from quire.models.interface import CausalLM
 from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler
-from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.device.device_rows import DeviceRows
 from quire.worker.device.inputs import HostColumns
@@ -31,13 +30,11 @@ class PromptScores:
         return [tensor for each in self.slices for tensor in each.tensors()]
 
     def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
-        """hosts: `tensors` on the host. Raises NonFiniteLogitsError with the batch index."""
+        """hosts: `tensors` on the host, all of which are taken. Raises NonFiniteLogitsError."""
+        parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
         entries: list[TokenLogprobs] = []
-        for each in self.slices:
-            try:
-                entries += each.assemble([next(hosts) for _ in each.tensors()])
-            except NonFiniteLogitsError:
-                raise NonFiniteLogitsError([self.index]) from None
+        for each, tensors in parts:
+            entries += each.assemble(tensors)
         return PromptLogprobs(self.start, entries)
 
 

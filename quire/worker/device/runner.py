@@ -25,7 +25,7 @@ from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DeviceProm
 from quire.worker.device.state import StepState
 from quire.worker.device.upload import RowWrites, Section
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.nonfinite import name_sequences
+from quire.worker.nonfinite import report_damage
 
 Collect = Callable[[], StepResult]
 """Waits for a step's result and puts it together."""
@@ -84,8 +84,7 @@ class DeviceModelRunner:
         )
 
     def launch(self, plan: StepPlan) -> Collect:
-        """Enqueue one plan. What is returned raises QuireError, naming the sequences, when the model has computed NaN
-        or infinite logits."""
+        """Enqueue one plan."""
         self._transfers.wait()
         state = self._state
         writes = RowWrites()
@@ -179,19 +178,19 @@ class DeviceModelRunner:
 def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.Tensor]) -> StepResult:
     plan = launched.plan
     result = StepResult(plan.step_id, [])
+    damaged: tuple[int, ...] = ()
     if launched.samples is not None:
-        try:
-            tokens = launched.samples.assemble(sampled)
-        except NonFiniteLogitsError as error:
-            raise name_sequences(error, plan.sample_seq_ids) from error
-        result.token_ids = tokens.token_ids.tolist()
+        tokens = launched.samples.assemble(sampled)
+        result.token_ids, damaged = tokens.token_ids.tolist(), tokens.damaged
         result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
-    remaining = iter(scored)
+    remaining, damaged_prompts = iter(scored), []
     for scores in launched.scores:
         try:
             result.prompt_logprobs[plan.seq_ids[scores.index]] = scores.assemble(remaining)
-        except NonFiniteLogitsError as error:
-            raise name_sequences(error, plan.seq_ids) from error
+        except NonFiniteLogitsError:
+            damaged_prompts.append(scores.index)
+    if damaged or damaged_prompts:
+        report_damage(result, plan, damaged, damaged_prompts)
     return result
 
 
