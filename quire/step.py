@@ -181,5 +181,5 @@ class StepResult(msgspec.Struct, array_like=True):
     disk: DiskReport | None = None
     """Set when the disk tier has something to report."""
     damaged: list[int] = []
-    """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they asked
-    for besides is left out."""
+    """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they
+    asked for besides is left out."""

@@ -309,8 +309,8 @@ class KVCacheManager:
         self._release_all(blocks)
 
     def forget(self, chain: HashChain | None) -> None:
-        """Let nobody hit what a sequence has read or computed: its content is in doubt. Who owns such blocks keeps them,
-        and a pinned prefix stays."""
+        """Let nobody hit what a sequence has read or computed: its content is in doubt. Who owns such blocks keeps
+        them, and a pinned prefix stays."""
         for block_hash in () if chain is None else chain.hashes[1:]:
             for group, index in enumerate(self._indexes):
                 block = index.find(block_hash)

@@ -18,7 +18,7 @@ def report_damage(result: StepResult, plan: StepPlan, sampled: Sequence[int], pr
     names = [plan.sample_seq_ids[index] for index in sampled] + [plan.seq_ids[index] for index in prompts]
     result.damaged = list(dict.fromkeys(names))
     logger.error(
-        "the model computed NaN or infinite logits for sequence %s; its weights are damaged or the dtype's range is too "
-        "small for it (try dtype='float32')",
+        "the model computed NaN or infinite logits for sequence %s; its weights are damaged or the dtype's range is "
+        "too small for it (try dtype='float32')",
         ", ".join(map(str, result.damaged)),
     )

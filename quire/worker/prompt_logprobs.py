@@ -36,7 +36,9 @@ class PromptScorer:
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestRows) -> ScoredPrompts:
-        """Of the prompt tokens that this step's positions predict (position p predicts p + 1). hidden: [T, hidden size].
+        """Of the prompt tokens that this step's positions predict (position p predicts p + 1).
+
+        hidden: [T, hidden size].
         """
         asked = requests.sampling.rows_with_prompt_logprobs
         if not asked:

@@ -84,7 +84,13 @@ def test_all_sequences_of_the_request_end(params: dict[str, Any]) -> None:
 
 def test_a_beam_search_has_no_hypotheses_then() -> None:
     """Not even those that ended before: others might have been better."""
-    search = {"n": 3, "use_beam_search": True, "max_tokens": 30, "early_stopping": "never", "stop_token_ids": [*range(30)]}
+    search = {
+        "n": 3,
+        "use_beam_search": True,
+        "max_tokens": 30,
+        "early_stopping": "never",
+        "stop_token_ids": [*range(30)],
+    }
     likely = generate_alone(prompt(9, start=5), **search)
     assert len({len(tokens) for tokens in likely}) > 1, "some end before others"
     driver = CoreDriver(make_config(), damaging=max(likely, key=len)[-2])
@@ -153,7 +159,9 @@ def test_damage_of_a_request_that_was_preempted_meanwhile(preemption_mode: str) 
 
 def test_copies_below_the_device_are_not_found_either() -> None:
     disk = FakeDisk()
-    driver = CoreDriver(make_config(num_host_blocks=40, offload=True, max_num_batched_tokens=8), disk=disk, damaging=DAMAGING)
+    driver = CoreDriver(
+        make_config(num_host_blocks=40, offload=True, max_num_batched_tokens=8), disk=disk, damaging=DAMAGING
+    )
     driver.add("bad", [*prompt(24), DAMAGING], max_tokens=1)
     for _ in range(3):
         driver.step()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from quire.errors import UserError
+from quire.simulator import jitter_fit
 from quire.simulator.fleet import ReplicaSpec, simulate_fleet
 from quire.simulator.hardware import find, profiles, read_profile, to_json
-from quire.simulator import jitter_fit
 from quire.simulator.jitter import DrawnScatter, Jitter, NoScatter, make_scatter
 from quire.simulator.jitter_fit import fit_jitter
 from quire.simulator.replica import EngineSettings
