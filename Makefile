@@ -1,7 +1,8 @@
 # On a fresh machine with Python 3.11 or later and g++:
 #   make serve    install into .venv and serve the bundled model on http://127.0.0.1:8000
 #   make test     install into .venv, then lint, types and tests
-# Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest).
+# Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest),
+# JOBS (processes that run the tests).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,6 +11,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 TESTS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
@@ -46,7 +48,7 @@ types: install-test
 
 tests: install-test
 	@printf '==> tests: pytest\n'
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 # Random traffic through the scheduler for minutes, every step checked. SOAK passes options: SOAK="--steps 100000".
 SOAK ?=

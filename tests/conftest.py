@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before torch is imported anywhere: tiny matrices gain nothing from more threads than one.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,6 +28,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
+from tests.closing_words import said, say  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--interpreted", action="store_true", help="tests/gpu: run in Triton's interpreter what can be")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["closing words"] = said(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of pytest-xdist's workers has ended."""
+    say(node.config, *getattr(node, "workeroutput", {}).get("closing words", ()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in said(config):
+        terminalreporter.write_line(line, bold="NOT run" in line)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 GRACE_SECONDS = 5.0
@@ -19,13 +19,19 @@ TAIL_CHARACTERS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """name: as on the command line. commands: run side by side, {out} is the file for results, {log} a folder for
-    others. seconds: after which they are ended. wants: the share of what is left that it may use instead, if that is
-    less."""
+    """name: as on the command line. commands: run side by side; in them {out} is the file for results, {folder} the
+    place of others, {name} the command's own. seconds: after which they are ended. rehearsal: what each command takes
+    besides where there is no card."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
     seconds: float
+    rehearsal: tuple[str, ...] = ("--tiny",)
+
+    def rehearsed(self, seconds: float) -> Part:
+        """The same in the interpreter, with tiny shapes."""
+        commands = tuple((*words, *self.rehearsal) for words in self.commands)
+        return replace(self, commands=commands, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
     python -m benchmarks.gpu.run [--out DIR] [--seconds 600] [--parts tests,kernels,engine,eager,piecewise,transformers]
 
 A part that fails or runs out of time does not stop the next. Prints a short summary last and writes results.json.
+--rehearse tries all of it on a machine without a card: in Triton's interpreter, with tiny shapes, and without the limits
+of the parts. Its times say nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SUITES = (
 """Side by side: most of their time is the compiler's, on the host."""
 ENGINE = ("benchmarks.gpu.engine", "--out", "{out}")
 PARTS = (
-    Part("tests", tuple(pytest_command(*words) for words in SUITES), seconds=160),
+    Part("tests", tuple(pytest_command(*words) for words in SUITES), seconds=160, rehearsal=("--interpreted",)),
     Part("kernels", (python("benchmarks.gpu.kernels", "--out", "{out}", "--seconds", "110"),), seconds=130),
     Part("engine", (python(*ENGINE, "--mode", "full", "--tasks", "ladder,single,idle,batch"),), seconds=150),
     Part("eager", (python(*ENGINE, "--mode", "eager", "--tasks", "ladder"),), seconds=45),
@@ -60,7 +62,8 @@ PARTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--seconds", type=float, default=600.0, help="for everything")
+    parser.add_argument("--seconds", type=float, help="for everything (600; in a rehearsal an hour)")
+    parser.add_argument("--rehearse", action="store_true", help="without a card: tiny shapes in the interpreter")
     parser.add_argument("--parts", help=f"of {', '.join(part.name for part in PARTS)} (default: all)")
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -68,14 +71,18 @@ def main() -> int:
         parts = choose(PARTS, arguments.parts)
     except ValueError as error:
         parser.error(str(error))
+    seconds, environment = arguments.seconds or 600.0, {"TRITON_INTERPRET": "0"}
+    if arguments.rehearse:
+        seconds, environment = arguments.seconds or 3600.0, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        parts = [part.rehearsed(seconds) for part in parts]
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.jsonl").unlink(missing_ok=True)
     outcomes = []
     for part in parts:
-        left = arguments.seconds - RESERVED_SECONDS - (time.monotonic() - started)
+        left = seconds - RESERVED_SECONDS - (time.monotonic() - started)
         print(f"==> {part.name}: at most {min(left, part.seconds):.0f} s", flush=True)
-        outcomes.append(run_part(part, out, left))
+        outcomes.append(run_part(part, out, left, environment))
         print(f"    {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
         save(out, outcomes)
     print(summarize(records.read(out / "results.jsonl"), outcomes, out))

@@ -29,6 +29,7 @@ from quire.simulator.workloads import ALPACA, LONGEST_INPUT, SHAREGPT, SIGMA
 NUM_REQUESTS = {ALPACA.name: 256, SHAREGPT.name: 32}
 NUM_REQUESTS_QUICK = {ALPACA.name: 64, SHAREGPT.name: 8}
 GAIN_REQUESTS, GAIN_REQUESTS_QUICK = 80, 24
+GAIN_ROUNDS, GAIN_ROUNDS_QUICK = 3, 1
 TEXT_TOKENS = 32 * LONGEST_INPUT
 MAX_NUM_SEQS = 96
 NUM_BLOCKS = 6000
@@ -143,14 +144,17 @@ def _measure_gain(namespace: argparse.Namespace) -> list[Gain]:
     from quire.bench.paper import gain
 
     work = gain.requests(GAIN_REQUESTS_QUICK if namespace.quick else GAIN_REQUESTS, namespace.seed or 0)
-    total = len(work) * len(gain.COMPARED)
+    num_rounds = GAIN_ROUNDS_QUICK if namespace.quick else GAIN_ROUNDS
+    total = len(work) * len(gain.COMPARED) * num_rounds
     with gain.dummy_model() as model, report.progress_bar("paged against contiguous", total) as tick:
 
         def on_done(count: int) -> None:
             for _ in range(count):
                 tick()
 
-        return gain.measure(model, DEFAULT_EXECUTOR, work, num_threads=namespace.threads, on_done=on_done)
+        return gain.measure(
+            model, DEFAULT_EXECUTOR, work, num_rounds=num_rounds, num_threads=namespace.threads, on_done=on_done
+        )
 
 
 def _print_gain(gains: list[Gain]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.architecture.test_sizes import largest_files
+from tests.closing_words import say
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_sep("-", "ten largest source files (lines)")
-    for lines, path in largest_files(10):
-        terminalreporter.write_line(f"{lines:5d}  {path}")
+def pytest_collection_finish(session: pytest.Session) -> None:
+    say(session.config, "ten largest source files (lines):")
+    say(session.config, *(f"{lines:5d}  {path}" for lines, path in largest_files(10)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.closing_words import leave_out
 from tests.dashboard.chromium import NAMES, Chromium, browser, find_chromium
 from tests.server.conftest import model_path, served
 
@@ -26,19 +27,5 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if find_chromium() is not None:
-        return
-    without = [item for item in items if item.get_closest_marker("browser")]
-    if without:
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item not in without]
-        config.stash[NUM_DESELECTED] = len(without)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash.get(NUM_DESELECTED, 0)
-    if count:
-        terminalreporter.write_line(MISSING.format(count), yellow=True, bold=True)
-
-
-NUM_DESELECTED = pytest.StashKey[int]()
+    if find_chromium() is None:
+        leave_out(config, items, lambda item: item.get_closest_marker("browser") is not None, MISSING)

@@ -185,11 +185,14 @@ class CoreDriver(CoreClient):
         config: EngineConfig,
         costs: PreemptionCosts | None = None,
         disk: FakeDisk | None = None,
+        *,
+        damaging: int | None = None,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
+        self.executor.damaging = damaging
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)

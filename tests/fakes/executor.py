@@ -77,8 +77,7 @@ class FakeExecutor:
     windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
     thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
     load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
-    and only make tokens (for benchmarks). record=True: keep every plan in `plans`. damaging: a token behind which a
-    sequence's logits are no numbers.
+    and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class FakeExecutor:
         choose: ChooseToken | None = None,
         verify: bool = True,
         record: bool = False,
-        damaging: int | None = None,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
         self._vocab_size = vocab_size
@@ -102,9 +100,10 @@ class FakeExecutor:
         self._choose = choose
         self._verify = verify
         self._record = record
-        self._damaging = damaging
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
+        self.damaging: int | None = None
+        """A token behind which a sequence's logits are no numbers."""
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
         self.costs = PreemptionCosts(seconds_per_block=1.0, seconds_per_token=0.5)
@@ -400,7 +399,7 @@ class FakeExecutor:
                 result.logprobs[index] = self._logprobs(token_id, state, 0)
             elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
-            if self._damaging in read.token_ids[:known]:
+            if self.damaging in read.token_ids[:known]:
                 result.damaged.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)

@@ -12,38 +12,24 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
+from tests.closing_words import leave_out
 from tests.models.conftest import saved_model
 
 __all__ = ["saved_model"]
 
 MISSING = "{} tests were NOT run, because they need a CUDA device (benchmarks/gpu/run.sh runs them)"
-NUM_DESELECTED = pytest.StashKey[int]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--interpreted", action="store_true", help="tests/gpu: run in Triton's interpreter what can be")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    interpreted = config.getoption("--interpreted", False)
+    interpreted = config.getoption("--interpreted")
 
     def cannot_run(item: pytest.Item) -> bool:
         marker = item.get_closest_marker("gpu")
         return marker is not None and not (interpreted and marker.kwargs.get("interpretable", True))
 
-    without = [item for item in items if cannot_run(item)]
-    if without:
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item not in without]
-        config.stash[NUM_DESELECTED] = len(without)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash.get(NUM_DESELECTED, 0)
-    if count:
-        terminalreporter.write_line(MISSING.format(count), yellow=True, bold=True)
+    leave_out(config, items, cannot_run, MISSING)
 
 
 def open_engine(directory: Path, **options: Any) -> LLM:

@@ -44,7 +44,9 @@ def damaged(config: EngineConfig) -> FakeExecutor:
         is_due = index == 2 and QUESTION in token_ids[:-2]
         return EXCLAMATION if is_due else choose(sampling, index, token_ids)
 
-    return FakeExecutor(vocab_size=VOCAB_SIZE, choose=exclaim, damaging=EXCLAMATION)
+    executor = FakeExecutor(vocab_size=VOCAB_SIZE, choose=exclaim)
+    executor.damaging = EXCLAMATION
+    return executor
 
 
 def failing(config: EngineConfig) -> FakeExecutor:

@@ -212,6 +212,20 @@ def test_a_run_writes_its_result_whatever_happens(
     assert "== Targets" in capsys.readouterr().out
 
 
+def test_a_rehearsal_is_interpreted_and_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part, each command with the words that its script has for it; and no part's own limit."""
+    script = "import os, sys; open(sys.argv[1], 'w').write(' '.join([*sys.argv[2:], os.environ['TRITON_INTERPRET']]))"
+    parts = tuple(
+        Part(part.name, ((sys.executable, "-c", script, "{folder}/{name}"),), 0.0, part.rehearsal) for part in PARTS
+    )
+    monkeypatch.setattr("benchmarks.gpu.run.PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--rehearse"])
+    assert main() == 0
+    said = {part.name: (tmp_path / f"{part.name}-0").read_text() for part in parts}
+    assert said.pop("tests") == "--interpreted 1"
+    assert set(said.values()) == {"--tiny 1"}
+
+
 def run_script(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path or "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     script = str(ROOT / "benchmarks" / "gpu" / "run.sh")
