@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.run [--out DIR] [--seconds 600] [--parts tests,kernels,engine,eager,piecewise,transformers]
 
 A part that fails or runs out of time does not stop the next. Prints a short summary last and writes results.json.
---rehearse tries all of it on a machine without a card: in Triton's interpreter, with tiny shapes, and without the limits
-of the parts. Its times say nothing.
+--rehearse tries all of it where there is no card: in Triton's interpreter, with tiny shapes, and without the limits of
+the parts. Its times say nothing.
 """
 
 from __future__ import annotations
