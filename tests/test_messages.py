@@ -138,6 +138,7 @@ EXAMPLES: list[msgspec.Struct] = [
         prompt_logprobs={8: PROMPT_LOGPROBS},
         candidates={0: CANDIDATES},
         disk=DISK_REPORT,
+        damaged=[42],
     ),
     UPDATE,
     TIMING,

@@ -105,16 +105,25 @@ def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
     assert rows["TPOT P99"]["without_jitter"] < 0.93 * rows["TPOT P99"]["measured"]
 
 
-def test_runs_that_something_else_held_up_are_left_out(tmp_path: Path) -> None:
+def test_only_quiet_runs_count(tmp_path: Path) -> None:
+    """A run is disturbed when a tenth of its steps with single tokens took 1.5 times as long as in the quietest run."""
     header, records, runs = measured_runs(TRUE, SHAPE, tmp_path, 10.0)
-    records[runs[0].first_step + 5].seconds = 2.0
     cost = CostModel(SHAPE, TRUE, precision=Precision.of(SHAPE, header.weights, header.kv_cache_dtype))
-    assert predict.undisturbed(runs, records, cost) == [False, True, True]
-    slow = replace(TRUE, token_overhead=1.0)
-    assert predict.undisturbed(runs, records, CostModel(SHAPE, slow)) == [True] * 3, "as long as it should"
+
+    def slow_down(run: int, every: int, factor: float) -> None:
+        steps = [step for step in predict.steps_of(runs[run], records) if max(step.tokens, default=0) == 1]
+        for step in steps[::every]:
+            step.seconds *= factor
+
+    assert predict.quiet(runs, records, cost) == [True, True, True]
+    slow_down(0, every=20, factor=5.0)
+    assert predict.quiet(runs, records, cost) == [True, True, True], "one in twenty"
+    slow_down(0, every=5, factor=2.0)
+    assert predict.quiet(runs, records, cost) == [False, True, True]
     assert predict.compare(SHAPE, find(predict.BASE), header, records, runs)["num_left_out"] == 1
-    records[runs[1].first_step + 5].seconds = 2.0
-    with pytest.raises(SystemExit, match="something else holds the cores"):
+    slow_down(1, every=1, factor=2.0)
+    assert predict.quiet(runs, records, cost) == [False, False, True], "all of them, and evenly"
+    with pytest.raises(SystemExit, match="something else held the cores"):
         predict.compare(SHAPE, find(predict.BASE), header, records, runs)
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quire.engine.runtime_directory import PREFIX, RuntimeDirectory, sweep
 from quire.errors import ConfigError
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: a socket's path may have 107 bytes, and pytest's directories are deep."""
+    with tempfile.TemporaryDirectory(prefix="q-") as name:
+        yield Path(name)
 
 
 def test_create_and_remove(tmp_path: Path) -> None:

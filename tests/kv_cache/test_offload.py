@@ -102,13 +102,13 @@ class TiersMachine(RuleBasedStateMachine):
     def report(self, data: st.DataObject, fails: bool, gone: set[BlockKey]) -> None:
         report = DiskReport(gone=sorted(gone & self.files))
         self.files -= gone
-        for host in [host for host in sorted(self.storing) if data.draw(st.booleans())]:
+        for host in [host for host in sorted(self.storing) if data.draw(st.integers(0, 3))]:
             key = self.storing.pop(host)
             assert self.content[host] == key, "it changed while it was stored"
             self.files.add(key)
             report.found.append(key)
             report.released.append(host)
-        for host in [host for host in sorted(self.loading) if data.draw(st.booleans())]:
+        for host in [host for host in sorted(self.loading) if data.draw(st.integers(0, 3))]:
             key = self.loading.pop(host)
             if fails or key not in self.files:
                 report.failed.append(host)
@@ -172,7 +172,7 @@ def test_random_transfers() -> None:
         settings=settings(max_examples=600, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
     )
     assert TiersMachine.num_hits > 100
-    assert TiersMachine.num_failures > 10
+    assert TiersMachine.num_failures > 3
 
 
 def test_a_disk_index_knows_only_its_own_groups() -> None:
