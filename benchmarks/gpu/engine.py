@@ -184,20 +184,21 @@ class Tasks:
 
     def idle(self) -> Iterator[Record]:
         """Gaps between kernels over some steps in the middle of a run."""
-        work = Workload(PROFILED_SEQS, 128, 4 * PROFILED_STEPS)
+        num_steps = 2 if self._tiny else PROFILED_STEPS
+        work = Workload(2 if self._tiny else PROFILED_SEQS, 5 if self._tiny else 128, 4 * num_steps)
         self._engine.run(work, seed=4)
-        gaps = self._profiled(work)
+        gaps = self._profiled(work, num_steps)
         yield {"what": "idle", "idle": gaps.long_gaps, "all_gaps": gaps.all_gaps, "num_kernels": gaps.num_kernels}
 
-    def _profiled(self, work: Workload) -> Any:
-        times = kernel_times()
+    def _profiled(self, work: Workload, num_steps: int) -> Any:
+        times = kernel_times(torch.device("cpu" if self._tiny else "cuda"))
         found: list[tuple[float, float]] = []
 
-        def on_step(num_steps: int) -> None:
+        def on_step(number: int) -> None:
             nonlocal found
-            if num_steps == PROFILED_STEPS:
+            if number == num_steps:
                 found = times.__enter__()
-            elif num_steps == 2 * PROFILED_STEPS:
+            elif number == 2 * num_steps:
                 times.__exit__(None, None, None)
 
         self._engine.run(work, seed=5, on_step=on_step)

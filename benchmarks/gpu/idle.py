@@ -43,19 +43,22 @@ def settled(kernels: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 @contextmanager
-def kernel_times() -> Iterator[list[tuple[float, float]]]:
-    """While it is open, what the card runs (kernels and copies) is noted; the list is filled at its end."""
+def kernel_times(device: torch.device) -> Iterator[list[tuple[float, float]]]:
+    """While it is open, what the card runs (kernels and copies) is noted; the list is filled at its end. On a host
+    operators stand for kernels."""
     found: list[tuple[float, float]] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profiler:
         yield found
-        torch.cuda.synchronize()
-    found += _on_device(profiler.profiler.kineto_results.events())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    found += _on_device(profiler.profiler.kineto_results.events(), device)
 
 
-def _on_device(events: Sequence[Any]) -> list[tuple[float, float]]:
-    cuda = torch.autograd.DeviceType.CUDA
+def _on_device(events: Sequence[Any], device: torch.device) -> list[tuple[float, float]]:
+    kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
     return [
         (event.start_ns() * 1e-9, (event.start_ns() + event.duration_ns()) * 1e-9)
         for event in events
-        if event.device_type() == cuda
+        if event.device_type() == kind
     ]

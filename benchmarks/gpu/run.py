@@ -84,19 +84,20 @@ def main() -> int:
         print(f"==> {part.name}: at most {min(left, part.seconds):.0f} s", flush=True)
         outcomes.append(run_part(part, out, left, environment))
         print(f"    {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s", flush=True)
-        save(out, outcomes)
-    print(summarize(records.read(out / "results.jsonl"), outcomes, out))
+        save(out, outcomes, is_rehearsal=arguments.rehearse)
+    print(summarize(records.read(out / "results.jsonl"), outcomes, out, is_rehearsal=arguments.rehearse))
     return 0 if all(outcome.status == "done" for outcome in outcomes) else 1
 
 
-def save(out: Path, outcomes: list[Outcome]) -> None:
-    """results.json: machine, what became of the parts, verdicts on the targets, and all records. After every part
-    anew."""
+def save(out: Path, outcomes: list[Outcome], *, is_rehearsal: bool) -> None:
+    """results.json: machine, what became of the parts, verdicts on the targets (none in a rehearsal), and all records.
+    After every part anew."""
     found = records.read(out / "results.jsonl")
     result = {
         "machine": machine(),
         "parts": [outcome.to_json() for outcome in outcomes],
-        "targets": [verdict.to_json() for verdict in verdicts(found)],
+        "is_rehearsal": is_rehearsal,
+        "targets": [] if is_rehearsal else [verdict.to_json() for verdict in verdicts(found)],
         "records": found,
     }
     (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -177,8 +177,8 @@ def suite_counts(folder: Path) -> SuiteCounts:
     return SuiteCounts(passed, tuple(failures), left_out)
 
 
-def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path) -> str:
-    """Short enough for the end of a log."""
+def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path, *, is_rehearsal: bool = False) -> str:
+    """Short enough for the end of a log. is_rehearsal: say nothing of times."""
     lines = ["", "== Parts"]
     lines += [f"{outcome.name:14}{outcome.status:12}{outcome.seconds:6.0f} s" for outcome in outcomes]
     lines += [f"--- {outcome.name} ---\n{outcome.tail[-1200:]}" for outcome in outcomes if outcome.status == "failed"]
@@ -186,10 +186,15 @@ def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path
         counts = suite_counts(folder)
         lines += ["", f"== Tests: {counts.passed} passed, {len(counts.failures)} failed, {counts.left_out} left out"]
         lines += [f"FAILED {name}" for name in counts.failures[:20]]
-    lines += _limits(found) + _table(found) + _engine(found)
-    lines += _libraries(found)
-    lines += ["", "== Targets"]
-    lines += [f"{verdict.word:14}{verdict.shown:>8}  {verdict.target.text}" for verdict in verdicts(found)]
+    if is_rehearsal:
+        errors = sum("error" in record for record in found)
+        lines += [
+            "",
+            f"A rehearsal: {len(found)} records, {errors} of them errors. Times mean nothing, targets are not judged.",
+        ]
+    else:
+        lines += _limits(found) + _table(found) + _engine(found) + _libraries(found) + ["", "== Targets"]
+        lines += [f"{verdict.word:14}{verdict.shown:>8}  {verdict.target.text}" for verdict in verdicts(found)]
     lines.append(f"\n{folder / 'results.json'}")
     return "\n".join(lines)
 

@@ -212,7 +212,9 @@ def test_a_run_writes_its_result_whatever_happens(
     assert "== Targets" in capsys.readouterr().out
 
 
-def test_a_rehearsal_is_interpreted_and_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_is_interpreted_and_tiny(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every part, each command with the words that its script has for it; and no part's own limit."""
     script = "import os, sys; open(sys.argv[1], 'w').write(' '.join([*sys.argv[2:], os.environ['TRITON_INTERPRET']]))"
     parts = tuple(
@@ -221,6 +223,9 @@ def test_a_rehearsal_is_interpreted_and_tiny(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("benchmarks.gpu.run.PARTS", parts)
     monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--rehearse"])
     assert main() == 0
+    assert "Times mean nothing" in capsys.readouterr().out
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert (result["is_rehearsal"], result["targets"]) == (True, [])
     said = {part.name: (tmp_path / f"{part.name}-0").read_text() for part in parts}
     assert said.pop("tests") == "--interpreted 1"
     assert set(said.values()) == {"--tiny 1"}
