@@ -24,7 +24,7 @@ from quire.cli.session import import_executor
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import UserError, nearest_name
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, raise_if_damaged
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -306,7 +306,10 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
     with LLM.from_options(options) as llm:
 
         def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:
-            return llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
+            outputs = llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
+            for output in outputs:
+                raise_if_damaged(output)  # what a broken model takes is no figure
+            return outputs
 
         yield generate
 

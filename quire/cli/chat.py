@@ -12,7 +12,7 @@ from quire.cli.parser import Parser
 from quire.cli.sampling_flags import add_sampling_flags, sampling_params
 from quire.cli.session import Session, session
 from quire.config.options import BUNDLED_MODEL
-from quire.errors import UserError
+from quire.errors import ModelOutputError, UserError
 from quire.sampling_params import SamplingParams
 
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7}
@@ -94,6 +94,10 @@ class Conversation:
             timing = self._session.stream(prompt, self._params, written)
         except UserError as error:
             _note(f"refused: {error}")
+            return
+        except ModelOutputError as error:
+            print()
+            _note(f"no answer: {error}")
             return
         except KeyboardInterrupt:
             timing = None

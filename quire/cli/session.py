@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.config.options import EngineOptions
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, raise_if_damaged
 from quire.sampling_params import SamplingParams
 
 Prompt = str | dict[str, Any]
@@ -111,7 +111,7 @@ class Session:
         self._runner.run(self.engine.register_prefix(text))
 
     def complete(self, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, Timing]:
-        """Run to the end and return the whole output."""
+        """Run to the end and return the whole output. Raises ModelOutputError, as `stream` does."""
         return self._runner.run(self._complete(prompt, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
@@ -128,6 +128,7 @@ class Session:
             timing.add(output, total - seen)
             seen, last = total, output
         assert last is not None, "a request has at least one output"
+        raise_if_damaged(last)
         return last, timing
 
     async def _stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
@@ -138,6 +139,7 @@ class Session:
                 written.append(completion.text)
                 sys.stdout.write(completion.text)
                 sys.stdout.flush()
+            raise_if_damaged(output)
         return timing
 
 

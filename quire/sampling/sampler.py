@@ -49,12 +49,15 @@ class Sampler:
         damaged: set[int] = set()
         while True:
             logits = compute_logits()
-            logits[list(damaged)] = 0.0
+            if damaged:
+                logits[list(damaged)] = 0.0
             try:
                 sampled = self._sample(logits, batch)
             except NonFiniteLogitsError as error:
                 damaged.update(error.indices)
                 continue
+            if not damaged:
+                return sampled
             for index in damaged:
                 sampled.logprobs.pop(index, None)
                 sampled.candidates.pop(index, None)

@@ -23,6 +23,7 @@ class FakeEngine:
 
     pieces: Sequence[str | BaseException] = ("Hel", "lo", " wörld")
     has_template: bool = True
+    finish_reason: str = "length"
     requests: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     is_shut_down: bool = False
@@ -54,7 +55,7 @@ class FakeEngine:
                     token_ids=token_ids,
                     cumulative_logprob=-1.5,
                     logprobs=[{101: Logprob(-0.5, 1, "Hel")}] if params.logprobs is not None else None,
-                    finish_reason="length" if is_last else None,
+                    finish_reason=self.finish_reason if is_last else None,
                 )
                 for index in range(params.n)
             ]

@@ -115,3 +115,13 @@ def test_stats_after_each_answer(engine: FakeEngine, type_lines: Any, capsys: py
 def test_flags_without_a_meaning_in_a_conversation_are_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", flag, "2"]) == 2
     assert f"unknown option '{flag}'" in capsys.readouterr().err
+
+
+def test_an_answer_that_the_model_could_not_compute_is_forgotten(
+    engine: FakeEngine, type_lines: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.finish_reason = "error"
+    type_lines("one", "two")
+    assert main(["chat", "some-model"]) == 0
+    assert asked(engine) == [[("user", "one")], [("user", "two")]]
+    assert capsys.readouterr().err.count("no answer: the model computed NaN or infinite logits") == 2

@@ -180,3 +180,16 @@ def test_a_prefix_file_that_cannot_be_read_is_told_before_the_model_is_loaded(
     assert main(["run", "hi", "--preload-prefix", str(tmp_path / "none")]) == 2
     assert "cannot read" in capsys.readouterr().err
     assert engine.opened == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--n", "2"]], ids=str)
+def test_an_answer_that_the_model_could_not_compute(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    engine.finish_reason = "error"
+    assert main(["run", "hi", *flags]) != 0
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "quire: error: the model computed NaN or infinite logits for this request; the engine's log says more\n"
+    )
+    assert engine.is_shut_down

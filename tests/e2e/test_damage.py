@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.beam_search_params import BeamSearchParams
 from quire.errors import ModelOutputError
 from tests.e2e.conftest import GREEDY, exact
 from tests.e2e.device_models import SIZES, greedy, open_engine, run
@@ -62,6 +63,13 @@ def test_a_prefix_that_cannot_be_computed_is_not_registered(llm: LLM) -> None:
     with pytest.raises(ModelOutputError, match="NaN or infinite logits"):
         llm.register_prefix({"prompt_token_ids": [1, 2, POISON]})
     assert llm.stats()["num_pinned_blocks"] == 0
+
+
+def test_a_beam_search(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    with pytest.raises(ModelOutputError, match="NaN or infinite logits"):
+        llm.beam_search(token_prompts([1, 2, POISON]), params)
+    assert len(llm.beam_search(token_prompts([1, 2, 3]), params)[0].sequences) == 2
 
 
 def test_its_prompt_logprobs(llm: LLM) -> None:
