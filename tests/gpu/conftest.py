@@ -32,6 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_out(config, items, cannot_run, MISSING)
 
 
+def with_graphs(mode: str) -> Any:
+    """The option, which a card alone has: elsewhere it is refused."""
+    return pytest.param({"cuda_graphs": mode}, marks=pytest.mark.gpu(interpretable=False))
+
+
 def open_engine(directory: Path, **options: Any) -> LLM:
     """An engine on the card; without one in the interpreter."""
     on_card = torch.cuda.is_available()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from tests.gpu.conftest import generate, greedy, tokens
+from tests.gpu.conftest import generate, greedy, tokens, with_graphs
 from tests.models.conftest import SavedModel
 from tests.models.harness import random_prompts
 
@@ -60,9 +60,9 @@ def test_greedy_tokens_like_transformers(name: str, saved_model: SavedModels) ->
     "options",
     [
         {"enforce_eager": True},
-        {"cuda_graphs": "full"},
-        {"cuda_graphs": "piecewise"},
-        {"cuda_graphs": "full_and_piecewise"},
+        with_graphs("full"),
+        with_graphs("piecewise"),
+        with_graphs("full_and_piecewise"),
         {"queue_depth": 1},
         {"max_num_batched_tokens": 16},
         {"block_size": 32},

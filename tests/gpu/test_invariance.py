@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.outputs import RequestOutput
-from tests.gpu.conftest import complete, generate, greedy, open_engine
+from tests.gpu.conftest import complete, generate, greedy, open_engine, with_graphs
 from tests.models.conftest import SavedModel
 from tests.models.harness import random_prompts
 
@@ -54,7 +54,7 @@ def alone(family: str, dtype: str, saved_model: SavedModels) -> list[list[object
     [
         {},
         {"enforce_eager": True},
-        {"cuda_graphs": "piecewise"},
+        with_graphs("piecewise"),
         {"max_num_batched_tokens": 16},
         {"num_blocks_override": 24},
         {"num_blocks_override": 24, "preemption_mode": "swap", "swap_space": "64MiB"},
