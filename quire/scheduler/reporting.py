@@ -23,12 +23,12 @@ def describe(update: SequenceUpdate, request: Request, now: float) -> None:
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
     """What is told of a request before its live sequences end, for a reason that is none of theirs. A beam search that
     runs out of time has the hypotheses found so far; one that failed has none."""
-    if request.beam_search is not None and reason is not FinishReason.ERROR:
-        request.beam_search.cut(reason)
+    search = request.beam_search
+    if search is not None and reason is not FinishReason.ERROR:
+        search.cut(reason)
         updates = hypothesis_updates(request)
     else:
-        is_search = request.beam_search is not None
-        ended = range(request.params.n) if is_search else [sequence.index for sequence in request.live_sequences]
+        ended = [each.index for each in request.live_sequences] if search is None else range(request.params.n)
         updates = [SequenceUpdate(request.request_id, index, [], finish_reason=reason) for index in ended]
     for update in updates:
         describe(update, request, now)

@@ -399,7 +399,7 @@ class FakeExecutor:
                 result.logprobs[index] = self._logprobs(token_id, state, 0)
             elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
-            if self.damaging in read.token_ids[:known]:
+            if self.damaging is not None and self.damaging in read.token_ids[:known]:
                 result.damaged.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)

@@ -305,9 +305,10 @@ class ContiguousScheduler(ABC):
         """Take the result of the oldest plan in flight: append tokens, stop, give regions back."""
         flight = self._in_flight.pop(result.step_id)
         updates: list[SequenceUpdate] = []
-        for request in live_requests(flight.sequences + flight.samples, result.damaged):
-            updates += early_end(request, FinishReason.ERROR, now)
-            self._end(request, request.live_sequences, FinishReason.ERROR)
+        if result.damaged:
+            for request in live_requests(flight.sequences + flight.samples, result.damaged):
+                updates += early_end(request, FinishReason.ERROR, now)
+                self._end(request, request.live_sequences, FinishReason.ERROR)
         for position, (sequence, token_id) in enumerate(zip(flight.samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
