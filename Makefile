@@ -19,7 +19,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test lint types tests soak format bench-control clean
+.PHONY: help serve install install-test native sanitize test lint types tests fuzz soak format bench-control clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,7 +27,7 @@ help:
 	@printf '%s\n' \
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint, types and tests' \
-	  'make lint | types | tests | soak | format | bench-control | clean'
+	  'make lint | types | tests | fuzz | soak | format | bench-control | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -49,6 +49,11 @@ types: install-test
 tests: install-test
 	@printf '==> tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+
+# Hostile input for a minute each (tests/fuzz). FUZZ passes options: FUZZ="bodies --seconds 600 --seed 3".
+FUZZ ?=
+fuzz: install-test
+	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # Random traffic through the scheduler for minutes, every step checked. SOAK passes options: SOAK="--steps 100000".
 SOAK ?=

@@ -1,0 +1,7 @@
+"""All fuzzers."""
+
+from __future__ import annotations
+
+from tests.fuzz.harness import Fuzzer
+
+FUZZERS: tuple[Fuzzer, ...] = ()
