@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -57,14 +58,27 @@ def recorded_launches(recorder: LaunchRecorder) -> Iterator[None]:
 
 
 @triton.jit
-def dot(a, b, accumulator):
-    """accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype; float32 operands are multiplied as such
-    (no tf32)."""
-    if INTERPRETED:
-        # The interpreter keeps bfloat16 as its bits and would multiply those.
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+def compiled_dot(a, b, accumulator):
+    """`dot`, on a GPU."""
     return tl.dot(a, b, accumulator, input_precision="ieee")
+
+
+def interpreted_dot(a, b, accumulator):
+    """`dot`, in the interpreter.
+
+    tl.dot would hand the blocks to np.matmul, and with some BLAS a row's order of additions depends on its place in the
+    block: the same row would have other bits in another batch, which no kernel here is to blame for. Here every element
+    adds its products in order of k. And tl.dot would multiply the bits of bfloat16 as if they were integers.
+    """
+    rows, columns = (np.ascontiguousarray(block.to(tl.float32).handle.data) for block in (a, b))
+    products = np.einsum("mk,kn->mn", rows, columns, optimize=False)  # optimize=True would ask BLAS
+    handle = type(accumulator.handle)(products + accumulator.handle.data, tl.float32)
+    return tl.tensor(handle, accumulator.type)
+
+
+dot = interpreted_dot if INTERPRETED else compiled_dot
+"""accumulator + a @ b, added in float32. a: [M, K], b: [K, N] of one dtype; float32 operands are multiplied as such
+(no tf32). accumulator: float32, [M, N]."""
 
 
 @triton.jit
