@@ -19,7 +19,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test lint types tests fuzz soak format bench-control clean
+.PHONY: help serve install install-test native sanitize test lint types tests fuzz soak format bench-control bench-paper \
+  bench-kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,7 +28,7 @@ help:
 	@printf '%s\n' \
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint, types and tests' \
-	  'make lint | types | tests | fuzz | soak | format | bench-control | clean'
+	  'make lint | types | tests | fuzz | soak | format | bench-control | bench-paper | bench-kernels | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -66,6 +67,15 @@ format: install-test
 
 bench-control: install
 	@$(BIN)/python benchmarks/control_plane.py
+
+# The paper's evaluation, and the native kernels against the machine. PAPER, KERNELS pass options: PAPER="--engine --json FILE".
+PAPER ?=
+bench-paper: install
+	@$(BIN)/python -m benchmarks.paper $(PAPER)
+
+KERNELS ?=
+bench-kernels: install
+	@$(BIN)/python -m benchmarks.kernels $(KERNELS)
 
 # The native module alone, again, into the source tree: seconds, where an install takes its time to look around.
 native: install-test

@@ -1,7 +1,7 @@
-"""How near one stream comes to the weights' bandwidth: python benchmarks/one_stream.py MODEL [--quantization int8] ...
+"""How near one stream comes to the weights' bandwidth: python -m benchmarks.one_stream MODEL [--quantization int8] ...
 
 Tokens per second of one stream (128 tokens in, 64 out; the tokens after the first count) in turns with the
-streaming-read loop of `quire bench kernels`; the limit is the bandwidth over the bytes of weights that every token
+streaming-read loop of `make bench-kernels`; the limit is the bandwidth over the bytes of weights that every token
 reads. Prints medians.
 """
 
@@ -12,9 +12,9 @@ import statistics
 import sys
 import time
 
+from benchmarks.kernels.run import READ
+from benchmarks.kernels.subjects.machine import Machine
 from quire import LLM, SamplingParams
-from quire.bench.kernels.run import READ
-from quire.bench.kernels.subjects.machine import Machine
 from quire.cli.memory_plan import stored_weight_bytes
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve

@@ -1,4 +1,4 @@
-// The yardsticks of `quire bench kernels`. Compiled once for each instruction set.
+// The yardsticks of `python -m benchmarks.kernels`. Compiled once for each instruction set.
 #include "limits.h"
 
 #include "bf16_dot.h"

@@ -1,4 +1,4 @@
-// Loops that show what a machine can do at most: the yardsticks of `quire bench kernels`.
+// Loops that show what a machine can do at most: the yardsticks of `python -m benchmarks.kernels`.
 #pragma once
 
 #include <cstddef>

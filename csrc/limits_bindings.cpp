@@ -1,4 +1,4 @@
-// The yardsticks of `quire bench kernels`: the Python side. The caller times the calls.
+// The yardsticks of `python -m benchmarks.kernels`: the Python side. The caller times the calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

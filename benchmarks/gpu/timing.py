@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.bench.kernels.measure import Timing
+from benchmarks.kernels.measure import Timing
 
 NUM_SAMPLES = 7
 SAMPLE_SECONDS = 4e-3

@@ -13,8 +13,8 @@ import msgspec
 
 from quire.bench.datasets import PromptSpec
 from quire.bench.metrics import RequestRecord
-from quire.bench.sse import EventParser
 from quire.errors import UserError
+from quire.utils.sse import EventParser
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_REASON = 160

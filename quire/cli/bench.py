@@ -1,5 +1,4 @@
-"""`quire bench`: latency and throughput of the engine in this process, of any OpenAI-compatible server, of
-kernels; the paper's figures."""
+"""`quire bench`: latency and throughput of the engine in this process, and of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ from quire import envs
 from quire.bench.arrivals import arrival_offsets
 from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_messages, as_text, read_dataset
 from quire.bench.metrics import METRICS, parse_goodput, summarize
-from quire.cli.bench_kernels import KERNELS_MODE
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
-from quire.cli.bench_paper import PAPER_MODE
 from quire.cli.engine_flags import add_engine_flags, engine_options
 from quire.cli.parser import Parser
 from quire.cli.session import import_executor
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if name not in MODES:
         raise UserError(f"unknown benchmark {name!r}{nearest_name(name, MODES)} (known: {', '.join(MODES)})")
-    return MODES[name].main(name, arguments[1:])
+    return MODES[name].main(f"quire bench {name}", arguments[1:])
 
 
 def _usage() -> str:
@@ -64,7 +61,8 @@ def _latency_flags(parser: Parser) -> None:
 
 
 def _latency(namespace: argparse.Namespace) -> int:
-    from quire.bench import offline, report
+    from quire.bench import offline
+    from quire.cli import report
 
     report.check_writable(namespace.json)
     options = engine_options(namespace)
@@ -120,7 +118,8 @@ def _throughput_flags(parser: Parser) -> None:
 
 
 def _throughput(namespace: argparse.Namespace) -> int:
-    from quire.bench import offline, report
+    from quire.bench import offline
+    from quire.cli import report
 
     report.check_writable(namespace.json)
     options = engine_options(namespace)
@@ -196,8 +195,9 @@ def _serve_flags(parser: Parser) -> None:
 def _serve(namespace: argparse.Namespace) -> int:
     import asyncio
 
-    from quire.bench import openai_client, report
+    from quire.bench import openai_client
     from quire.bench.serving import run_load
+    from quire.cli import report
 
     report.check_writable(namespace.json)
     if not namespace.timeout > 0:
@@ -370,6 +370,4 @@ MODES: Mapping[str, Mode] = {
         add_flags=_serve_flags,
         run=_serve,
     ),
-    "kernels": KERNELS_MODE,
-    "paper": PAPER_MODE,
 }

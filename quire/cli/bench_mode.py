@@ -1,4 +1,4 @@
-"""What the modes of `quire bench` have in common."""
+"""What benchmarks have in common: those of `quire bench` and those of the benchmarks folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.cli.parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One benchmark. arguments: what stands behind its name in the usage line."""
+    """One benchmark. arguments: what follows the program's name in the usage line."""
 
     summary: str
     arguments: str
@@ -22,10 +22,9 @@ class Mode:
     add_flags: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int]
 
-    def main(self, name: str, arguments: Sequence[str]) -> int:
-        """Parse and run; returns the exit status."""
-        command = f"quire bench {name}"
-        parser = Parser(prog=command, usage=f"{command} {self.arguments}", description=self.description)
+    def main(self, program: str, arguments: Sequence[str]) -> int:
+        """Parse and run; returns the exit status. program: what the user typed, such as `quire bench latency`."""
+        parser = Parser(prog=program, usage=f"{program} {self.arguments}", description=self.description)
         self.add_flags(parser)
         return self.run(parser.parse(arguments))
 

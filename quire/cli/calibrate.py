@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.report import check_writable
 from quire.cli.parser import Parser
+from quire.cli.report import check_writable
 from quire.errors import UserError
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import Precision

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.errors import QuireError, UserError, nearest_name
 from quire.logging import configure_logging, get_logger
@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("quire.cli.serve", "serve a model over HTTP, compatible with OpenAI's API"),
     "run": ("quire.cli.run", "complete one prompt, streamed to the terminal"),
     "chat": ("quire.cli.chat", "a conversation in the terminal"),
-    "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server, the CPU kernels"),
+    "bench": ("quire.cli.bench", "measure: latency, throughput, any OpenAI-compatible server"),
     "simulate": ("quire.cli.simulate", "serve a trace on simulated devices: latencies, throughput, memory"),
     "plan": ("quire.cli.plan", "what a model needs: memory, KV blocks, concurrency, predicted speed"),
     "doctor": ("quire.cli.doctor", "what would compute here, how and why, and what is wrong"),
@@ -31,10 +31,15 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (engine error), 2 (wrong use) or 130 (interrupted)."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return run_program("quire", _dispatch, sys.argv[1:] if arguments is None else arguments)
+
+
+def run_program(name: str, program: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run `program` with the arguments and return its exit status as `main` does; each error is one line on stderr that
+    begins with `name`."""
     try:
         configure_logging()
-        status = _dispatch(arguments)
+        status = program(list(arguments))
         sys.stdout.flush()
         return status
     except SystemExit as leave:  # argparse after --help
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except QuireError as error:
-        return _report(error)
+        return _report(name, error)
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -82,14 +87,14 @@ def _usage() -> str:
     )
 
 
-def _report(error: QuireError) -> int:
+def _report(name: str, error: QuireError) -> int:
     """Print the error as one line on stderr; its traceback only when debugging."""
     if get_logger("quire").isEnabledFor(logging.DEBUG):
         import traceback
 
         traceback.print_exception(error)
     message = " ".join(str(error).split("\n"))
-    print(f"quire: error: {message}", file=sys.stderr)
+    print(f"{name}: error: {message}", file=sys.stderr)
     return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ENGINE_ERROR
 
 

@@ -15,7 +15,7 @@ from quire.config.options import BUNDLED_MODEL, HELP, EngineOptions
 from quire.errors import UserError, nearest_name
 
 if TYPE_CHECKING:
-    from quire.simulator.replica import EngineSettings
+    from quire.simulator.replica import EngineSettings, MakeCore
     from quire.simulator.scenario import Scenario
 
 SUBCOMMANDS: Mapping[str, str] = {"calibrate": "quire.cli.calibrate"}
@@ -49,15 +49,20 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in SUBCOMMANDS:
         return int(importlib.import_module(SUBCOMMANDS[arguments[0]]).main(arguments[1:]))
-    namespace = build_parser().parse(arguments)
+    return simulate(build_parser().parse(arguments))
+
+
+def simulate(namespace: argparse.Namespace, make_core: MakeCore | None = None) -> int:
+    """Answer what the flags ask. make_core: what each replica runs, where it is not the engine's own core."""
     # Imported here, so that --help needs none of it.
-    from quire.bench import report
-    from quire.cli import simulate_report
+    from quire.cli import report, simulate_report
 
     report.check_writable(namespace.json)
     if namespace.plot is not None:
         simulate_report.prepare_plots(namespace.plot)
     scenario = make_scenario(namespace)
+    if make_core is not None:
+        scenario = replace(scenario, make_core=make_core)
     what = _question(namespace)
     if what == "sweep":
         return simulate_report.sweep(scenario, namespace)
@@ -100,7 +105,6 @@ def build_parser() -> Parser:
     for name, text in (("tp", "devices that share each layer"), ("pp", "pipeline stages"), ("dp", "replicas"), ("ep", "devices over which experts are spread")):  # fmt: skip  # noqa: E501
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{text} (1)")
     group.add_argument("--router", metavar="NAME", default="round-robin", help=f"of the replicas: {', '.join(ROUTERS)} (round-robin)")  # fmt: skip  # noqa: E501
-    group.add_argument("--policy", metavar="NAME", default="paged", help="of memory: paged (the engine's own), or a baseline of the paper: orca-max, orca-pow2, orca-oracle, fastertransformer (paged)")  # fmt: skip  # noqa: E501
     group.add_argument("--dtype", metavar="NAME", help="of the weights (auto: as stored)")
     group.add_argument("--kv-cache-dtype", metavar="NAME", help="of keys and values (auto: what is computed in)")
     _question_flags(parser)
@@ -149,7 +153,6 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
         router=namespace.router,
         objectives=objectives,
         percentile=namespace.slo_percentile,
-        **_policy(namespace.policy),
     )
 
 
@@ -185,27 +188,6 @@ def engine_settings(chosen: Mapping[str, Any]) -> EngineSettings:
         preemption_mode=scheduler.preemption_mode,
         swap_space=cache.swap_space or SWAP_SPACE,
     )
-
-
-def _policy(name: str) -> dict[str, Any]:
-    """The engine core's scheduler, by name."""
-    from functools import partial
-
-    from quire.bench.baselines.systems import FASTER_TRANSFORMER, ORCA_MAX, ORCA_ORACLE, ORCA_POW2, SYSTEMS
-    from quire.engine.core import EngineCore
-
-    if name == "paged":
-        return {}
-    systems = {
-        "orca-max": ORCA_MAX,
-        "orca-pow2": ORCA_POW2,
-        "orca-oracle": ORCA_ORACLE,
-        "fastertransformer": FASTER_TRANSFORMER,
-    }
-    if name not in systems:
-        known = ("paged", *systems)
-        raise UserError(f"unknown policy {name!r}{nearest_name(name, known)} (known: {', '.join(known)})")
-    return {"make_core": partial(EngineCore, make_scheduler=SYSTEMS[systems[name]])}
 
 
 def _question(namespace: argparse.Namespace) -> str:

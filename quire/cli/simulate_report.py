@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from quire.bench import report
+from quire.cli import report
 from quire.cli.bench_mode import options_json
 from quire.errors import UserError
 from quire.simulator import plots

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import httpx
 import msgspec
 
-from quire.bench.sse import EventParser
 from quire.dashboard.frame import Frame
 from quire.errors import QuireError, UserError
+from quire.utils.sse import EventParser
 
 SECONDS_WITHOUT_A_BYTE = 30.0
 """Twice what passes between two signs of life of a server where nothing happens."""

@@ -50,7 +50,7 @@ class EngineCore:
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError.
 
-        make_scheduler: another policy over the same pool, for comparisons (quire/bench/baselines/).
+        make_scheduler: another policy over the same pool, for comparisons (benchmarks/baselines/).
         """
         self._clock = clock
         self._executor = executor

@@ -1,7 +1,7 @@
 """What the engine core asks of its scheduler, and how it gets one.
 
 The product has one scheduler, `quire.scheduler.scheduler.Scheduler`. The protocol exists because the paper's baselines
-(quire/bench/baselines/) drive the same engine core, real or simulated.
+(benchmarks/baselines/) drive the same engine core, real or simulated.
 """
 
 from __future__ import annotations

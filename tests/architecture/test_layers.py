@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.architecture.source import LAYER_OF, PACKAGE, Module, imports, layer_of, modules
+from tests.architecture.source import LAYER_OF, PACKAGE, ROOT, Module, imports, layer_of, modules
 
 TYPING_SEAMS = {
     # A request carries the handles that the KV cache gave it, and the state of its beam search; the vocabulary names
@@ -70,6 +71,15 @@ def test_control_plane_never_imports_torch() -> None:
         if found.target == "torch"
     ]
     assert found == []
+
+
+def test_the_package_imports_nothing_of_the_laboratory() -> None:
+    """The wheel holds the package alone: benchmarks, tests and training import it, not the other way round."""
+    outside = {"benchmarks", "tests", "training"}
+    found = [f"{m.where}:{each.line}" for m in modules() for each in imports(m) if each.target in outside]
+    assert found == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["scikit-build"]["wheel"]["packages"] == ["quire"]
 
 
 def test_no_import_cycles() -> None:

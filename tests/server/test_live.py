@@ -15,11 +15,11 @@ import httpx
 import msgspec
 import pytest
 
-from quire.bench.sse import EventParser
 from quire.dashboard.frame import Frame
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
 from quire.server.settings import ServerSettings
 from quire.stats import EngineStats, shares
+from quire.utils.sse import EventParser
 from tests.server.conftest import NUM_BLOCKS, Served, serving
 from tests.server.test_serve import Process
 

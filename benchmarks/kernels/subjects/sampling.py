@@ -1,0 +1,95 @@
+"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain chooser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.kernels.cases import FLOAT_BYTES, Case
+from benchmarks.kernels.measure import Runner
+from benchmarks.kernels.run import Prepared
+from benchmarks.kernels.subjects.machine import Machine
+from quire.sampling.batch import SampleBatch
+from quire.sampling.chooser import Chooser, make_chooser
+from quire.sampling.parameters import SamplingRows
+from quire.sampling_params import SamplingParams
+from quire.step import SequenceSampling
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+}
+NUM_TOP = 5
+MISSED_DRAWS = 0.05
+"""Share of rows in which rounding may move a draw to the neighbouring token."""
+LOGPROB_TOLERANCE = 1e-5
+
+
+class ChooseSubject:
+    """Where tokens are drawn, both sides work on a fresh copy of the logits, which is timed with them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def memory_bytes(self, case: Case) -> int:
+        return 8 * case.rows * case.model.vocab * FLOAT_BYTES
+
+    def prepare(self, case: Case) -> Prepared:
+        table, logits = SamplingRows(case.rows), _logits(case)
+        for row in range(case.rows):
+            table.set(row, SequenceSampling(PARAMS[case.shape], row, [], []))
+        ones = np.ones(case.rows, np.int64)
+        batch = SampleBatch(np.arange(case.rows), ones, ones, np.zeros((case.rows, 1), np.int32))
+        used, is_greedy = table.used(batch.rows), case.shape == "greedy"
+        scores = logits.copy()
+
+        def choose(chooser: Chooser) -> np.ndarray:
+            if not is_greedy:
+                np.copyto(scores, logits)
+            return chooser.choose(scores, batch, used)
+
+        native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
+        missed = float(np.mean(choose(native) != choose(plain)))
+        return Prepared(
+            natives={"f32": _once(lambda: choose(native))},
+            twins={"f32": _once(lambda: choose(plain))},
+            errors={"f32": missed},
+            tolerances={"f32": 0.0 if is_greedy else MISSED_DRAWS},
+        )
+
+
+class LogprobsSubject:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def memory_bytes(self, case: Case) -> int:
+        return 8 * case.rows * case.model.vocab * FLOAT_BYTES
+
+    def prepare(self, case: Case) -> Prepared:
+        table, logits = SamplingRows(case.rows), _logits(case)
+        tokens, num_top = logits.argmax(axis=1), [NUM_TOP] * case.rows
+        native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
+        found, expected = (
+            np.array([entry.logprobs for entry in chooser.logprobs(logits, tokens, num_top)])
+            for chooser in (native, plain)
+        )
+        return Prepared(
+            natives={"f32": _once(lambda: native.logprobs(logits, tokens, num_top))},
+            twins={"f32": _once(lambda: plain.logprobs(logits, tokens, num_top))},
+            errors={"f32": float(np.abs(found - expected).max() / np.abs(expected).max())},
+            tolerances={"f32": LOGPROB_TOLERANCE},
+        )
+
+
+def _logits(case: Case) -> np.ndarray:
+    """[rows, vocab] float32, about as wide as a language model's."""
+    return (4 * np.random.default_rng(0).standard_normal((case.rows, case.model.vocab))).astype(np.float32)
+
+
+def _once(compute: Callable[[], object]) -> Runner:
+    def run() -> int:
+        compute()
+        return 1
+
+    return run

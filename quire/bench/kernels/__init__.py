@@ -1,1 +1,0 @@
-"""`quire bench kernels`: every native kernel beside its plain torch twin and the limits of the machine."""
