@@ -15,8 +15,11 @@ from quire.errors import UserError, nearest_name
 
 T = TypeVar("T")
 
-OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {"num_threads": ("--threads",)}
-"""Shorter names of some flags, by field."""
+OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "num_threads": ("--threads",),
+    "cors_allowed_origins": ("--allowed-origins",),
+}
+"""Other names of some flags, by field."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,11 +16,13 @@ from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
 from quire.server.health import add_health_routes
 from quire.server.home import add_home_route
+from quire.server.json_bodies import JsonBodies
 from quire.server.live import add_live_routes
 from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
+from quire.server.site import HostRules, SiteGuard
 from quire.server.sleep import add_sleep_routes
 from quire.server.tokenize import add_tokenize_routes
 from quire.version import __version__
@@ -50,6 +52,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         title="Quire",
         version=__version__,
         openapi_url=None,
+        redirect_slashes=False,  # the address to go to would be made of the client's Host
         dependencies=[Depends(key_check(settings.api_key))],
     )
     app.state.context = context
@@ -66,6 +69,13 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     add_openapi_route(app)
 
     install_error_handlers(app)
+    add_middleware(app, settings, metrics)
+    return app
+
+
+def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetrics) -> None:
+    """What every request passes before its route is looked for: the one added last sees it first."""
+    app.add_middleware(JsonBodies, max_total_bytes=settings.max_total_body_bytes)
     if settings.cors_allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -73,7 +83,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
+    hosts = HostRules(settings.host, settings.allowed_hosts)
+    app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)
     counter = HttpCounter()
     metrics.registry.register(counter)
     app.add_middleware(CountingMiddleware, counter=counter)
-    return app

@@ -18,6 +18,8 @@ logger = get_logger(__name__)
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
+MAX_SHOWN_CHARACTERS = 200
+"""Of a path that does not exist."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -105,6 +107,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
     what = f"{request.method} {request.scope['path']}"
+    if len(what) > MAX_SHOWN_CHARACTERS:
+        what = what[:MAX_SHOWN_CHARACTERS] + "..."
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"method not allowed: {what}" + (f" (allowed: {allowed})" if allowed else "")

@@ -1,35 +1,47 @@
-"""uvicorn, set up: HTTP/1.1 by httptools with a limit on the head of a request, which it lets grow without end."""
+"""uvicorn, set up: HTTP/1.1 by httptools, with connections that are bounded (quire/server/connection.py)."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.server.errors import error_body, invalid_request
+from quire.clock import Clock, SystemClock
+from quire.server.connection import BoundedHttpProtocol, ConnectionLimits
 from quire.server.settings import ServerSettings
 
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together."""
-
-
-KEEP_ALIVE_SECONDS = 30
+TICKS_PER_CHECK = 10
+"""uvicorn's server ticks ten times a second."""
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves the signals to its owner."""
+    """Leaves the signals to its owner, and ends connections whose clients are late."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_CHECK == 0:
+            self.check_deadlines()
+        return await super().on_tick(counter)
 
-def make_http_server(app: FastAPI, settings: ServerSettings, *, farewell_seconds: int) -> HttpServer:
-    """farewell_seconds: what open connections get to finish once `should_exit` is set."""
+    def check_deadlines(self) -> None:
+        for connection in list(self.server_state.connections):
+            cast(BoundedHttpProtocol, connection).check_deadlines()
+
+
+def make_http_server(
+    app: FastAPI, settings: ServerSettings, *, farewell_seconds: int, clock: Clock | None = None
+) -> HttpServer:
+    """farewell_seconds: what open connections get to finish once `should_exit` is set. clock: for the timeouts."""
+    limits = ConnectionLimits.of(settings, clock or SystemClock())
+    protocol: Any = functools.partial(BoundedHttpProtocol, limits)
     # Errors are logged where they become answers; uvicorn would log them again, and what any client can provoke.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     if settings.access_log:
@@ -37,14 +49,13 @@ def make_http_server(app: FastAPI, settings: ServerSettings, *, farewell_seconds
     return HttpServer(
         uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=farewell_seconds,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
@@ -60,36 +71,3 @@ def _log_accesses() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """Answers 431 and hangs up when a request's head does not end within MAX_HEAD_BYTES."""
-
-    _in_body = False
-    _num_head_bytes = 0
-
-    def data_received(self, data: bytes) -> None:
-        if not self._in_body:
-            self._num_head_bytes += len(data)
-        super().data_received(data)
-        if not self._in_body and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse()
-
-    def on_headers_complete(self) -> None:
-        self._in_body = True
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._in_body = False
-        self._num_head_bytes = 0
-        super().on_message_complete()
-
-    def _refuse(self) -> None:
-        error = invalid_request(f"the request's head is larger than {MAX_HEAD_BYTES} bytes", status=431)
-        body = error_body(error)
-        head = (
-            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from fastapi import FastAPI
 
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
@@ -21,6 +23,8 @@ from quire.server.settings import ServerSettings
 from tests.server.model_directory import write_model
 
 NUM_BLOCKS = 64
+HOST = "quire"
+"""The name that tests call servers by."""
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +39,8 @@ class Served:
     engine: AsyncLLM
     context: ServerContext
     client: httpx.AsyncClient
-    url: str = "http://quire"
+    url: str = f"http://{HOST}"
+    app: FastAPI | None = None
 
     async def until_idle(self) -> None:
         """Wait until nothing runs or waits and every block is free."""
@@ -61,14 +66,15 @@ async def serving(
 ) -> AsyncIterator[Served]:
     """Serve the tiny model; `live`: over 127.0.0.1, else the client calls the application directly."""
     settings = settings or ServerSettings(served_model_name=["tiny"], port=0)
+    settings = msgspec.structs.replace(settings, allowed_hosts=[*settings.allowed_hosts, HOST])
     options = EngineOptions(model=str(model_path), num_blocks_override=NUM_BLOCKS, max_num_seqs=max_num_seqs)
     engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
     try:
         app = create_app(engine, settings)
         if not live:
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
-                yield Served(engine, app.state.context, client)
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
+                yield Served(engine, app.state.context, client, app=app)
             return
         server = make_http_server(app, settings, farewell_seconds=2)
         with bind(settings) as listener:
@@ -77,7 +83,7 @@ async def serving(
             while not server.started:
                 await asyncio.sleep(0.005)
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                yield Served(engine, app.state.context, client, url)
+                yield Served(engine, app.state.context, client, url, app)
             server.should_exit = True
             await running
     finally:

@@ -63,11 +63,12 @@ async def test_the_header(locked: Served, header: str, status: int) -> None:
     "path", ["//v1/models", "/v1//models", "/v1/models/", "/%761/models", "/V1/models", "/health/../v1/models"]
 )
 async def test_no_spelling_of_a_path_gets_around_it(locked: Served, path: str) -> None:
-    assert (await locked.client.get(path)).status_code in (401, 404, 307)
+    assert (await locked.client.get(path)).status_code in (401, 404)
 
 
 async def test_the_body_is_not_read_before_the_key(locked: Served) -> None:
-    assert (await locked.client.post("/v1/completions", content=b"{")).status_code == 401
+    headers = {"Content-Type": "application/json"}
+    assert (await locked.client.post("/v1/completions", content=b"{", headers=headers)).status_code == 401
 
 
 async def test_without_a_key_all_are_welcome(served: Served) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.server.conftest import Served, serving
 
+HALF = b"host: quire\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
 LONG = {"prompt": "abc", "max_tokens": 250}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 200}
 
@@ -21,8 +22,8 @@ async def send(served: Served, path: str, body: dict[str, Any]) -> tuple[asyncio
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: quire\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
+    head = f"POST {path} HTTP/1.1\r\nhost: quire\r\ncontent-length: {len(content)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + content)
     return reader, writer
 
 
@@ -81,7 +82,7 @@ async def test_one_bad_prompt_ends_its_siblings(live: Served) -> None:
 async def test_in_the_middle_of_the_body(live: Served) -> None:
     host, port = live.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: quire\r\ncontent-length: 100\r\n\r\n{"prompt": ')
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n" + HALF + b'{"prompt": ')
     await writer.drain()
     writer.close()
     response = await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
@@ -99,7 +100,7 @@ async def test_is_no_internal_error(
     await live.until_idle()
     host, port = live.url.removeprefix("http://").split(":")
     _, sending = await asyncio.open_connection(host, int(port))
-    sending.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: quire\r\ncontent-length: 100\r\n\r\n{")
+    sending.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + HALF + b"{")
     await sending.drain()
     sending.close()
     while 'chat/completions",method="POST",status="499"' not in (await live.client.get("/metrics")).text:

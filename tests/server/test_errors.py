@@ -18,6 +18,7 @@ from tests.server.conftest import Served, serving
 from tests.server.sse import events
 
 GOOD = {"prompt": "abc", "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -42,7 +43,7 @@ async def assert_lives(served: Served) -> None:
     [(b"{not json", "invalid_json"), (b"", "invalid_json"), (b'{"prompt": "\xff"}', "invalid_utf8")],
 )
 async def test_bodies_that_are_not_json(served: Served, path: str, content: bytes, code: str) -> None:
-    found = error(await served.client.post(path, content=content), 400)
+    found = error(await served.client.post(path, content=content, headers=JSON), 400)
     assert (found["type"], found["code"]) == ("invalid_request_error", code)
     await assert_lives(served)
 
@@ -121,7 +122,7 @@ class TestBodySize:
         other = asyncio.ensure_future(live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 30}))
         await live.until_running(1)
         body = json.dumps({"prompt": "a" * 10_000_000}).encode()
-        found = error(await live.client.post("/v1/completions", content=body), 413)
+        found = error(await live.client.post("/v1/completions", content=body, headers=JSON), 413)
         assert found["code"] == "request_too_large"
         assert str(live.context.max_body_bytes) in found["message"]
         assert (await other).status_code == 200
@@ -132,15 +133,15 @@ class TestBodySize:
             for _ in range(10):
                 yield b"x" * 1_000_000
 
-        error(await live.client.post("/v1/completions", content=parts()), 413)
+        error(await live.client.post("/v1/completions", content=parts(), headers=JSON), 413)
         await assert_lives(live)
 
     async def test_the_limit_itself(self, model_path: Path) -> None:
         body = json.dumps(GOOD).encode()
         settings = ServerSettings(max_body_size=len(body))
         async with serving(model_path, settings) as served:
-            assert (await served.client.post("/v1/completions", content=body)).status_code == 200
-            error(await served.client.post("/v1/completions", content=body + b" "), 413)
+            assert (await served.client.post("/v1/completions", content=body, headers=JSON)).status_code == 200
+            error(await served.client.post("/v1/completions", content=body + b" ", headers=JSON), 413)
 
     async def test_a_long_text_is_refused_before_it_is_tokenised(self, served: Served) -> None:
         found = error(await served.client.post("/v1/completions", json={"prompt": "a" * 5_000_000}), 400)

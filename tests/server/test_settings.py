@@ -34,6 +34,18 @@ def test_sizes() -> None:
         ({"ssl_certfile": "cert.pem"}, "ssl_keyfile"),
         ({"max_body_size": 0}, "max_body_size"),
         ({"max_body_size": "much"}, "max_body_size"),
+        ({"max_total_body_size": "1MiB"}, "max_total_body_size"),
+        ({"max_connections": 0}, "max_connections"),
+        ({"keep_alive_timeout": 0}, "keep_alive_timeout"),
+        ({"header_timeout": -1}, "header_timeout"),
+        ({"body_timeout": float("nan")}, "body_timeout"),
+        ({"write_timeout": float("inf")}, "write_timeout"),
+        ({"cors_allowed_origins": ["app.example"]}, "cors_allowed_origins"),
+        ({"cors_allowed_origins": ["https://app.example/"]}, "cors_allowed_origins"),
+        ({"cors_allowed_origins": ['["*"]']}, "cors_allowed_origins"),
+        ({"allowed_hosts": [""]}, "allowed_hosts"),
+        ({"allowed_hosts": ["http://app.example"]}, "allowed_hosts"),
+        ({"allowed_hosts": ["app.example:80"]}, "allowed_hosts"),
         ({"prot": 1}, "prot"),
     ],
 )
@@ -42,6 +54,13 @@ def test_wrong_values(keywords: dict[str, object], param: str) -> None:
         ServerSettings.from_keywords(keywords)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
+
+
+def test_names_and_origins() -> None:
+    origins = ["*", "null", "https://app.example:8443", "chrome-extension://abc", "http://[::1]:3000"]
+    hosts = ["*", "*.app.example", "app_1", "10.0.0.1", "fd00::7"]
+    settings = ServerSettings(cors_allowed_origins=origins, allowed_hosts=hosts)
+    assert (settings.cors_allowed_origins, settings.allowed_hosts) == (origins, hosts)
 
 
 def test_wrong_types_and_near_names() -> None:

@@ -1,0 +1,355 @@
+"""One connection of the HTTP server: uvicorn's protocol over httptools, with bounds on what its client sends and holds.
+
+uvicorn leaves heads, trailers, pipelined requests and time without bounds, pauses reading (and so misses the hang-up)
+while a pipelined request waits, and loses the body of a request that asks for an upgrade.
+"""
+
+from __future__ import annotations
+
+import enum
+import http
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from quire.clock import Clock
+from quire.server.errors import ApiError, error_body, invalid_request, unavailable
+from quire.server.settings import ServerSettings
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line, headers, trailers and chunk extensions of one request together."""
+MAX_NUM_HEADERS = 128
+"""Headers and trailers of one request: each costs far more memory than the bytes it came in."""
+CHUNK_FRAMING_BYTES = 16
+"""What framing one chunk of a body may cost without counting as head: its size in hexadecimal, and two line ends."""
+MAX_NUM_PIPELINED = 16
+MAX_PIPELINED_BYTES = 64 * 1024
+"""What is kept of requests that were sent before the answer to an earlier one: more ends the connection behind it."""
+MAX_DISCARDED_BYTES = 64 * 2**20
+"""What is read and dropped of a request that was answered already (a client reads the answer once it has sent all)."""
+MIN_READ_BYTES = 64 * 1024
+"""What a client must read of an answer within the write timeout, or the rest where that is less."""
+LINGER_SECONDS = 2.0
+"""How long a client that was refused may take to read why."""
+MAX_NUM_SURPLUS = 256
+"""Connections beyond the limit that are told so; any more are closed without a word."""
+
+
+class Phase(enum.Enum):
+    """What a connection waits for. Each phase but ANSWER has a deadline, which begins when the phase does."""
+
+    IDLE = enum.auto()
+    """The first byte of a request."""
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    ANSWER = enum.auto()
+    """The application's, to a request that has arrived in full."""
+    CLOSING = enum.auto()
+    """The client, to read why it was refused. What it sends is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What ServerSettings says about connections. Times in seconds, measured by `clock`."""
+
+    seconds: Mapping[Phase, float]
+    write_seconds: float
+    max_connections: int
+    clock: Clock
+
+    @classmethod
+    def of(cls, settings: ServerSettings, clock: Clock) -> ConnectionLimits:
+        seconds = {
+            Phase.IDLE: settings.keep_alive_timeout,
+            Phase.HEAD: settings.header_timeout,
+            Phase.BODY: settings.body_timeout,
+            Phase.ANSWER: math.inf,
+            Phase.CLOSING: LINGER_SECONDS,
+        }
+        return cls(seconds, settings.write_timeout, settings.max_connections, clock)
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Reads without pause, so that a hang-up is seen at any time; refuses what exceeds a bound, then hangs up.
+
+    `check_deadlines` must be called about once a second: one loop over all connections costs less than timers that
+    every request would set and cancel.
+    """
+
+    def __init__(self, limits: ConnectionLimits, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._limits = limits
+        self.phase = Phase.IDLE
+        self._deadline = math.inf
+        self._running: RequestResponseCycle | None = None
+        """The request whose answer is not complete; those in `pipeline` come after it."""
+        self._is_surplus = False
+        self._is_deaf = False
+        """Whether everything that still comes is dropped."""
+        self._refusal: ApiError | None = None
+        self._num_head_bytes = 0
+        self._num_headers = 0
+        self._num_pipelined_bytes = 0
+        self._num_discarded_bytes = 0
+        self._num_unsent_bytes = 0
+        self._write_deadline = math.inf
+
+    # What the transport calls
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        num_surplus = len(self.connections) - self._limits.max_connections
+        if num_surplus > MAX_NUM_SURPLUS:
+            transport.abort()
+        self._is_surplus = num_surplus > 0
+        self._enter(Phase.HEAD if self._is_surplus else Phase.IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells the newest request only; the one that runs is an older one when requests are pipelined.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            self._discard(len(data))
+            return
+        if self._is_surplus:
+            # Not before the client has sent something: an answer without a question confuses clients.
+            limit = self._limits.max_connections
+            error = unavailable(f"the server has {limit} connections already, its limit (--max-connections)")
+            error.headers["Retry-After"] = "1"
+            self._refuse(error)
+            return
+        self._num_head_bytes += len(data)
+        if self._running is not None and (self.phase is not Phase.BODY or self.pipeline):
+            self._num_pipelined_bytes += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or _malformed(str(error)))
+            return
+        self._num_head_bytes = max(0, self._num_head_bytes)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large(f"{MAX_HEAD_BYTES} bytes"))
+        elif self._num_pipelined_bytes > MAX_PIPELINED_BYTES:
+            self._refuse(_too_much_pipelined())
+
+    def _feed(self, data: bytes) -> None:
+        """Parse `data`. A request that asks for an upgrade is parsed again without asking, as HTTP allows."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+            else:
+                return
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_unsent_bytes = 0  # the client has read what paused it
+
+    def shutdown(self) -> None:
+        if self._running is None:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    # What the parser calls. An exception stops it, and whatever it has not parsed yet is dropped.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_headers = 0
+        self._enter(Phase.HEAD)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_NUM_HEADERS:
+            self._stop(_head_too_large(f"{MAX_NUM_HEADERS} headers"))
+        if self.phase is Phase.HEAD:  # else it is a trailer, which means nothing here
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return
+        self._check_head()
+        if len(self.pipeline) == MAX_NUM_PIPELINED:
+            self._stop(_too_much_pipelined())
+        super().on_headers_complete()
+        if self._running is None:
+            self._running = self.cycle
+        else:
+            self.flow.resume_reading()  # uvicorn pauses it
+        self._enter(Phase.BODY)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes -= len(body)
+        if self.cycle.response_complete:
+            self._discard(len(body))
+        elif self.cycle is not self._running and len(self.cycle.body) + len(body) > MAX_PIPELINED_BYTES:
+            self._stop(_too_much_pipelined())
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        self._num_head_bytes = max(0, self._num_head_bytes - CHUNK_FRAMING_BYTES)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._num_head_bytes = 0
+        super().on_message_complete()
+        self._enter(Phase.IDLE if self._running is None else Phase.ANSWER)
+
+    # What uvicorn calls when an answer is complete
+
+    def on_response_complete(self) -> None:
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        self._num_pipelined_bytes = 0
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's timer: `check_deadlines` does that
+        if self._running is None:
+            if self._is_deaf:
+                self.transport.close()
+            elif self.phase is Phase.ANSWER:
+                self._enter(Phase.IDLE)
+
+    # Bounds
+
+    def check_deadlines(self) -> None:
+        """End the connection when its client is late: to send what it began, to send anything, or to read."""
+        now = self._limits.clock.now()
+        num_unsent_bytes = self.transport.get_write_buffer_size()
+        if num_unsent_bytes:
+            self._check_reader(num_unsent_bytes, now)
+            if self.phase is Phase.IDLE:
+                self._enter(Phase.IDLE)
+        else:
+            self._num_unsent_bytes = 0
+        if now >= self._deadline:
+            self._deadline = math.inf
+            self._end_late()
+
+    def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
+        """Cut a client that reads nothing. Only a buffer to which nothing is added tells whether it reads."""
+        if self._running is not None and not self.flow.write_paused:
+            self._num_unsent_bytes = 0
+        elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:
+            self._num_unsent_bytes = num_unsent_bytes
+            self._write_deadline = now + self._limits.write_seconds
+        elif now >= self._write_deadline:
+            self.transport.abort()
+
+    def _end_late(self) -> None:
+        if self.phase is Phase.CLOSING:
+            self.transport.abort()
+        elif self._is_surplus or self.phase is Phase.IDLE or (self.cycle is not None and self._is_answered_early()):
+            self.transport.close()
+        else:
+            what, seconds = self.phase.name.lower(), self._limits.seconds[self.phase]
+            self._refuse(invalid_request(f"the request's {what} did not arrive within {seconds:g} s", status=408))
+
+    def _is_answered_early(self) -> bool:
+        return self.phase is Phase.BODY and self.cycle.response_complete
+
+    def _enter(self, phase: Phase) -> None:
+        self._deadline = self._limits.clock.now() + self._limits.seconds[phase]
+        self.phase = phase
+
+    def _discard(self, num_bytes: int) -> None:
+        self._num_discarded_bytes += num_bytes
+        if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+            self.transport.abort()
+
+    def _check_head(self) -> None:
+        """Refuse heads that two programs could read differently."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(invalid_request(f"HTTP/{version} is not served: HTTP/1.1 is", status=505))
+        if self.parser.get_method() == b"CONNECT":
+            self._stop(invalid_request("CONNECT is not served: this is no proxy", status=501))
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._stop(_malformed(f"a request has one Host header, not {len(hosts)}"))
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            self._stop(_malformed("the only Transfer-Encoding is 'chunked', once, in HTTP/1.1"))
+        if not self.url.startswith(b"/"):
+            scheme, _, rest = self.url.partition(b"://")
+            authority = rest.partition(b"/")[0].lower()
+            if scheme.lower() not in (b"http", b"https") or authority != (hosts[0].lower() if hosts else b""):
+                self._stop(_malformed("the request's target must be a path, or a URL with the host of the Host header"))
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in (b"upgrade", b"http2-settings"))
+            if name not in (b"upgrade", b"http2-settings") and (value or name != b"connection"):
+                lines.append(name + b": " + value)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _stop(self, error: ApiError) -> NoReturn:
+        """Stop the parser, out of one of its calls, to refuse with `error`."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer `error` and hang up. Behind answers that come first, or one that has begun, only hang up."""
+        self._is_deaf = True
+        arriving = self.cycle if self.phase is Phase.BODY else None
+        if self._running is not None and self._running is not arriving:
+            if self.pipeline and self.pipeline[0][0] is arriving:
+                self.pipeline.popleft()
+            self._deadline = math.inf  # `on_response_complete` closes
+            return
+        if arriving is not None:
+            if arriving.response_complete:
+                self.transport.close()
+                return
+            if arriving.response_started:
+                self.transport.abort()
+                return
+            arriving.disconnected = True
+            arriving.message_event.set()
+            self._running = None
+        self.flow.resume_reading()
+        self.transport.write(_whole_answer(error, self.server_state.default_headers))
+        self._enter(Phase.CLOSING)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+
+def _malformed(reason: str) -> ApiError:
+    return invalid_request(f"the request is not valid HTTP: {reason}", code="invalid_http")
+
+
+def _head_too_large(limit: str) -> ApiError:
+    return invalid_request(f"the request's head is larger than {limit}", status=431)
+
+
+def _too_much_pipelined() -> ApiError:
+    return invalid_request("too many requests were sent ahead of an answer", status=400)
+
+
+def _whole_answer(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The bytes of an answer that no application makes."""
+    body = error_body(error)
+    headers: Mapping[str, str] = {
+        **{name.decode("latin-1"): value.decode("latin-1") for name, value in default_headers},
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers,
+    }
+    lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body

@@ -1,0 +1,100 @@
+"""Request bodies: JSON only, and a bound on what all that are being received take together."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError, error_response, invalid_request, unavailable
+
+FREE_BODY_BYTES = 64 * 1024
+"""The beginning of a body, which does not count: however many large bodies hang, small requests come in."""
+RETRY_AFTER_SECONDS = 1
+
+
+class JsonBodies:
+    """Middleware that answers 415 to bodies that do not say they are JSON, and 503 while too many are in flight.
+
+    Forms and `text/plain` are what a page of another site can send without being asked first (CSRF).
+    A body is in flight until the application, having read it, asks for what comes after it, or is done.
+
+    max_total_bytes: of all bodies in flight, without the first FREE_BODY_BYTES of each.
+    """
+
+    def __init__(self, app: ASGIApp, max_total_bytes: int) -> None:
+        self.app = app
+        self._max_total_bytes = max_total_bytes
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _has_body(scope):
+            await self.app(scope, receive, send)
+        elif (error := _objection(scope)) is not None:
+            await error_response(error)(scope, receive, send)
+        else:
+            body = _BodyInFlight(self, receive)
+            try:
+                await self.app(scope, body.receive, send)
+            finally:
+                body.release()
+
+    def take(self, num_bytes: int) -> None:
+        """Raises ApiError (503) where that would be too many."""
+        if self.num_bytes + num_bytes > self._max_total_bytes:
+            error = unavailable(
+                f"the server is receiving as many bytes of request bodies as it may ({self._max_total_bytes}, "
+                "--max-total-body-size)"
+            )
+            error.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+            raise error
+        self.num_bytes += num_bytes
+
+
+class _BodyInFlight:
+    def __init__(self, bodies: JsonBodies, receive: Receive) -> None:
+        self._bodies = bodies
+        self._receive = receive
+        self._num_bytes = 0
+        self._num_taken = 0
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            self.release()
+            return await self._receive()
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if (num_new := self._num_bytes - FREE_BODY_BYTES - self._num_taken) > 0:
+            self._bodies.take(num_new)
+            self._num_taken += num_new
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+    def release(self) -> None:
+        self._bodies.num_bytes -= self._num_taken
+        self._num_bytes = self._num_taken = 0
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 \t"))
+        for name, value in scope["headers"]
+    )
+
+
+def _objection(scope: Scope) -> ApiError | None:
+    types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
+    if len(types) != 1 or not _is_json(types[0]):
+        message = "a request body must be JSON, with the header 'Content-Type: application/json'"
+    elif any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in scope["headers"]):
+        message = "a request body must not be compressed (Content-Encoding)"
+    else:
+        return None
+    return invalid_request(message, code="unsupported_media_type", status=415)
+
+
+def _is_json(content_type: str) -> bool:
+    kind, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        return False
+    charsets = [value.strip(' "') for name, _, value in (p.partition("=") for p in parameters) if name == "charset"]
+    return all(charset in ("utf-8", "utf8", "us-ascii") for charset in charsets)

@@ -1,0 +1,130 @@
+"""Which names the server answers to, and which pages may call it: what keeps foreign pages in a browser out.
+
+A page of `http://evil.example` whose name now leads to 127.0.0.1 (DNS rebinding) is told apart by its Host header, a
+page that posts to `http://127.0.0.1:8000` by its Origin header. Both are checked before anything else is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail, error_response, invalid_request
+
+ANY = "*"
+MAX_SHOWN_CHARACTERS = 100
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{0,5}))?")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class HostRules:
+    """The names that a server listening on the address `bound_to` answers to.
+
+    On a loopback address: `localhost`, names under it, and loopback addresses. Elsewhere also every address, since a
+    page cannot make its own name one, and the names of this machine. Everywhere the `allowed` ones.
+    """
+
+    def __init__(self, bound_to: str, allowed: Sequence[str]) -> None:
+        self._bound_to = bound_to.lower()
+        self._is_loopback = _is_loopback(self._bound_to)
+        self._allows_any = ANY in allowed
+        self._names = {name.lower() for name in allowed}
+        self._suffixes = tuple(name[1:].lower() for name in allowed if name.startswith("*."))
+        self._machine: frozenset[str] | None = None
+
+    async def allow(self, name: str) -> bool:
+        """`name`: of the Host header in lower case, without port, brackets and a dot at its end."""
+        if self._allows_any or name in self._names or name.endswith(self._suffixes) or _is_loopback(name):
+            return True
+        if self._is_loopback:
+            return False
+        if name == self._bound_to or _address(name) is not None:
+            return True
+        if self._machine is None:
+            # Not at the start: a resolver that does not answer would delay it.
+            self._machine = await asyncio.to_thread(_machine_names)
+        return name in self._machine
+
+
+class SiteGuard:
+    """Middleware that answers 421 to foreign names in Host, and 403 to pages of other sites that are not in `origins`.
+
+    HTTP/1.0 requests without a Host pass, unless they bring an Origin: no browser sends them, some probes do.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: HostRules, origins: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = hosts
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := await self._objection(scope)) is not None:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _objection(self, scope: Scope) -> ApiError | None:
+        host: str | None = None
+        origins: list[str] = []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value.decode("latin-1")
+            elif name == b"origin":
+                origins.append(value.decode("latin-1"))
+        site: tuple[str, int] | None = None
+        if host is not None:
+            site = _site(host, scope["scheme"])
+            if site is None:
+                return invalid_request(f"the Host header is no host: {_shown(host)}", code="invalid_host")
+            if not await self._hosts.allow(site[0]):
+                message = f"this server does not answer to the host {_shown(site[0])}: --allowed-hosts adds names"
+                return invalid_request(message, code="host_not_allowed", status=421)
+        if not origins or ANY in self._origins:
+            return None
+        if len(origins) == 1 and (origins[0] in self._origins or _is_same_site(origins[0], scope["scheme"], site)):
+            return None
+        message = f"pages of {_shown(', '.join(origins))} may not call this server: --cors-allowed-origins adds origins"
+        return ApiError(403, ErrorDetail(message, INVALID_REQUEST, None, "origin_not_allowed"))
+
+
+def _is_same_site(origin: str, scheme: str, site: tuple[str, int] | None) -> bool:
+    origin_scheme, _, host = origin.partition("://")
+    return site is not None and origin_scheme == scheme and _site(host, scheme) == site
+
+
+def _site(host: str, scheme: str) -> tuple[str, int] | None:
+    """The name in lower case and the port of a Host header; None for what is none."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return None
+    name = found["name"].lower().strip("[]").removesuffix(".")
+    return name, int(found["port"] or _DEFAULT_PORTS.get(scheme, 0))
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    address = _address(name)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _machine_names() -> frozenset[str]:
+    return frozenset(name.lower() for name in (socket.gethostname(), socket.getfqdn()))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "...")
