@@ -22,7 +22,7 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, prompt_text
+from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.loop import describe
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import OutputStream
@@ -121,6 +121,11 @@ class AsyncLLM:
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether a request may bring a priority."""
+        return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
     def errored(self) -> bool:
@@ -386,7 +391,7 @@ class AsyncLLM:
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
-        return await _off_loop(len(prompt_text(prompt) or ""), process)
+        return await _off_loop(num_units(prompt, params), process)
 
     def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
         with self._lock:
@@ -533,5 +538,5 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here when it is short, on another thread when it is long. size: characters."""
+    """Run `work` here when it is short, on another thread when it is long. size: characters, or as much."""
     return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
