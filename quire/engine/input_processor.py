@@ -20,6 +20,8 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 MAX_STOP_CHARACTERS = 16_384
 MAX_CHARACTERS_PER_TOKEN = 64
 """No text averages more: a prompt beyond it is refused without spending seconds on its tokens."""
+MAX_CUT_CHARACTERS = 2**20
+"""Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
 MASK_63 = 2**63 - 1
@@ -162,7 +164,7 @@ class InputProcessor:
             options=chat_template_kwargs,
         )
         check_unicode(text, param="messages")
-        self._check_text_length(text, "messages")
+        self.check_text_length(text, "messages")
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
@@ -175,8 +177,7 @@ class InputProcessor:
                     param="prompt",
                 )
             check_unicode(content, param="prompt")
-            if keep is None:
-                self._check_text_length(content, "prompt")
+            self.check_text_length(content, "prompt", is_cut=keep is not None)
             token_ids = self.tokenizer.encode(content, add_special_tokens)
             self._check_embedding(self.tokenizer, token_ids)
         else:
@@ -205,8 +206,11 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _check_text_length(self, text: str, param: str) -> None:
-        if len(text) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+    def check_text_length(self, text: str, param: str, *, is_cut: bool = False) -> None:
+        """Raise PromptTooLongError for a text that is not worth the time and memory of its tokens. is_cut: only its
+        last ones are wanted."""
+        limit = self.max_model_len * MAX_CHARACTERS_PER_TOKEN
+        if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, far more than the model's context of "
                 f"{self.max_model_len} tokens holds",
@@ -266,6 +270,12 @@ def num_units(prompt: Prompt, params: SamplingParams) -> int:
         content = prompt.get("prompt_token_ids", prompt.get("prompt"))
     lists = (content, params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
     return sum(len(entry) for entry in lists if isinstance(entry, Sized)) + sum(map(len, params.bad_words or ()))
+
+
+def num_prompt_tokens(prompt: Prompt) -> int:
+    """Token ids of a prompt that is not a text; 0 for one that is."""
+    content: Any = prompt.get("prompt_token_ids", "") if isinstance(prompt, Mapping) else prompt
+    return 0 if isinstance(content, str) else len(content)
 
 
 def prompt_text(prompt: Prompt) -> str | None:
