@@ -27,7 +27,7 @@ class Program {
   std::size_t size() const noexcept { return ops_.size(); }
 
   // Runs all kernels over step.rows rows. Throws std::invalid_argument for more than max_rows, or when a plan is
-  // missing, for other rows or for other memory.
+  // missing, for other rows or for other memory, or when a token id or position has no row in an embedding.
   void run(const Step& step);
 
  private:
@@ -45,6 +45,7 @@ class Program {
   std::size_t scratch_bytes_ = 0;
   std::vector<Op> ops_;
   std::vector<AttentionArgs> attention_;
+  std::vector<EmbedArgs> embeddings_;
 };
 
 }  // namespace quire

@@ -55,8 +55,14 @@ class EngineDeadError(QuireError):
     """The engine core is gone; the message carries the root cause."""
 
 
+MAX_SUGGESTED_CHARACTERS = 100
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest of `known`, or an empty string."""
+    """Return `; did you mean 'x'?` for the closest of `known`, or an empty string: also for a name too long to
+    be a typing mistake, because comparing takes time and memory for each of its characters."""
+    if len(name) > MAX_SUGGESTED_CHARACTERS:
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

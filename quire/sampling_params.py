@@ -102,15 +102,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        _token_ids("stop_token_ids", self.stop_token_ids)
+        self._set_token_ids("stop_token_ids")
         self._check_best_of()
         self._check_beam_search()
         self._check_stop()
-        _token_ids("allowed_token_ids", self.allowed_token_ids)
+        self._set_token_ids("allowed_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
+
+    def _set_token_ids(self, name: str) -> None:
+        """Check a list of token ids, and leave each id in it once: what is done for every entry is then bounded by the
+        vocabulary."""
+        values = getattr(self, name)
+        _token_ids(name, values)
+        if values is not None and len(different := dict.fromkeys(values)) < len(values):
+            msgspec.structs.force_setattr(self, name, list(different))
 
     def _check_best_of(self) -> None:
         _optional_integer("best_of", self.best_of, 1, MAX_N)
@@ -230,6 +238,9 @@ def _token_ids(name: str, values: list[int] | None) -> None:
         return
     if not isinstance(values, list | tuple):
         raise UserError(f"{name} must be a list of token ids, not {values!r}", param=name)
+    # Written for long lists of valid ids: the offender is looked for only when there is one.
+    if not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_INTEGER):
+        return
     for value in values:
         _integer(name, value, 0, None)
 

@@ -313,7 +313,24 @@ def test_a_plain_script_needs_no_main_guard(tmp_path: Path, bundled: LLM) -> Non
     assert json.loads(output) == [o.outputs[0].text for o in bundled.generate(["import os", "class A"], params)]
 
 
-def test_priorities_for_all_or_one_each(llm: LLM) -> None:
+@pytest.fixture
+def with_priorities(tiny_options: EngineOptions) -> EngineOptions:
+    return msgspec.structs.replace(tiny_options, scheduling_policy="priority")
+
+
+def test_priorities_for_all_or_one_each(with_priorities: EngineOptions) -> None:
+    with LLM.from_options(with_priorities, executor=FAKES + "plain") as llm:
+        check_priorities(llm)
+
+
+def test_priorities_are_off_by_default(llm: LLM) -> None:
+    with pytest.raises(UserError, match="got priority -1, but priorities are off") as caught:
+        llm.generate([[1], [2]], GREEDY, priority=[0, -1])
+    assert caught.value.param == "priority"
+    assert_idle(llm)
+
+
+def check_priorities(llm: LLM) -> None:
     plain = first_tokens(llm, [[1], [2], [3]])
     for priority in (5, [3, -1, 0]):
         outputs = llm.generate([[1], [2], [3]], GREEDY, priority=priority)
@@ -325,8 +342,8 @@ def test_priorities_for_all_or_one_each(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_a_better_priority_finishes_first(tiny_options: EngineOptions) -> None:
-    with LLM.from_options(msgspec.structs.replace(tiny_options, max_num_seqs=1), executor=FAKES + "plain") as llm:
+def test_a_better_priority_finishes_first(with_priorities: EngineOptions) -> None:
+    with LLM.from_options(msgspec.structs.replace(with_priorities, max_num_seqs=1), executor=FAKES + "plain") as llm:
         outputs = llm.generate([[1], [2], [3]], GREEDY, priority=[2, 0, 1])
         latencies = [output.metrics.latency for output in outputs]
         assert sorted(range(3), key=latencies.__getitem__) == [1, 2, 0]

@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_num_batched_tokens: int | None = None
     max_prefill_chunk: int | None = None
     queue_depth: int | None = None
-    scheduling_policy: str = "priority"
+    scheduling_policy: str = "fcfs"
     priority_seconds: float = PRIORITY_SECONDS
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
@@ -82,7 +82,7 @@ HELP: dict[str, str] = {
     "max_num_batched_tokens": "most tokens computed in one step",
     "max_prefill_chunk": "most tokens of one sequence in one step",
     "queue_depth": "steps in flight: 1 synchronous, 2 plans the next while one runs (default: 1; 2 on cuda)",
-    "scheduling_policy": "priority (order by the requests' priority and age) or fcfs (requests bring no priority)",
+    "scheduling_policy": "fcfs (first come, first served) or priority (order by the requests' priority and age)",
     "priority_seconds": "seconds of waiting that one level of a request's priority is worth",
     "kv_cache_memory": "memory of the KV cache, such as 4GiB (default: from what is free after loading)",
     "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",

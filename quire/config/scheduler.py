@@ -12,7 +12,7 @@ class SchedulerConfig:
     """max_num_batched_tokens: token budget of a step. max_num_seqs: most sequences that run at once.
     max_prefill_chunk: most tokens that one sequence computes in one step (None: only the budget limits it).
     queue_depth: plans that may be in flight; 1 is synchronous, 2 plans step N+1 while step N runs.
-    scheduling_policy: "priority", or "fcfs": then requests may not bring a priority.
+    scheduling_policy: "fcfs", or "priority": then requests may bring one.
     priority_seconds: seconds of waiting that one level of priority is worth.
     preemption_mode: "recompute", "swap", or "auto", which takes the cheaper one for each victim.
     """
@@ -21,6 +21,6 @@ class SchedulerConfig:
     max_num_seqs: int
     max_prefill_chunk: int | None
     queue_depth: int
-    scheduling_policy: str = "priority"
+    scheduling_policy: str = "fcfs"
     priority_seconds: float = PRIORITY_SECONDS
     preemption_mode: str = "recompute"

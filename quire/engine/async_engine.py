@@ -13,6 +13,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
 from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.inprocess_client import InProcessClient
-from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, prompt_text
+from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.loop import describe
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import OutputStream
@@ -40,6 +41,9 @@ logger = get_logger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+
+MAX_LONG_TEXTS = 2
+"""So many are worked on at a time: tokenising takes about 80 times a text's size in memory. More wait."""
 
 T = TypeVar("T")
 
@@ -96,6 +100,7 @@ class AsyncLLM:
         self._num_unfinished = 0
         self._draining = False
         self._all_finished = asyncio.Event()
+        self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
         self._finalizer = weakref.finalize(self, self._client.shutdown)
         receiver = threading.Thread(
             target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
@@ -121,6 +126,11 @@ class AsyncLLM:
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether a request may bring a priority."""
+        return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
     def errored(self) -> bool:
@@ -243,12 +253,14 @@ class AsyncLLM:
 
     # Text.
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises UserError when the model has no tokenizer."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
+        """Token ids of `text`. Raises UserError when the model has no tokenizer, PromptTooLongError for a text far
+        longer than the model's context. is_cut: only the end of the tokens will be kept."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UserError("this model has no tokenizer", param="prompt")
-        return await _off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+        self.input_processor.check_text_length(text, "prompt", is_cut=is_cut)
+        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
         """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
@@ -257,7 +269,14 @@ class AsyncLLM:
     async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
         """`render_chat` that keeps the loop free when the conversation is long."""
         size = sum(len(str(message.get("content"))) for message in messages)
-        return await _off_loop(size, lambda: self.render_chat(messages, **options))
+        return await self.off_loop(size, lambda: self.render_chat(messages, **options))
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
+        as much."""
+        if size <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
 
     # Control.
 
@@ -349,6 +368,7 @@ class AsyncLLM:
         """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
             self._client.shutdown(timeout)
+            self._text_threads.shutdown(wait=False)
             self._die("the engine was shut down")
 
     # On the event loop.
@@ -386,7 +406,7 @@ class AsyncLLM:
 
         if not self._front_end.is_ready:
             return await asyncio.to_thread(process)  # which waits for the core
-        return await _off_loop(len(prompt_text(prompt) or ""), process)
+        return await self.off_loop(num_units(prompt, params), process)
 
     def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
         with self._lock:
@@ -530,8 +550,3 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
             client.shutdown()
             return
         del engine
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here when it is short, on another thread when it is long. size: characters."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)

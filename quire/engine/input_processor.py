@@ -7,9 +7,10 @@ processes could trip over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple, TypedDict
 
+from quire.engine.bad_words import BadWordTokenizer
 from quire.errors import PromptTooLongError, UserError, reject_unknown
 from quire.request import MAX_PRIORITY, EngineRequest
 from quire.sampling_params import SamplingParams
@@ -17,9 +18,10 @@ from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
-MAX_BAD_WORDS = 1_024
 MAX_CHARACTERS_PER_TOKEN = 64
 """No text averages more: a prompt beyond it is refused without spending seconds on its tokens."""
+MAX_CUT_CHARACTERS = 2**20
+"""Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
 MASK_63 = 2**63 - 1
@@ -65,12 +67,14 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         seed: int,
-        takes_priorities: bool = True,
+        takes_priorities: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self._eos_token_ids = list(eos_token_ids)
+        # A checkpoint may name more than its model has: those never end a sequence, and must not reach the sampler.
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self._seed = seed
         self._takes_priorities = takes_priorities
         self._request_numbers = itertools.count()  # next() is atomic
@@ -113,7 +117,7 @@ class InputProcessor:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=self._resolve_seed(params.seed),
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            bad_token_sequences=self._bad_token_sequences(params.bad_words or []),
+            bad_token_sequences=self._bad_words.sequences(params.bad_words or []),
             cache_salt=cache_salt,
             priority=priority,
         )
@@ -160,7 +164,7 @@ class InputProcessor:
             options=chat_template_kwargs,
         )
         check_unicode(text, param="messages")
-        self._check_text_length(text, "messages")
+        self.check_text_length(text, "messages")
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
@@ -173,9 +177,9 @@ class InputProcessor:
                     param="prompt",
                 )
             check_unicode(content, param="prompt")
-            if keep is None:
-                self._check_text_length(content, "prompt")
+            self.check_text_length(content, "prompt", is_cut=keep is not None)
             token_ids = self.tokenizer.encode(content, add_special_tokens)
+            self._check_embedding(self.tokenizer, token_ids)
         else:
             token_ids = list(content)
             self._check_token_ids(token_ids, "prompt_token_ids")
@@ -192,8 +196,21 @@ class InputProcessor:
             )
         return token_ids
 
-    def _check_text_length(self, text: str, param: str) -> None:
-        if len(text) > self.max_model_len * MAX_CHARACTERS_PER_TOKEN:
+    def _check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
+        """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
+        largest = max(token_ids, default=0)
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"the prompt holds {tokenizer.token_text(largest)!r:.100}, which is token {largest} of the tokenizer; "
+                f"the model has no such token (0 to {self.vocab_size - 1})",
+                param="prompt",
+            )
+
+    def check_text_length(self, text: str, param: str, *, is_cut: bool = False) -> None:
+        """Raise PromptTooLongError for a text that is not worth the time and memory of its tokens. is_cut: only its
+        last ones are wanted."""
+        limit = self.max_model_len * MAX_CHARACTERS_PER_TOKEN
+        if len(text) > (max(limit, MAX_CUT_CHARACTERS) if is_cut else limit):
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, far more than the model's context of "
                 f"{self.max_model_len} tokens holds",
@@ -208,7 +225,10 @@ class InputProcessor:
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, not {priority}", param="priority"
             )
         if priority and not self._takes_priorities:
-            raise UserError("priority needs an engine with scheduling_policy='priority'", param="priority")
+            raise UserError(
+                f"got priority {priority}, but priorities are off: they need scheduling_policy='priority'",
+                param="priority",
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
@@ -242,27 +262,20 @@ class InputProcessor:
         number = next(self._request_numbers)
         return seed & MASK_63 if seed is not None else mix_seed(self._seed, number)
 
-    def _bad_token_sequences(self, bad_words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is tokenised at the start of a text, and after a space where that is other tokens."""
-        if not bad_words:
-            return []
-        if self.tokenizer is None:
-            raise UserError("bad_words need a tokenizer, and this model has none", param="bad_words")
-        if len(bad_words) > MAX_BAD_WORDS:
-            raise UserError(f"at most {MAX_BAD_WORDS} bad_words are allowed", param="bad_words")
-        sequences = []
-        for word in bad_words:
-            check_unicode(word, param="bad_words")
-            bare = word.lstrip()
-            if not bare:
-                raise UserError(f"bad_words must hold words, not {word!r}", param="bad_words")
-            alone, spaced = self.tokenizer.encode_batch([bare, f" {bare}"], add_special_tokens=False)
-            sequences.append(alone)
-            # A different first token of as long a sequence is the word itself with its space; a longer sequence
-            # is a space token and the word again.
-            if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
-                sequences.append(spaced)
-        return [sequence for sequence in sequences if sequence]
+
+def num_units(prompt: Prompt, params: SamplingParams) -> int:
+    """How much `InputProcessor.process` has to read: characters and token ids of the prompt and of lists."""
+    content: Any = prompt
+    if isinstance(prompt, Mapping):
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    lists = (content, params.allowed_token_ids, params.stop_token_ids, params.logit_bias)
+    return sum(len(entry) for entry in lists if isinstance(entry, Sized)) + sum(map(len, params.bad_words or ()))
+
+
+def num_prompt_tokens(prompt: Prompt) -> int:
+    """Token ids of a prompt that is not a text; 0 for one that is."""
+    content: Any = prompt.get("prompt_token_ids", "") if isinstance(prompt, Mapping) else prompt
+    return 0 if isinstance(content, str) else len(content)
 
 
 def prompt_text(prompt: Prompt) -> str | None:

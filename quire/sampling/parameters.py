@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.sampling.bad_words import BadWordsColumn
-from quire.sampling.ragged import RaggedColumn
+from quire.sampling.ragged import RaggedColumn, TokenLists
 from quire.step import SequenceSampling
 
 SEED_MASK = 2**64 - 1
@@ -62,7 +62,7 @@ class SamplingRows:
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         self.logit_bias = RaggedColumn()
         self.stop_tokens = RaggedColumn()
-        self.allowed_tokens = RaggedColumn()
+        self.allowed_tokens = TokenLists()
         self.bad_words = BadWordsColumn()
         self.rows_with_prompt_logprobs: set[int] = set()
 
@@ -82,8 +82,7 @@ class SamplingRows:
         self.num_logprobs[row] = params.logprobs or 0
         self.num_candidates[row] = sampling.num_candidates
         self.num_prompt_logprobs[row] = params.prompt_logprobs or 0
-        bias = params.logit_bias or {}
-        self.logit_bias.set(row, list(bias), list(bias.values()))
+        self.logit_bias.set(row, params.logit_bias or {})
         self.stop_tokens.set(row, sampling.stop_token_ids if params.min_tokens else ())
         self.allowed_tokens.set(row, params.allowed_token_ids or ())
         self.bad_words.set(row, sampling.bad_token_sequences)

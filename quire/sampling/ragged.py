@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from quire.sampling.shared_lists import SharedLists
+
+Tokens = Sequence[int] | Mapping[int, float]
+
 
 class RaggedColumn:
-    """Some rows own a list of token ids (with a value each); most own none.
+    """Some rows own a list of token ids (with a value each); most own none. Lists of one request are converted once.
 
-    The flat arrays are rebuilt when rows have changed, not every step. A step asks for its entries by `select`.
+    The flat arrays are rebuilt when rows have changed, not every step. A step asks for its entries by `select`. They
+    have an entry for each token of each row: for lists that a request's limits keep short.
     """
 
     def __init__(self) -> None:
-        self._lists: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lists: SharedLists[Tokens, tuple[np.ndarray, np.ndarray]] = SharedLists(_arrays)
         self._flat: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
-    def set(self, row: int, token_ids: Sequence[int], values: Sequence[float] | None = None) -> None:
-        """Give `row` these tokens (and values, default 0), in place of what it had. An empty list clears it."""
-        if not len(token_ids):
+    def set(self, row: int, tokens: Tokens) -> None:
+        """Give `row` these tokens (a mapping: and their values; else 0), in place of what it had. An empty one clears
+        it."""
+        if not tokens:
             self.clear(row)
             return
-        tokens = np.asarray(token_ids, np.int64)
-        self._lists[row] = (
-            tokens,
-            np.zeros(len(tokens), np.float32) if values is None else np.asarray(values, np.float32),
-        )
+        self._lists.set(row, tokens)
         self._flat = None
 
     def clear(self, row: int) -> None:
-        if self._lists.pop(row, None) is not None:
+        if self._lists.clear(row):
             self._flat = None
 
     def select(self, index_of_row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -46,11 +48,44 @@ class RaggedColumn:
         return index[present], tokens[present], values[present]
 
     def _flatten(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        if not self._lists:
+        entries = list(self._lists)
+        if not entries:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
-        sizes = [len(tokens) for tokens, _ in self._lists.values()]
         return (
-            np.repeat(np.fromiter(self._lists, np.int64, len(self._lists)), sizes),
-            np.concatenate([tokens for tokens, _ in self._lists.values()]),
-            np.concatenate([values for _, values in self._lists.values()]),
+            np.repeat([row for row, _ in entries], [len(tokens) for _, (tokens, _) in entries]),
+            np.concatenate([tokens for _, (tokens, _) in entries]),
+            np.concatenate([values for _, (_, values) in entries]),
         )
+
+
+class TokenLists:
+    """As RaggedColumn, for lists that may name the whole vocabulary: never flat, one array for a request."""
+
+    def __init__(self) -> None:
+        self._lists: SharedLists[Sequence[int], np.ndarray] = SharedLists(lambda tokens: np.asarray(tokens, np.int64))
+
+    def set(self, row: int, tokens: Sequence[int]) -> None:
+        """Give `row` these tokens, in place of what it had. An empty list clears it."""
+        if tokens:
+            self._lists.set(row, tokens)
+        else:
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        self._lists.clear(row)
+
+    def select(self, index_of_row: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """(batch index, token ids [N] int64) of each row in a batch that has a list. index_of_row: as RaggedColumn."""
+        return [(index, tokens) for row, tokens in self._lists if (index := int(index_of_row[row])) >= 0]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the arrays hold."""
+        return sum(tokens.nbytes for tokens in self._lists.distinct())
+
+
+def _arrays(tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    if isinstance(tokens, Mapping):
+        return ids, np.fromiter(tokens.values(), np.float32, len(tokens))
+    return ids, np.zeros(len(tokens), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.sampling.batch import SampleBatch
-from quire.sampling.ragged import RaggedColumn
+from quire.sampling.ragged import RaggedColumn, TokenLists
 
 BANNED_SCORE = np.float32(-1e30)
 """Finite on purpose. Beside any permitted token a banned one has probability exactly 0; a request whose bans
@@ -27,12 +27,13 @@ def ban_stop_tokens(
     ban(scores, index[early], tokens[early])
 
 
-def keep_allowed(scores: np.ndarray, column: RaggedColumn, index_of_row: np.ndarray) -> None:
-    """In rows that have a list of allowed tokens, make every other token impossible."""
-    index, tokens, _ = column.select(index_of_row)
-    allowed_scores = scores[index, tokens]
-    scores[np.unique(index)] = -np.inf
-    scores[index, tokens] = allowed_scores
+def keep_allowed(scores: np.ndarray, column: TokenLists, index_of_row: np.ndarray) -> None:
+    """In rows that have a list of allowed tokens, make every other token impossible. Row by row: what a step needs
+    besides the scores is one row's list, however many rows have it."""
+    for index, tokens in column.select(index_of_row):
+        allowed_scores = scores[index, tokens]
+        scores[index] = -np.inf
+        scores[index, tokens] = allowed_scores
 
 
 def ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:

@@ -32,6 +32,7 @@ class Answer(ABC, Generic[Body]):
         self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
+        context.check_priority(body.priority)
         self._params = body.to_sampling_params()
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, body.request_id)

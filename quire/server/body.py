@@ -13,9 +13,10 @@ from quire.errors import UserError, nearest_name
 from quire.server.errors import ApiError, invalid_request
 from quire.server.protocol.common import RequestStruct
 
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
-_MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
-_AT_PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
+_UNKNOWN_FIELD = "Object contains unknown field `"
+_MISSING_FIELD = "Object missing required field `"
+_AT_PATH = " - at `"
+_OF_A_KEY = "key` in `"
 _PATH_STEP = re.compile(r"\.([^.\[\]]+)|\[[^\]]*\]")
 
 
@@ -96,18 +97,30 @@ def _unknown_field(name: str, path: str, known: tuple[str, ...]) -> ApiError:
 
 def _explain(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> ApiError:
     """Turn "Expected `int`, got `str` - at `$.n`" into an error whose `param` is the path of the field."""
-    where = _AT_PATH.search(str(error))
-    text = str(error)[: where.start()] if where else str(error)
-    path = where[1].lstrip(".").removesuffix("[...]") if where else ""
+    text, path = _split_path(str(error))
     if isinstance(error.__cause__, UserError):
         return invalid_request(error.__cause__.message, param=_join(path, error.__cause__.param))
-    if unknown := _UNKNOWN_FIELD.fullmatch(text):
-        return _unknown_field(unknown[1], _join(path, unknown[1]), _fields_at(kind, path))
-    if missing := _MISSING_FIELD.fullmatch(text):
-        field = _join(path, missing[1])
+    if text.startswith(_UNKNOWN_FIELD):
+        name = text[len(_UNKNOWN_FIELD) : -1]
+        return _unknown_field(name, _join(path, name), _fields_at(kind, path))
+    if text.startswith(_MISSING_FIELD):
+        field = _join(path, text[len(_MISSING_FIELD) : -1])
         return invalid_request(f"{field} is required", param=field, code="missing_required_parameter")
     text = text[0].lower() + text[1:].replace(" | null", "").replace("`", "")
     return invalid_request(_join(path, text, ": "), param=path or None, code="invalid_type")
+
+
+def _split_path(message: str) -> tuple[str, str]:
+    """(what is wrong, path of the field) of msgspec's " - at `$.path`", both without its marks.
+
+    The path is looked for from the end, in time proportional to the message: what comes before it may quote a field's
+    name, which is the client's and may hold anything. The path itself holds our names and indices only.
+    """
+    text, found, path = message.rpartition(_AT_PATH)
+    path = path.removeprefix(_OF_A_KEY)
+    if not found or not (path.startswith("$") and path.endswith("`")):
+        return message, ""
+    return text, path[1:-1].lstrip(".").removesuffix("[...]")
 
 
 def _join(path: str, name: str | None, separator: str = ".") -> str:

@@ -27,6 +27,7 @@ from quire.server.protocol.chat import (
 )
 from quire.server.protocol.common import Usage
 from quire.server.streaming import DONE, encode_event
+from quire.server.weight import AnswerWeight
 
 logger = get_logger(__name__)
 
@@ -42,6 +43,9 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def __init__(self, context: ServerContext, body: ChatRequest) -> None:
         super().__init__(context, body)
+        self._weight = AnswerWeight(
+            logprobs=self._params.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+        )
         logger.debug("%s: %d messages, user %r", self.response_id, len(body.messages), body.user)
 
     async def complete(self) -> ChatResponse:
@@ -83,6 +87,7 @@ class ChatAnswer(Answer[ChatRequest]):
     async def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         body = self._body
         rendered = await render_chat(self._context.engine, body)
+        self._weigh(len(rendered.token_ids))
         prompt: TokensPrompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
         running = generate(
             self._context,
@@ -96,7 +101,17 @@ class ChatAnswer(Answer[ChatRequest]):
         async with aclosing(running) as outputs:
             async for _, output in outputs:
                 self._counter.add(0, output)
+                self._weight.generated(output.outputs)
                 yield output
+
+    def _weigh(self, num_tokens: int) -> None:
+        """Refuse a request whose answer would be too large, before anything of it runs."""
+        body, longest = self._body, self._context.engine.ready.max_model_len
+        num_tokens = min(num_tokens, longest, body.truncate_prompt_tokens or longest)
+        num_entries = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
+        self._weight.prompt(num_tokens, 1, num_texts=int(body.return_token_ids), num_entries=num_entries)
+        if self._params.max_tokens is not None:
+            self._weight.planned(self._params.num_sequences, min(longest, self._params.max_tokens))
 
     def _role_event(self, index: int, output: RequestOutput, *, is_first: bool) -> bytes:
         """A choice begins with its role; the first chunk of the stream also brings what is said of the prompt."""

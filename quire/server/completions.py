@@ -8,7 +8,7 @@ from contextlib import aclosing
 from fastapi import FastAPI
 from msgspec import UNSET, UnsetType
 
-from quire.engine.input_processor import Prompt
+from quire.engine.input_processor import Prompt, num_prompt_tokens
 from quire.logging import get_logger
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.answer import Answer, add_answer_route
@@ -23,6 +23,7 @@ from quire.server.protocol.completion import (
     CompletionResponse,
 )
 from quire.server.streaming import DONE, encode_event
+from quire.server.weight import AnswerWeight
 
 logger = get_logger(__name__)
 
@@ -38,6 +39,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
     def __init__(self, context: ServerContext, body: CompletionRequest) -> None:
         super().__init__(context, body)
+        self._weight = AnswerWeight(
+            logprobs=body.logprobs, return_token_ids=body.return_token_ids, is_streamed=body.stream
+        )
         self._tokenizer = context.tokenizer
         self._begun: set[int] = set()
         """Choices of which something was said."""
@@ -70,8 +74,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         body = self._body
         prompts: list[Prompt] = list(body.prompts)
-        if not body.add_special_tokens:
-            prompts = [await self._without_special_tokens(prompt) for prompt in body.prompts]
+        if not body.add_special_tokens or body.repeats_prompts:
+            prompts = [await self._tokenised(prompt) for prompt in body.prompts]
+        self._weigh(prompts)
         running = generate(
             self._context,
             prompts,
@@ -85,11 +90,27 @@ class CompletionAnswer(Answer[CompletionRequest]):
             async for pair in outputs:
                 yield pair
 
-    async def _without_special_tokens(self, prompt: str | list[int]) -> Prompt:
-        if not isinstance(prompt, str):
+    async def _tokenised(self, prompt: str | list[int]) -> Prompt:
+        """The prompt's tokens, with its text to report. An empty text is left to the engine to refuse."""
+        if not isinstance(prompt, str) or not prompt:
             return prompt
-        token_ids = await self._context.engine.encode(prompt, add_special_tokens=False)
+        body = self._body
+        token_ids = await self._context.engine.encode(
+            prompt, add_special_tokens=body.add_special_tokens, is_cut=body.truncate_prompt_tokens is not None
+        )
         return {"prompt_token_ids": token_ids, "prompt": prompt}
+
+    def _weigh(self, prompts: list[Prompt]) -> None:
+        """Refuse a request whose answer would be too large, before anything of it runs."""
+        body, n = self._body, self._params.n
+        longest = self._context.engine.ready.max_model_len
+        if body.repeats_prompts:
+            keep = min(longest, body.truncate_prompt_tokens or longest)
+            num_tokens = sum(min(keep, num_prompt_tokens(prompt)) for prompt in prompts)
+            scored = [k + 1 for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+            num_texts = body.echo + body.return_token_ids
+            self._weight.prompt(num_tokens, n, num_texts=num_texts, num_entries=sum(scored))
+        self._weight.planned(len(prompts) * self._params.num_sequences, min(longest, body.max_tokens))
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(

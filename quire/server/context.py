@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.errors import UnknownModelError, nearest_name
+from quire.errors import UnknownModelError, UserError, nearest_name
 from quire.server.errors import overloaded, unavailable
 from quire.server.settings import ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
@@ -51,6 +51,15 @@ class ServerContext:
             served = ", ".join(self.model_names)
             raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
         return model
+
+    def check_priority(self, priority: int) -> None:
+        """Raise UserError for a priority that clients may not send. Whether the engine takes any is its own to say."""
+        low, high = self.settings.priorities()
+        if self.engine.takes_priorities and not low <= priority <= high:
+            raise UserError(
+                f"priority must be between {low} and {high} on this server (--priority-range), not {priority}",
+                param="priority",
+            )
 
     def check_alive(self) -> None:
         """Raise a 503 error when the engine is dead or the server on its way out."""

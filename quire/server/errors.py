@@ -22,11 +22,32 @@ MAX_SHOWN_CHARACTERS = 200
 """Of a path that does not exist."""
 
 
+MAX_MESSAGE_CHARACTERS = 1000
+MAX_PARAM_CHARACTERS = 200
+
+
 class ErrorDetail(msgspec.Struct):
+    """What a client reads of its mistake. This is the one place that cuts it: a message may quote a value or a field's
+    name that the client sent, of any length."""
+
     message: str
     type: str
     param: str | None = None
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        self.message = shorten(self.message, MAX_MESSAGE_CHARACTERS)
+        if self.param is not None:
+            self.param = shorten(self.param, MAX_PARAM_CHARACTERS)
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text`, or of a longer one its beginning and its end, at most `limit` characters with a note of the length."""
+    if len(text) <= limit:
+        return text
+    note = f" ... ({len(text)} characters) ... "
+    num_last = limit // 4
+    return text[: limit - num_last - len(note)] + note + text[-num_last:]
 
 
 class ErrorBody(msgspec.Struct):

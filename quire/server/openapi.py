@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from quire.dashboard.frame import Frame
+from quire.server.errors import ErrorBody
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelList
@@ -18,6 +19,28 @@ from quire.server.protocol.tokenize import (
     TokenizeResponse,
 )
 from quire.version import __version__
+
+ERRORS = {
+    400: "The request is wrong: the message and `param` say where",
+    401: "The API key is missing or wrong",
+    403: "The request comes from a web page of another origin",
+    404: "The model is not served here",
+    408: "The request did not arrive in time",
+    413: "The body is larger than the limit",
+    415: "The body is not JSON",
+    421: "The Host is none of this server's names",
+    429: "Too many requests wait already: try again later",
+    431: "The request's head is too large",
+    500: "The model computed no numbers, or the server failed",
+    503: "The server is shutting down, asleep, or its engine is gone",
+}
+"""Status -> what it means, on every route of this document unless said otherwise below."""
+
+WITH_BODY = frozenset({408, 413, 415})
+"""Of requests that bring one."""
+GENERATING = frozenset({429})
+"""Of requests that wait for a place in the batch."""
+NAMING_A_MODEL = frozenset({404})
 
 _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Struct]]] = {
     "/v1/completions": ("Complete a prompt", CompletionRequest, CompletionResponse),
@@ -39,12 +62,14 @@ def describe() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     structs = [struct for _, *pair in _OPERATIONS.values() for struct in pair if struct is not None]
     references, components = msgspec.json.schema_components(
-        [*structs, ChatChunk], ref_template="#/components/schemas/{name}"
+        [*structs, ChatChunk, ErrorBody], ref_template="#/components/schemas/{name}"
     )
-    schemas = dict(zip([*structs, ChatChunk], references, strict=True))
+    schemas = dict(zip([*structs, ChatChunk, ErrorBody], references, strict=True))
     paths: dict[str, Any] = {}
     for path, (summary, request, response) in _OPERATIONS.items():
         answer = {"200": {"description": "OK", "content": _json(schemas[response])}}
+        for status in statuses(path, takes_body=request is not None):
+            answer[str(status)] = {"description": ERRORS[status], "content": _json(schemas[ErrorBody])}
         operation: dict[str, Any] = {"summary": summary, "responses": answer}
         if request is not None:
             operation["requestBody"] = {"required": True, "content": _json(schemas[request])}
@@ -55,6 +80,14 @@ def describe() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components},
     }
+
+
+def statuses(path: str, *, takes_body: bool) -> list[int]:
+    """The error statuses that a route can answer with."""
+    left_out = set() if takes_body else {*WITH_BODY, *NAMING_A_MODEL}
+    if not path.startswith("/v1/") or not takes_body:
+        left_out |= GENERATING
+    return [status for status in ERRORS if status not in left_out]
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

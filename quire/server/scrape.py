@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import EngineDeadError
@@ -30,8 +30,16 @@ def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
         with contextlib.suppress(EngineDeadError, TimeoutError):
             async with asyncio.timeout(SNAPSHOT_SECONDS):
                 context.metrics.record_stats(await context.engine.stats())
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = _encoder_for(request.headers.get("accept", ""))
         return Response(encode(context.metrics.registry), media_type=content_type)
+
+
+def _encoder_for(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """What to write for an Accept header, and its content type: the text format where the header is not understood."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # the library compares a version that is no number with one that is
+        return choose_encoder("")
 
 
 class HttpCounter(Collector):

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from quire.errors import ConfigError, nearest_name
+from quire.request import MAX_PRIORITY
 from quire.utils.sizes import parse_bytes
 
 MAX_PORT = 65535
@@ -19,6 +20,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
     max_body_size: bytes of a request body, as a number or "8MiB".
+    priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier).
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
@@ -37,6 +39,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     api_key: str | None = None
     max_body_size: int | str = "8MiB"
     max_num_queued: int | None = 4096
+    priority_range: str = "0,100"
     shutdown_timeout: float = 30.0
     preload_prefix: list[str] = []
     cors_allowed_origins: list[str] = []
@@ -88,6 +91,22 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"({self.max_body_size}): one body of that size is to be received",
                 param="max_total_body_size",
             )
+        self.priorities()
+
+    def priorities(self) -> tuple[int, int]:
+        """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
+        low, _, high = self.priority_range.partition(",")
+        try:
+            found = int(low), int(high)
+        except ValueError:
+            found = 1, 0
+        if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
+            raise ConfigError(
+                f"priority_range must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not "
+                f"{self.priority_range!r}",
+                param="priority_range",
+            )
+        return found
 
     @property
     def max_total_body_bytes(self) -> int:
@@ -142,6 +161,7 @@ HELP: dict[str, str] = {
     "api_key": "key that clients must send as 'Authorization: Bearer KEY'",
     "max_body_size": "largest request body, such as 8MiB",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
+    "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",
     "shutdown_timeout": "seconds that running requests get to finish after SIGTERM",
     "preload_prefix": "text file that is computed and kept as a prefix before the start; may be given several times",
     "cors_allowed_origins": "origin that browsers may call from ('*': any); may be given several times",

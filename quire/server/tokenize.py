@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize. Both take what the model's context allows, and keep the event loop free."""
 
 from __future__ import annotations
 
@@ -18,27 +18,35 @@ from quire.server.responses import json_response
 
 
 def add_tokenize_routes(app: FastAPI, context: ServerContext) -> None:
-    tokenizer = context.tokenizer
+    engine, tokenizer = context.engine, context.tokenizer
+    longest = engine.ready.max_model_len
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), TokenizeRequest)
         context.served_name(body.model)
         if body.messages is not None:
-            tokens = (await render_chat(context.engine, body)).token_ids
+            tokens = (await render_chat(engine, body)).token_ids
         else:
-            tokens = await context.engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
-        strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return json_response(TokenizeResponse(len(tokens), context.engine.ready.max_model_len, tokens, strings))
+            tokens = await engine.encode(body.prompt or "", add_special_tokens=body.special_tokens)
+        strings = None
+        if body.return_token_strs:
+            strings = await engine.off_loop(len(tokens), lambda: [tokenizer.token_text(token) for token in tokens])
+        return json_response(TokenizeResponse(len(tokens), longest, tokens, strings))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), DetokenizeRequest)
         context.served_name(body.model)
-        for token in body.tokens:
-            if token >= tokenizer.vocab_size:
-                raise UserError(
-                    f"token id {token} is out of range: the vocabulary has {tokenizer.vocab_size} tokens",
-                    param="tokens",
-                )
-        return json_response(DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+        # A token may stand for a hundred characters, so that the answer would be many times what was sent.
+        if len(body.tokens) > longest:
+            raise UserError(
+                f"at most {longest} tokens are allowed, the model's context, not {len(body.tokens)}", param="tokens"
+            )
+        largest = max(body.tokens, default=0)
+        if largest >= tokenizer.vocab_size:
+            raise UserError(
+                f"token id {largest} is out of range: the vocabulary has {tokenizer.vocab_size} tokens", param="tokens"
+            )
+        text = await engine.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return json_response(DetokenizeResponse(text))

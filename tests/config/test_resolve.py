@@ -55,7 +55,7 @@ def test_options_reach_their_slices(model: str) -> None:
         max_num_batched_tokens=50,
         max_prefill_chunk=20,
         queue_depth=2,
-        scheduling_policy="fcfs",
+        scheduling_policy="priority",
         priority_seconds=2.5,
         num_threads=5,
         seed=11,
@@ -65,7 +65,7 @@ def test_options_reach_their_slices(model: str) -> None:
     assert (config.cache.num_blocks_override, config.cache.enable_prefix_caching) == (7, False)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 50)
     assert (config.scheduler.max_prefill_chunk, config.scheduler.queue_depth) == (20, 2)
-    assert (config.scheduler.scheduling_policy, config.scheduler.priority_seconds) == ("fcfs", 2.5)
+    assert (config.scheduler.scheduling_policy, config.scheduler.priority_seconds) == ("priority", 2.5)
     assert config.device.num_threads == 5
     assert (config.seed, config.load.seed) == (11, 11)
 

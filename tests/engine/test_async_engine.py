@@ -364,7 +364,9 @@ async def test_priorities_order_requests_and_are_checked(engine: AsyncLLM, optio
         with pytest.raises(UserError) as caught:
             await anext(engine.generate([1, 2], SHORT, priority=priority))  # type: ignore[arg-type]
         assert caught.value.param == "priority"
-    one_row = start(msgspec.structs.replace(options, max_num_seqs=1), "slow")  # so that it still runs when all wait
+    one_row = start(
+        msgspec.structs.replace(options, max_num_seqs=1, scheduling_policy="priority"), "slow"
+    )  # so that it still runs when all wait
     await begin(one_row, "runs")
     order: list[int] = []
 
@@ -383,7 +385,7 @@ async def test_priorities_order_requests_and_are_checked(engine: AsyncLLM, optio
 
 
 async def test_first_come_first_served_takes_no_priorities(options: EngineOptions) -> None:
-    engine = start(msgspec.structs.replace(options, scheduling_policy="fcfs"))
+    engine = start(options)
     assert len(await collect(engine, [1, 2])) == 6
     with pytest.raises(UserError, match="scheduling_policy") as caught:
         await anext(engine.generate([1, 2], SHORT, priority=1))

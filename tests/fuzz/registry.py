@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fuzz.bodies import BODIES
 from tests.fuzz.harness import Fuzzer
 
-FUZZERS: tuple[Fuzzer, ...] = ()
+FUZZERS: tuple[Fuzzer, ...] = (BODIES,)

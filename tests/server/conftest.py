@@ -63,11 +63,17 @@ async def serving(
     executor: str = "readable",
     live: bool = False,
     max_num_seqs: int = 8,
+    scheduling_policy: str = "fcfs",
 ) -> AsyncIterator[Served]:
     """Serve the tiny model; `live`: over 127.0.0.1, else the client calls the application directly."""
     settings = settings or ServerSettings(served_model_name=["tiny"], port=0)
     settings = msgspec.structs.replace(settings, allowed_hosts=[*settings.allowed_hosts, HOST])
-    options = EngineOptions(model=str(model_path), num_blocks_override=NUM_BLOCKS, max_num_seqs=max_num_seqs)
+    options = EngineOptions(
+        model=str(model_path),
+        num_blocks_override=NUM_BLOCKS,
+        max_num_seqs=max_num_seqs,
+        scheduling_policy=scheduling_policy,
+    )
     engine = AsyncLLM.from_options(options, in_process=True, executor=f"tests.server.executor:{executor}")
     try:
         app = create_app(engine, settings)

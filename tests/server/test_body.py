@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import msgspec
 import pytest
 
-from quire.errors import UserError
+from quire.errors import UserError, nearest_name
+from quire.server import body as body_module
 from quire.server.body import parse_body
 from quire.server.errors import ApiError
 from quire.server.protocol.chat import ChatRequest
@@ -167,3 +172,51 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
     assert failure('{"prompt": "a", "continue_final_message": true}', TokenizeRequest).detail.param == (
         "continue_final_message"
     )
+
+
+class Spy:
+    """A compiled pattern that notes how many characters it is given."""
+
+    def __init__(self, pattern: re.Pattern[str], seen: list[int]) -> None:
+        self._pattern, self._seen = pattern, seen
+
+    def __getattr__(self, name: str) -> Any:
+        def call(text: str, *more: Any) -> Any:
+            self._seen.append(len(text))
+            return getattr(self._pattern, name)(text, *more)
+
+        return call
+
+
+LONG_KEY = " - at `$" * 30_000
+
+
+@pytest.mark.parametrize("key", [LONG_KEY, LONG_KEY + "\\n", "\\u0000" * 50_000, "`" * 100_000, "x" * 200_000])
+@pytest.mark.parametrize("place", ['"stream_options": {"%s": 1}', '"%s": 1', '"logit_bias": {"%s": 1}'])
+def test_no_pattern_is_matched_with_a_long_name_of_the_client(
+    key: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    for name, value in vars(body_module).items():
+        if isinstance(value, re.Pattern):
+            monkeypatch.setattr(body_module, name, Spy(value, seen))
+    error = failure('{"prompt": "a", ' + place % key + "}")
+    assert max(seen, default=0) <= 100
+    assert len(error.detail.message) <= 1000
+    assert len(error.detail.param or "") <= 200
+
+
+@pytest.mark.parametrize("name", ["a", "a - at `$.n`", "a\n", "`", "x - at `key` in `$.logit_bias`"])
+def test_an_unknown_name_is_reported_as_it_is(name: str) -> None:
+    body = msgspec.json.encode({"prompt": "a", "stream": True, "stream_options": {name: 1}})
+    assert failure(body).detail.param == f"stream_options.{name}"
+
+
+@pytest.mark.parametrize("request_id", ["abc\n", "\nabc", "abc\n\n", "a\nb"])
+def test_a_request_id_has_no_line_feeds(request_id: str) -> None:
+    assert failure(msgspec.json.encode({"prompt": "a", "request_id": request_id})).detail.param == "request_id"
+
+
+def test_long_names_are_not_compared() -> None:
+    names = iter(("x" * 101,))
+    assert nearest_name("x" * 101, names) == ""

@@ -227,3 +227,32 @@ async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path
         assert (await served.client.get("/health")).status_code == 200
         metrics = (await served.client.get("/metrics")).text
         assert re.search(r'request_success_total{.*finished_reason="error".*} 6\.0', metrics)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "x" * 1_000_000: 1}),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"x" * 1_000_000: 1}}),
+        ("/v1/completions", {"prompt": "a", "early_stopping": "x" * 1_000_000, "use_beam_search": True}),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**9] * 4000}),
+        ("/v1/completions", {"prompt": "a", "model": "x" * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "\x00" * 1_000_000, "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x" * 1_000_000}]}]}),
+        ("/tokenize", {"prompt": "a", "model": "x" * 1_000_000}),
+        ("/detokenize", {"tokens": [1], "x" * 1_000_000: 1}),
+    ],
+)
+async def test_an_error_does_not_echo_what_was_sent(served: Served, path: str, body: dict[str, Any]) -> None:
+    response = await served.client.post(path, json=body)
+    assert response.status_code in (400, 404)
+    error(response, response.status_code)
+    assert len(response.content) < 10_000
+
+
+@pytest.mark.parametrize("version", ["a.b.c", "1.x.0", "", ".", "0.0.1", "9" * 5000])
+async def test_metrics_take_any_accept_header(served: Served, version: str) -> None:
+    for kind in ("application/openmetrics-text", "text/plain", "*/*"):
+        response = await served.client.get("/metrics", headers={"Accept": f"{kind};version={version}"})
+        assert response.status_code == 200, response.text
+        assert "quire" in response.text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completion import CompletionRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from tests.server.conftest import Served
+from tests.server.conftest import Served, serving
 
 PATHS = {CompletionRequest: "/v1/completions", ChatRequest: "/v1/chat/completions"}
 BASE: dict[type, dict[str, Any]] = {
@@ -71,7 +72,7 @@ COMMON: dict[str, tuple[Any, Effect]] = {
         "mine",
         lambda seen, plain: seen.request_id.endswith("-mine") and seen.request_id == seen.answer["id"],
     ),
-    "priority": (-3, lambda seen, plain: seen.priority == -3 and plain.priority == 0),
+    "priority": (3, lambda seen, plain: seen.priority == 3 and plain.priority == 0),
     "max_tokens": (2, lambda seen, plain: seen.params.max_tokens == 2),
 }
 
@@ -128,6 +129,13 @@ async def send(served: Served, kind: type, fields: dict[str, Any]) -> Seen:
     call = calls[0] if calls else (None, None, "", "", 0)
     answer = response.json() if response.headers["content-type"] == "application/json" else None
     return Seen(*call, response.status_code, response.text, answer)
+
+
+@pytest.fixture
+async def served(model_path: Path) -> AsyncIterator[Served]:
+    """A server whose engine takes priorities."""
+    async with serving(model_path, scheduling_policy="priority") as served:
+        yield served
 
 
 def test_every_field_is_in_the_tables() -> None:

@@ -114,3 +114,18 @@ async def test_cors(model_path: Path) -> None:
     async with serving(model_path) as served:
         response = await served.client.options("/v1/completions", headers=headers)
         assert "access-control-allow-origin" not in response.headers
+
+
+async def test_openapi_lists_the_error_statuses(served: Served) -> None:
+    """Those of the application; others are made in front of it, and listed for every route."""
+    paths = (await served.client.get("/openapi.json")).json()["paths"]
+    both = {400, 401, 403, 421, 431, 500, 503}
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            listed = {int(status) for status in operation["responses"]} - {200}
+            more = {404, 408, 413, 415} if method == "post" else set()
+            more |= {429} if path.endswith("completions") else set()
+            assert listed == both | more, path
+            for status in listed:
+                schema = operation["responses"][str(status)]["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorBody"}

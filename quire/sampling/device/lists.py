@@ -7,23 +7,30 @@ and never written again: a step that runs may still read the one before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from quire.kernels.triton.rules import ALLOWED, BANNED, BIAS, HEADER_WORDS, STOP
+from quire.sampling.shared_lists import SharedLists
 
-KINDS = (BIAS.value, STOP.value, BANNED.value, ALLOWED.value)
+Source = TypeVar("Source")
+
 ENTRY_WORDS = {BIAS.value: 2, STOP.value: 1, BANNED.value: 3, ALLOWED.value: 1}
 
 
 class RowLists:
-    """The lists of `num_rows` rows. Most rows own none."""
+    """The lists of `num_rows` rows. Most rows own none. Rows of one request have the same lists, which are converted
+    once, and lie in the tensor once."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._num_rows = num_rows
         self._device = device
-        self._of_row: dict[int, dict[int, np.ndarray]] = {}
+        self._bias: SharedLists[dict[int, float], np.ndarray] = SharedLists(_bias_words)
+        self._stop: SharedLists[Sequence[int], np.ndarray] = SharedLists(_token_words)
+        self._banned: SharedLists[Sequence[Sequence[int]], np.ndarray] = SharedLists(_banned_words)
+        self._allowed: SharedLists[Sequence[int], np.ndarray] = SharedLists(_token_words)
         self._tensor: torch.Tensor | None = None
 
     def set(
@@ -35,17 +42,14 @@ class RowLists:
         allowed_tokens: Sequence[int],
     ) -> None:
         """Give `row` these lists, in place of what it had."""
-        lists = {
-            BIAS.value: _bias_words(bias),
-            STOP.value: np.array(stop_tokens, np.int32),
-            BANNED.value: _banned_words(banned_sequences),
-            ALLOWED.value: np.array(allowed_tokens, np.int32),
-        }
-        owned = {kind: words for kind, words in lists.items() if len(words)}
-        if self._of_row.pop(row, None) is not None or owned:
+        changed = [
+            _replace(self._bias, row, bias),
+            _replace(self._stop, row, stop_tokens),
+            _replace(self._banned, row, banned_sequences),
+            _replace(self._allowed, row, allowed_tokens),
+        ]
+        if any(changed):
             self._tensor = None
-        if owned:
-            self._of_row[row] = owned
 
     def tensor(self) -> torch.Tensor:
         """[N] int32. Enqueues its copy to the device when rows have changed."""
@@ -59,18 +63,34 @@ class RowLists:
     def _flatten(self) -> np.ndarray:
         header = np.zeros((self._num_rows, HEADER_WORDS.value), np.int32)
         parts, start = [header.reshape(-1)], header.size
-        for row, lists in self._of_row.items():
-            for kind in KINDS:
-                words = lists.get(kind)
-                if words is None:
-                    continue
-                size = len(words) // ENTRY_WORDS[kind]
-                if kind == BANNED.value:
-                    words, size = _placed(words, start)
-                header[row, 2 * kind : 2 * kind + 2] = start, size
-                parts.append(words)
-                start += len(words)
+        columns = ((BIAS, self._bias), (STOP, self._stop), (BANNED, self._banned), (ALLOWED, self._allowed))
+        placed: dict[int, tuple[int, int]] = {}
+        """(start, entries) of the words that lie in the tensor already, by identity."""
+        for kind, column in ((kind.value, column) for kind, column in columns):
+            for row, words in column:
+                if id(words) not in placed:
+                    placed[id(words)] = start, len(words) // ENTRY_WORDS[kind]
+                    if kind == BANNED.value:
+                        part, size = _placed(words, start)
+                        placed[id(words)] = start, size
+                    else:
+                        part = words
+                    parts.append(part)
+                    start += len(part)
+                header[row, 2 * kind : 2 * kind + 2] = placed[id(words)]
         return np.concatenate(parts)
+
+
+def _replace(column: SharedLists[Source, np.ndarray], row: int, source: Source) -> bool:
+    """Give `row` a list, or none where it is empty. Returns whether something has changed."""
+    had = column.clear(row)
+    if source:
+        column.set(row, source)
+    return had or bool(source)
+
+
+def _token_words(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
 
 
 def _bias_words(bias: dict[int, float]) -> np.ndarray:
@@ -83,8 +103,6 @@ def _bias_words(bias: dict[int, float]) -> np.ndarray:
 
 def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """The number of sequences; an entry for each, with the start of its prefix among what follows; the prefixes."""
-    if not sequences:
-        return np.empty(0, np.int32)
     entries: list[int] = []
     prefixes: list[int] = []
     for sequence in sequences:

@@ -66,7 +66,8 @@ class DeviceSamplingRows:
         return (offset - self._offset) // self._stride
 
     def clear(self, row: int) -> None:
-        """Forget that `row` wants anything for its prompt. The rest is overwritten by the next owner."""
+        """Drop what `row` owns beyond its words (those are overwritten by the next owner)."""
+        self.lists.set(row, {}, (), (), ())
         self.rows_with_prompt_logprobs.discard(row)
 
     def used(self, rows: np.ndarray) -> int:

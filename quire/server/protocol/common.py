@@ -20,8 +20,9 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 """Lower is earlier."""
 ShortString = Annotated[str, Meta(max_length=MAX_STRING)]
-Identifier = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")]
-"""Printable ASCII without spaces: safe in a header, a log line and a response id."""
+Identifier = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]
+"""Printable ASCII without spaces: safe in a header, a log line and a response id. (`$` alone lets a line feed follow in
+Python; `\\Z` would say the same, but JSON Schema's regular expressions do not have it.)"""
 
 
 class RequestStruct(msgspec.Struct, frozen=True):

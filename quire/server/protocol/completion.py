@@ -97,6 +97,11 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
         return self.prompt  # type: ignore[return-value]
 
     @property
+    def repeats_prompts(self) -> bool:
+        """Whether the answer holds something for each token of the prompts."""
+        return self.echo or self.return_token_ids or self.prompt_logprobs is not None
+
+    @property
     def skips_special(self) -> bool:
         return self.skip_special_tokens is not False
 

@@ -298,3 +298,33 @@ def test_rotation(isa: str, half: int) -> None:
         for first, last in ((0, 1), (299, 302), (3, 150), (0, 302)):
             assert same_bits(rotation(isa, positions[first:last], frequencies, 1.25, threads), whole[first:last])
     assert rotation(isa, positions[:0], frequencies, 1.0, 2).shape == (0, 2 * half)
+
+
+OUTSIDE = [70, -1, 2**31, -(2**31), 2**63 - 1, -(2**63)]
+
+
+@each_isa
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("by_position", [False, True])
+def test_an_id_outside_the_table_is_refused(isa: str, outside: int, by_position: bool) -> None:
+    """A run with one such row computes nothing: the memory beside the table is not read."""
+    table, ids = Table("F32", 70, 16), torch.arange(20)
+    ids[13] = outside
+    out = strided(torch.full((20, 16), 3.0))
+
+    def record(program: Any, refs: list[Any]) -> None:
+        program.embed(table.weight, 16, 0, by_position, False, refs[0])
+
+    with pytest.raises(ValueError, match=r"lies outside the (embedding|table of positions)"):
+        run(isa, 2, record, [out], *((None, ids) if by_position else (ids, None)))
+    assert (out == 3.0).all()
+
+
+def test_the_shift_counts_when_ids_are_checked() -> None:
+    table, ids = Table("F32", 70, 16), torch.tensor([66, 67])
+    expected = embed(ISAS[0], table, ids + 2)
+    assert same_bits(embed(ISAS[0], table, ids, shift=2), expected)
+    with pytest.raises(ValueError, match="outside the embedding"):
+        embed(ISAS[0], table, ids + 1, shift=2)
+    with pytest.raises(ValueError, match="outside the embedding"):
+        embed(ISAS[0], table, ids - 100, shift=2)
