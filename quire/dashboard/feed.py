@@ -37,7 +37,7 @@ class Feed:
         self._polling: asyncio.Task[None] | None = None
         self._frame: bytes | None = None
         self._number = 0
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._news = asyncio.Event()
 
     @property
@@ -100,7 +100,9 @@ class Feed:
                     self._number += 1
                     self._wake()
                 await self._pause(min(self._intervals.values()))
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             self._failure = error
             self._wake()
 

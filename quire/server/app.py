@@ -14,7 +14,7 @@ from quire.server.chat import add_chat_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
-from quire.server.health import add_health_routes
+from quire.server.health import SilenceGauge, add_health_routes
 from quire.server.home import add_home_route
 from quire.server.live import add_live_routes
 from quire.server.models import add_model_routes
@@ -75,5 +75,6 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         )
     counter = HttpCounter()
     metrics.registry.register(counter)
+    metrics.registry.register(SilenceGauge(lambda: engine.silence))
     app.add_middleware(CountingMiddleware, counter=counter)
     return app
