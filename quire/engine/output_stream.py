@@ -9,16 +9,19 @@ from collections import deque
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
 
+MAX_SEPARATE = 32
+"""Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it
+notices."""
+
 
 class OutputStream:
     """Used on one event loop only.
 
     request_id: as the caller knows it. key: what front end and core call the request; never used twice, so that what
     the core still sends of an aborted request cannot reach a later one of the same id.
-    delta: outputs that were not taken yet are merged into one; otherwise a newer output replaces the older. Either way
-    at most one output waits here (and behind it the last one of a request that the model failed, since its consumer
-    gets an error for that one). A consumer that does not come costs no more than its request's whole answer, and one
-    that is late has one output to handle however many steps it missed.
+    delta: a consumer that is a little behind gets each output as it was; behind the first MAX_SEPARATE, outputs that
+    were not taken yet are merged into one, so that a consumer that does not come costs no more than its request's whole
+    answer, and has few outputs to handle when it does. Without `delta` a newer output replaces the older.
     """
 
     def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
@@ -33,7 +36,8 @@ class OutputStream:
         """Take note of an output. It is not changed: others may hold it as well."""
         if not self._delta:
             self._waiting.clear()
-        if not self._waiting or is_damaged(output):
+        # The output in which the model failed becomes an error for the consumer: what came before it must not.
+        if len(self._waiting) < MAX_SEPARATE or is_damaged(output):
             self._waiting.append(output)
         else:
             newest = self._waiting[-1]

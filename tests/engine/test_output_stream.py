@@ -7,7 +7,8 @@ import copy
 
 import pytest
 
-from quire.engine.output_stream import OutputStream
+from quire.engine import output_stream
+from quire.engine.output_stream import MAX_SEPARATE, OutputStream
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -29,6 +30,13 @@ def delta(step: int, *indices: int, logprobs: bool = False, **fields: object) ->
     return output
 
 
+@pytest.fixture
+def one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that was not taken is merged."""
+    monkeypatch.setattr(output_stream, "MAX_SEPARATE", 1)
+
+
+@pytest.mark.usefixtures("one_waits")
 async def test_deltas_that_were_not_taken_are_one_delta() -> None:
     stream = OutputStream("r", "r#1", delta=True)
     stream.put(delta(0, 0, prompt_logprobs=[None]))
@@ -46,6 +54,7 @@ async def test_deltas_that_were_not_taken_are_one_delta() -> None:
     assert (output.finished, output.prompt_logprobs, output.metrics.latency) == (True, [None], 2.0)
 
 
+@pytest.mark.usefixtures("one_waits")
 async def test_logprobs_stay_with_their_tokens() -> None:
     stream = OutputStream("r", "r#1", delta=True)
     for step in range(3):
@@ -55,6 +64,7 @@ async def test_logprobs_stay_with_their_tokens() -> None:
     assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids == [0, 0, 1, 0, 2, 0]
 
 
+@pytest.mark.usefixtures("one_waits")
 async def test_what_others_hold_is_not_changed() -> None:
     stream = OutputStream("r", "r#1", delta=True)
     outputs = [delta(step, 0, 1, logprobs=True) for step in range(4)]
@@ -66,11 +76,13 @@ async def test_what_others_hold_is_not_changed() -> None:
     assert outputs == before
 
 
-async def test_a_consumer_that_does_not_come_finds_one_output() -> None:
+async def test_a_consumer_that_does_not_come_finds_few_outputs() -> None:
     stream = OutputStream("r", "r#1", delta=True)
     for step in range(10_000):
         stream.put(delta(step, 0))
-    assert len((await stream.get()).outputs[0].token_ids) == 20_000
+    taken = [(await stream.get()).outputs[0].token_ids for _ in range(MAX_SEPARATE)]
+    assert taken[:-1] == [[step, 0] for step in range(MAX_SEPARATE - 1)], "one that is a little behind gets each"
+    assert taken[-1] == [token for step in range(MAX_SEPARATE - 1, 10_000) for token in (step, 0)]
     waiting = asyncio.ensure_future(stream.get())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -95,6 +107,7 @@ async def test_a_failure_comes_behind_what_was_there() -> None:
             await stream.get()
 
 
+@pytest.mark.usefixtures("one_waits")
 async def test_what_came_before_a_failure_of_the_model_is_delivered_before_it() -> None:
     stream = OutputStream("r", "r#1", delta=True)
     for step in range(3):

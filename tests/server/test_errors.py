@@ -217,7 +217,7 @@ def test_what_a_client_reads_of_a_failure_is_a_sentence_and_the_id_of_a_log_reco
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
-    secret = 'OSError: /srv/models/secret: in File "/opt/quire/x.py", line 3'
+    secret = 'OSError: /data/models/secret: in File "/data/quire/x.py", line 3'
     for failure in (KeyError(secret), InternalError(secret, summary="no output")):
         caplog.clear()
         failed = to_api_error(failure)
