@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from quire.errors import QuireError
+from quire.errors import InternalError, QuireError, describe
 
 KEEP_ALIVE_SECONDS = 15.0
 """After so long without news a comment is sent: it keeps proxies patient and finds viewers that are gone."""
@@ -37,7 +37,7 @@ class Feed:
         self._polling: asyncio.Task[None] | None = None
         self._frame: bytes | None = None
         self._number = 0
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._news = asyncio.Event()
 
     @property
@@ -101,9 +101,12 @@ class Feed:
                     self._wake()
                 await self._pause(min(self._intervals.values()))
         except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._failure = error
+            raise  # the last viewer has left
+        except BaseException as error:  # viewers would wait for ever for a task that ended in silence
+            if isinstance(error, Exception):
+                self._failure = error
+            else:
+                self._failure = InternalError(f"no frame: {describe(error)}", summary="there is no frame to show")
             self._wake()
 
     def _wake(self) -> None:
