@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class QuireError(Exception):
@@ -51,8 +53,69 @@ class ModelOutputError(QuireError):
     """The model computed NaN or infinite logits for a request, which has ended; the engine goes on."""
 
 
+class InternalError(QuireError):
+    """One request or one call failed through no fault of its caller; the engine goes on.
+
+    The message may carry paths and details of the cause: it is for the log and for callers in this process. What a
+    client may read is `summary`; `error_id` leads from there to the record in the log.
+    """
+
+    def __init__(self, message: str, *, summary: str = "internal error", error_id: str | None = None) -> None:
+        super().__init__(message)
+        self.summary = summary
+        self.error_id = error_id or new_error_id()
+
+
 class EngineDeadError(QuireError):
-    """The engine core is gone; the message carries the root cause."""
+    """The engine core is gone; the message carries the root cause, with the details that `InternalError` tells of.
+
+    summary: what a client may read of it; None: the message itself, which then has neither paths nor stack frames.
+    """
+
+    def __init__(self, message: str, *, summary: str | None = None, error_id: str | None = None) -> None:
+        super().__init__(message)
+        self.summary = message if summary is None else summary
+        self.error_id = error_id or new_error_id()
+
+    def again(self) -> EngineDeadError:
+        """A new exception that says the same: each raise has a traceback of its own."""
+        return EngineDeadError(str(self), summary=self.summary, error_id=self.error_id)
+
+
+class EngineUnresponsiveError(QuireError):
+    """The engine process gives no sign of life, or a call to the engine was not answered in its time. Requests that the
+    engine has already go on once it answers again."""
+
+
+def new_error_id() -> str:
+    """Twelve hexadecimal digits by which one failure is found in the log."""
+    return secrets.token_hex(6)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception asks the thread to stop, and says nothing about what ran there. Everything else is a
+    failure, also what is no `Exception`: the panic of a native extension derives from BaseException."""
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
+def describe(error: BaseException) -> str:
+    """One line: the error's class and message."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+@contextmanager
+def panics_are_errors(what: str) -> Iterator[None]:
+    """Around calls into a native extension: raise InternalError for its panics, which no `except Exception` catches.
+    what: names the callee."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise InternalError(f"{what} failed: {describe(error)}", summary=f"{what} failed") from error
 
 
 MAX_SUGGESTED_CHARACTERS = 100

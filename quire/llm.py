@@ -21,7 +21,7 @@ from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
-from quire.errors import EngineDeadError, UserError
+from quire.errors import EngineDeadError, InternalError, UserError
 from quire.outputs import RequestOutput, raise_if_damaged
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
@@ -88,7 +88,8 @@ class LLM:
         standard error is a terminal and it takes longer than a second. priority: for all or one each, lower is earlier
         (docs/scheduling.md).
 
-        Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails.
+        Raises UserError, naming the prompt's index, before anything runs; EngineDeadError when the engine fails, and
+        InternalError when the output of a request cannot be processed (the tokenizer fails).
         After an error or Ctrl-C nothing is left running.
         """
         listed = _as_list(prompts)
@@ -186,7 +187,7 @@ class LLM:
             self._call("sleep", str(level))
 
     def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises UserError when the memory, or the checkpoint, is gone."""
+        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
         with self._busy:
             self._call("wake_up")
 
@@ -238,6 +239,8 @@ class LLM:
             processed = self._output_processor.process(outputs.updates)
             for abort in processed.aborts:
                 self._client.send(abort)
+            for failed in processed.failures:
+                raise failed.error
             finished |= {output.request_id: output for output in processed.outputs}
             num_tokens += sum(len(update.new_token_ids) for update in outputs.updates)
             bar.update(len(finished), f"{num_tokens} tokens")
@@ -252,7 +255,8 @@ class LLM:
     def _abandon(self, requests: list[EngineRequest]) -> None:
         """Forget what is unfinished here and in the core."""
         for request in requests:
-            self._output_processor.abort(request.request_id)
+            with suppress(InternalError):
+                self._output_processor.abort(request.request_id)
         with suppress(EngineDeadError):
             for request in requests:
                 self._client.send(Abort(request.request_id))
@@ -263,8 +267,7 @@ class LLM:
         while True:
             outputs = self._client.receive() or EngineOutputs()
             for result in outputs.results:
-                if result.error is not None:
-                    raise UserError(result.error)
+                result.raise_error()
                 return result.value
 
 

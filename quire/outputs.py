@@ -92,7 +92,12 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
+def is_damaged(output: RequestOutput) -> bool:
+    """Whether a request ended because the model computed NaN or infinite logits."""
+    return any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs)
+
+
 def raise_if_damaged(output: RequestOutput) -> None:
     """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits."""
-    if any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
+    if is_damaged(output):
         raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

@@ -47,7 +47,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended, in OpenAI's words, plus `abort`, `timeout`, and `error`: the model computed NaN or infinite
-    logits for it, or for another sequence of its request."""
+    logits for it, or for another sequence of its request (or, in metrics, its output could not be processed)."""
 
     STOP = "stop"
     LENGTH = "length"

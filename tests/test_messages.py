@@ -87,7 +87,7 @@ SNAPSHOT = KVSnapshot(
     host_states=bytes([0, 1]),
     requests=[REQUEST_VIEW],
 )
-RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT)
+RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
 REFUSAL = Refusal("r-2", "too long", param="prompt", is_asleep=True)
 DISK_REPORT = DiskReport(
     found=[(0, b"\x02" * 32)],
@@ -155,7 +155,7 @@ EXAMPLES: list[msgspec.Struct] = [
     REFUSAL,
     EngineOutputs([UPDATE], stats=STATS, results=[RESULT], refusals=[REFUSAL]),
     EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
-    EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype"),
+    EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quire import envs
 from quire.cli.parser import Parser
-from quire.errors import QuireError
+from quire.errors import QuireError, describe
 
 if TYPE_CHECKING:
     from quire.dashboard.client import FrameClient
@@ -95,6 +95,8 @@ def _read(client: FrameClient, rate: float, news: queue.SimpleQueue[Frame | Quir
             news.put(frame)
     except QuireError as error:
         news.put(error)
+    except BaseException as error:  # else the screen would wait for ever for a frame
+        news.put(QuireError(f"the stream of frames cannot be read: {describe(error)}"))
 
 
 def _take(item: Frame | QuireError) -> Frame:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from quire.errors import QuireError
+from quire.errors import InternalError, QuireError, describe
 
 KEEP_ALIVE_SECONDS = 15.0
 """After so long without news a comment is sent: it keeps proxies patient and finds viewers that are gone."""
@@ -100,8 +100,13 @@ class Feed:
                     self._number += 1
                     self._wake()
                 await self._pause(min(self._intervals.values()))
-        except Exception as error:
-            self._failure = error
+        except asyncio.CancelledError:
+            raise  # the last viewer has left
+        except BaseException as error:  # viewers would wait for ever for a task that ended in silence
+            if isinstance(error, Exception):
+                self._failure = error
+            else:
+                self._failure = InternalError(f"no frame: {describe(error)}", summary="there is no frame to show")
             self._wake()
 
     def _wake(self) -> None:

@@ -14,21 +14,22 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.engine.calls import wait_for_answer
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
+from quire.engine.delivery import Delivery, StatsListener
 from quire.engine.front_end import FrontEnd, open_front_end
+from quire.engine.heartbeat import check_responsive
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
-from quire.engine.loop import describe
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import OutputStream
 from quire.engine.process_client import ProcessClient
-from quire.errors import EngineAsleepError, EngineDeadError, QuireError, UserError
+from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
 from quire.outputs import RequestOutput, raise_if_damaged
@@ -50,18 +51,6 @@ T = TypeVar("T")
 
 _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level"}
 """What a method's argument is called."""
-
-
-class StatsListener(Protocol):
-    """Hears of everything that comes out of the engine, on the event loop."""
-
-    def record_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Outputs as their consumers get them (cumulative or delta), the last one of each request included."""
-        ...
-
-    def record_stats(self, stats: EngineStats) -> None:
-        """The snapshot after a step."""
-        ...
 
 
 class AsyncLLM:
@@ -95,9 +84,10 @@ class AsyncLLM:
         self._keys: dict[str, str] = {}
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._is_asleep = False
-        self._death: str | None = None
+        self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
         self._num_unfinished = 0
+        self._num_preparing = 0
         self._draining = False
         self._all_finished = asyncio.Event()
         self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
@@ -141,17 +131,35 @@ class AsyncLLM:
     def dead_error(self) -> EngineDeadError:
         """A new error with the cause of death. Only when `errored`."""
         assert self._death is not None, "the engine is not dead"
-        return EngineDeadError(self._death)
+        return self._death.again()
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine process has given no sign of life (quire/engine/heartbeat.py)."""
+        return self._client.silence
 
     def check_health(self) -> None:
-        """Raise EngineDeadError when the engine is dead."""
+        """Raise EngineDeadError when the engine is dead, and EngineUnresponsiveError when its process has given no sign
+        of life for SILENCE_LIMIT seconds: it is stopped, or one thread keeps the interpreter. A long step is no
+        silence."""
+        self._check_alive()
+        check_responsive(self._client.silence)
+
+    def _check_alive(self) -> None:
         if self.errored:
             raise self.dead_error
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were begun and not ended, those still being tokenised included."""
+        """Requests that were begun and not ended, those still being tokenised included, and those whose consumer has
+        yet to take what is there."""
         return self._num_unfinished
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
+        whose consumer is slow to read its end is not among them."""
+        return self._num_preparing + len(self._streams)
 
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
@@ -175,7 +183,9 @@ class AsyncLLM:
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
-        engine dies, EngineAsleepError while it sleeps, and QuireError while draining.
+        engine dies, EngineUnresponsiveError before the start as `check_health` does (a request that has begun waits
+        until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
+        sleeps, and QuireError while draining.
         """
         self.check_health()
         if self._draining:
@@ -185,8 +195,9 @@ class AsyncLLM:
         with self._counted():
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
-            request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
-            self._submit(request, prompt_text(prompt), stream, delta)
+            with self._preparing():
+                request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
+                self._submit(request, prompt_text(prompt), stream, delta)
             try:
                 finished = False
                 while not finished:
@@ -199,7 +210,7 @@ class AsyncLLM:
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
 
-        As LLM.register_prefix. Cancelled, it leaves nothing registered.
+        As LLM.register_prefix. Cancelled, it leaves nothing registered. Raises EngineUnresponsiveError as `call` does.
         """
         self.check_health()
         if self._draining:
@@ -208,15 +219,16 @@ class AsyncLLM:
         name = f"prefix-{uuid.uuid4().hex}"
         stream = OutputStream(name, name, delta=True)
         with self._counted():
-            processing = asyncio.to_thread(
-                lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
-            )
-            self._submit(await processing, None, stream, True)
+            with self._preparing():
+                request = await asyncio.to_thread(
+                    lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
+                )
+                self._submit(request, None, stream, True)
+            computing = asyncio.ensure_future(_last_output(stream))
             try:
-                while not (output := await stream.get()).finished:
-                    pass
-                raise_if_damaged(output)
+                raise_if_damaged(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
             except BaseException:
+                computing.cancel()
                 self._leave(stream)
                 with contextlib.suppress(EngineDeadError):
                     self._client.send(Call(next(self._numbers), "unregister_prefix", name))
@@ -281,7 +293,9 @@ class AsyncLLM:
     # Control.
 
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
-        """Ask the core (see the message Call). Raises UserError for what it does not know."""
+        """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
+        fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
+        (quire/engine/calls.py)."""
         return (await self._ask(method, argument)).value
 
     async def _ask(self, method: str, argument: str = "") -> CallResult:
@@ -290,16 +304,15 @@ class AsyncLLM:
         call_id = next(self._numbers)
         future: asyncio.Future[CallResult] = loop.create_future()
         with self._lock:
-            self.check_health()
+            self._check_alive()
             self._calls[call_id] = future
         try:
             self._client.send(Call(call_id, method, argument))
-            result = await future
+            result = await wait_for_answer(future, method, lambda: self._client.silence)
         finally:
             self._calls.pop(call_id, None)
-        self.check_health()
-        if result.error is not None:
-            raise UserError(result.error, param=_PARAMETERS.get(method, "method"))
+        self._check_alive()
+        result.raise_error(_PARAMETERS.get(method, "method"))
         return result
 
     async def stats(self) -> EngineStats:
@@ -332,7 +345,7 @@ class AsyncLLM:
         self._is_asleep = True
 
     async def wake_up(self) -> None:
-        """Take requests again; nothing is cached. Raises UserError when the memory, or the checkpoint, is gone."""
+        """Take requests again; nothing is cached. Raises InternalError when the memory, or the checkpoint, is gone."""
         await self.call("wake_up")
         self._is_asleep = False
 
@@ -358,7 +371,7 @@ class AsyncLLM:
         try:
             async with asyncio.timeout(timeout):
                 await self._until_finished()
-            self.check_health()
+            self._check_alive()
             return True
         except TimeoutError:
             await self.abort(list(self._keys))
@@ -369,7 +382,7 @@ class AsyncLLM:
         if self._finalizer.detach() is not None:
             self._client.shutdown(timeout)
             self._text_threads.shutdown(wait=False)
-            self._die("the engine was shut down")
+            self._die(EngineDeadError("the engine was shut down"))
 
     # On the event loop.
 
@@ -382,7 +395,7 @@ class AsyncLLM:
                     raise RuntimeError("AsyncLLM serves requests of another event loop")
                 for stream in list(self._streams.values()):
                     self._leave(stream)
-                self._num_unfinished = 0
+                self._num_unfinished = self._num_preparing = 0
             self._loop = loop
             self._all_finished = asyncio.Event()
         return loop
@@ -398,6 +411,14 @@ class AsyncLLM:
             if self._num_unfinished == 0:
                 self._all_finished.set()
 
+    @contextlib.contextmanager
+    def _preparing(self) -> Iterator[None]:
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
     async def _process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int
     ) -> EngineRequest:
@@ -410,7 +431,7 @@ class AsyncLLM:
 
     def _submit(self, request: EngineRequest, text: str | None, stream: OutputStream, delta: bool) -> None:
         with self._lock:
-            self.check_health()
+            self._check_alive()
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
             self._front_end.output_processor.add(request, text, delta=delta)
@@ -423,11 +444,16 @@ class AsyncLLM:
             raise
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output."""
+        """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output, or
+        None when it is gone already or its output cannot be made, which its stream then says."""
         with self._lock:
             if not self._forget(stream.key):
                 return None
-            output = self._front_end.output_processor.abort(stream.key)
+            try:
+                output = self._front_end.output_processor.abort(stream.key)
+            except InternalError as error:
+                stream.fail(error)
+                output = None
         self._send_aborts([Abort(stream.key)])
         if output is not None:
             output.request_id = stream.request_id
@@ -453,25 +479,11 @@ class AsyncLLM:
             self._all_finished.clear()
             await self._all_finished.wait()
 
-    def _deliver(self, delivery: _Delivery) -> None:
-        for stream, output in delivery.outputs:
-            stream.put(output)
-        for stream, error in delivery.failures:
-            stream.fail(error)
-        for future, result in delivery.results:
-            if not future.done():
-                future.set_result(result)
-        for listener in self._listeners:
-            if delivery.outputs:
-                listener.record_outputs([output for _, output in delivery.outputs])
-            if delivery.stats is not None:
-                listener.record_stats(delivery.stats)
-
     # On the receiver thread.
 
     def _take(self, outputs: EngineOutputs) -> None:
         """Turn what the core sent into what the loop delivers."""
-        delivery = _Delivery(stats=outputs.stats)
+        delivery = Delivery(stats=outputs.stats)
         with self._lock:
             processed = self._front_end.output_processor.process(outputs.updates)
             for output in processed.outputs:
@@ -480,6 +492,12 @@ class AsyncLLM:
                     self._forget(stream.key)
                 output.request_id = stream.request_id
                 delivery.outputs.append((stream, output))
+            for failed in processed.failures:
+                stream = self._streams[failed.request_id]
+                self._forget(stream.key)
+                failed.last.request_id = stream.request_id
+                delivery.failures.append((stream, failed.error))
+                delivery.last_outputs.append(failed.last)
             for refusal in outputs.refusals:
                 refused = self._forget(refusal.request_id)
                 if refused is not None:
@@ -492,37 +510,27 @@ class AsyncLLM:
         self._send_aborts(processed.aborts)
         self._post(delivery)
 
-    def _die(self, cause: str) -> None:
+    def _die(self, cause: EngineDeadError) -> None:
         """Everything that waits fails now, and everything that comes later fails too. The first cause counts."""
-        delivery = _Delivery()
+        delivery = Delivery()
         with self._lock:
             if self._death is None:
                 self._death = cause
             self._front_end.output_processor.fail_all()
-            delivery.failures = [(stream, EngineDeadError(self._death)) for stream in self._streams.values()]
+            delivery.failures = [(stream, self._death.again()) for stream in self._streams.values()]
             delivery.results = [
-                (future, CallResult(call_id, error=self._death)) for call_id, future in self._calls.items()
+                (future, CallResult(call_id, error=str(self._death))) for call_id, future in self._calls.items()
             ]
             self._streams.clear()
             self._keys.clear()
             self._calls.clear()
         self._post(delivery)
 
-    def _post(self, delivery: _Delivery) -> None:
+    def _post(self, delivery: Delivery) -> None:
         if self._loop is None:
-            return  # nobody has asked for anything yet
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everybody who waited
-            self._loop.call_soon_threadsafe(self._deliver, delivery)
-
-
-@dataclass(slots=True)
-class _Delivery:
-    """What one message of the core means to the event loop."""
-
-    outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
-    failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
-    results: list[tuple[asyncio.Future[CallResult], CallResult]] = field(default_factory=list)
-    stats: EngineStats | None = None
+            return  # no request or call has come yet
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it every consumer
+            self._loop.call_soon_threadsafe(delivery.hand_over, self._listeners)
 
 
 def _start(options: EngineOptions, in_process: bool, executor: str) -> EngineClient:
@@ -532,7 +540,7 @@ def _start(options: EngineOptions, in_process: bool, executor: str) -> EngineCli
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
     """Body of the receiver thread. It holds the engine only while it has something for it, so that an engine that
-    nobody refers to any more is collected, which shuts the client down and ends this thread."""
+    is referred to no more is collected, which shuts the client down and ends this thread."""
     while True:
         try:
             outputs = client.receive()
@@ -541,12 +549,27 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
                 return
             if outputs is not None:
                 engine._take(outputs)
-        except Exception as error:
+        except BaseException as error:  # a thread that ended in silence would leave every request waiting
             engine = reference()
             if engine is not None:
-                if not isinstance(error, QuireError):
-                    logger.exception("the engine's front end failed")
-                engine._die(str(error) if isinstance(error, QuireError) else f"the front end failed: {describe(error)}")
+                engine._die(_cause_of_death(error))
             client.shutdown()
             return
         del engine
+
+
+def _cause_of_death(error: BaseException) -> EngineDeadError:
+    """What the end of the receiver's thread means to all requests."""
+    if isinstance(error, EngineDeadError):
+        return error
+    if isinstance(error, QuireError):  # what a start failed with
+        return EngineDeadError(str(error), summary="the engine could not start")
+    death = EngineDeadError(f"the front end failed: {describe(error)}", summary="the server's front end failed")
+    logger.error("error %s: the engine's front end failed", death.error_id, exc_info=error)
+    return death
+
+
+async def _last_output(stream: OutputStream) -> RequestOutput:
+    while not (output := await stream.get()).finished:
+        pass
+    return output

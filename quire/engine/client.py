@@ -23,8 +23,14 @@ class EngineClient(Protocol):
         """
         ...
 
+    @property
+    def silence(self) -> float:
+        """Seconds for which the core's process has given no sign of life (quire/engine/heartbeat.py); 0 for a core in
+        this process. Counted while a thread waits in `receive`."""
+        ...
+
     def send(self, message: ClientMessage) -> None:
-        """Queue a message and return at once. Raises EngineDeadError when nobody is left to read it."""
+        """Queue a message and return at once. Raises EngineDeadError when the core is gone."""
         ...
 
     def receive(self, timeout: float | None = None) -> EngineOutputs | None:

@@ -19,7 +19,14 @@ from quire.engine.messages import (
     Shutdown,
 )
 from quire.engine.sleep import Sleep
-from quire.errors import EngineAsleepError, InsufficientMemoryError, QuireError, UserError
+from quire.errors import (
+    ConfigError,
+    EngineAsleepError,
+    InsufficientMemoryError,
+    ModelLoadError,
+    QuireError,
+    UserError,
+)
 from quire.executors.interface import Executor
 from quire.kv_cache.layout import group_layers
 from quire.kv_cache.sizing import size_pool
@@ -194,7 +201,9 @@ class EngineCore:
         try:
             return self._answer(call_id, method, argument)
         except QuireError as error:
-            return CallResult(call_id, error=str(error))
+            # The model and the memory of a running engine are no concern of who calls.
+            is_internal = not isinstance(error, UserError) or isinstance(error, ModelLoadError | ConfigError)
+            return CallResult(call_id, error=str(error), is_internal=is_internal)
 
     def _answer(self, call_id: int, method: str, argument: str) -> CallResult:
         match method:

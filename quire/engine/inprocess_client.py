@@ -8,9 +8,9 @@ from collections import deque
 
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
-from quire.engine.loop import advance, build_core, describe
+from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, describe, is_interrupt
 
 
 class InProcessClient:
@@ -22,11 +22,15 @@ class InProcessClient:
         self._messages: deque[ClientMessage] = deque()
         self._arrival = threading.Condition()
         self._stepping = threading.Lock()
-        self._cause_of_death: str | None = None
+        self._death: EngineDeadError | None = None
 
     @property
     def ready(self) -> EngineReady:
         return self._core.ready
+
+    @property
+    def silence(self) -> float:
+        return 0.0
 
     def send(self, message: ClientMessage) -> None:
         with self._arrival:
@@ -60,8 +64,8 @@ class InProcessClient:
 
     def shutdown(self, timeout: float = 5.0) -> None:
         with self._arrival:
-            if self._cause_of_death is None:
-                self._cause_of_death = "the engine was shut down"
+            if self._death is None:
+                self._death = EngineDeadError("the engine was shut down")
             self._arrival.notify_all()
         # A step in another thread cannot be interrupted: the core must not be torn down under it.
         if self._stepping.acquire(timeout=timeout):
@@ -75,14 +79,18 @@ class InProcessClient:
             self._raise_if_dead()
             try:
                 return advance(self._core, messages)
-            except Exception as error:
-                self._cause_of_death = f"the engine core failed: {describe(error)}"
-                raise EngineDeadError(self._cause_of_death) from error
+            except BaseException as error:  # after an interrupt the step is half done as well
+                self._death = EngineDeadError(
+                    f"the engine core failed: {describe(error)}", summary="the engine core failed"
+                )
+                if is_interrupt(error):
+                    raise
+                raise self._death.again() from error
             finally:
                 # After a failure, or when a shutdown gave up waiting for this step.
-                if self._cause_of_death is not None:
+                if self._death is not None:
                     self._core.shutdown()
 
     def _raise_if_dead(self) -> None:
-        if self._cause_of_death is not None:
-            raise EngineDeadError(self._cause_of_death)
+        if self._death is not None:
+            raise self._death.again()

@@ -54,9 +54,3 @@ def advance(core: EngineCore, messages: Iterable[ClientMessage]) -> EngineOutput
     outputs.stats = core.stats()
     outputs.results.extend(results)
     return outputs
-
-
-def describe(error: BaseException) -> str:
-    """One line: the error's class and message."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

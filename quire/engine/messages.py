@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.errors import EngineAsleepError, QuireError, UserError
+from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
@@ -47,6 +47,16 @@ class CallResult(msgspec.Struct, array_like=True):
     error: str | None = None
     kv: KVSnapshot | None = None
     """Answers `kv_snapshot`; a field of its own, because msgspec tells no two plain structs of a union apart."""
+    is_internal: bool = False
+    """Whether `error` is no mistake of the caller: it may then carry paths."""
+
+    def raise_error(self, param: str | None = None) -> None:
+        """Raise what the call failed with, if it did: UserError about `param`, or InternalError."""
+        if self.error is None:
+            return
+        if self.is_internal:
+            raise InternalError(self.error, summary="the engine could not do what was asked")
+        raise UserError(self.error, param=param)
 
 
 class Refusal(msgspec.Struct, array_like=True):
@@ -90,7 +100,10 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True):
     """Last message of an engine process that cannot go on. `is_user_error`: the message alone is enough to print."""
 
     message: str
+    """Everything that is known, for the log and for callers in the front end's process."""
     is_user_error: bool = False
     error_type: str = "EngineDeadError"
     """The class in quire.errors that the front end raises."""
     param: str | None = None
+    summary: str | None = None
+    """What clients of a server may read, without paths and stack frames. None: the message itself."""

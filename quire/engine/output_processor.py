@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.engine.messages import Abort
-from quire.errors import UserError
+from quire.errors import InternalError, UserError, describe, is_interrupt
 from quire.outputs import (
     CompletionOutput,
     Logprob,
@@ -27,12 +27,22 @@ from quire.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
+class FailedRequest:
+    """A request whose output could not be processed. last: what metrics hear of its end, without what failed."""
+
+    request_id: str
+    error: InternalError
+    last: RequestOutput
+
+
+@dataclass(slots=True)
 class ProcessedOutputs:
     """outputs: one per request with news, in the order in which the requests were first mentioned. aborts: for the
-    core, sequences that ended with a stop string."""
+    core, sequences that ended with a stop string, and requests that failed."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
+    failures: list[FailedRequest] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -70,34 +80,66 @@ class OutputProcessor:
 
     def process(self, updates: list[SequenceUpdate]) -> ProcessedOutputs:
         """Take one step's updates. Those of unknown requests and of ended sequences are dropped: the core may have
-        computed further tokens before it was told."""
+        computed further tokens before it was told.
+
+        A request whose tokens, logprobs or text cannot be processed ends as a failure; the others go on."""
         processed = ProcessedOutputs()
         touched: dict[str, _RequestState] = {}
         for update in updates:
             state = self._requests.get(update.request_id)
-            if state is None or not state.take(update):
+            if state is None:
+                continue
+            try:
+                is_news = state.take(update)
+            except BaseException as error:
+                touched.pop(update.request_id, None)
+                self._fail(state, error, processed)
+                continue
+            if not is_news:
                 continue
             touched[update.request_id] = state
             if update.finish_reason is None and state.sequences[update.index].finish_reason is not None:
                 processed.aborts.append(Abort(update.request_id, update.index))
         for request_id, state in touched.items():
+            try:
+                output = state.output()
+            except BaseException as error:
+                self._fail(state, error, processed)
+                continue
             if state.num_live == 0:
                 del self._requests[request_id]
-            output = state.output()
             if output is not None:
                 processed.outputs.append(output)
         return processed
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Let go of a request: its last output, whose unfinished completions end with "abort". None if unknown."""
+        """Let go of a request: its last output, whose unfinished completions end with "abort". None if unknown.
+
+        Raises InternalError when that output cannot be made; the request is gone all the same."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        for sequence in state.sequences:
-            if sequence.finish_reason is None:
-                sequence.finish(FinishReason.ABORT, None)
-                state.num_live -= 1
-        return state.output()
+        try:
+            for sequence in state.sequences:
+                if sequence.finish_reason is None:
+                    sequence.finish(FinishReason.ABORT, None)
+                    state.num_live -= 1
+            return state.output()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise _internal_error(request_id, error) from error
+
+    def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
+        """Let go of a request whose output `error` is about. Raises `error` itself when it only asks to stop."""
+        if is_interrupt(error):
+            raise error
+        request_id = state.request_id
+        del self._requests[request_id]
+        failure = _internal_error(request_id, error)
+        failure.__cause__ = error
+        processed.failures.append(FailedRequest(request_id, failure, state.failed_output()))
+        processed.aborts.append(Abort(request_id))
 
     def fail_all(self) -> list[str]:
         """Let go of every request (the engine is dead). Returns their ids, in order of arrival."""
@@ -152,6 +194,22 @@ class _RequestState:
         num_reported = request.params.n if request.params.use_beam_search else request.params.num_sequences
         self.sequences = [_SequenceState(index, request, self._tokenizer, stops) for index in range(num_reported)]
         self.num_live = len(self.sequences)
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    def failed_output(self) -> RequestOutput:
+        """The last output of a request whose output could not be processed: it ends every completion that has not
+        ended, and says nothing else."""
+        outputs = [
+            CompletionOutput(sequence.index, "", [], finish_reason=FinishReason.ERROR.value)
+            for sequence in self.sequences
+            if sequence.finish_reason is None
+        ]
+        return RequestOutput(
+            self.request_id, self._prompt_text, self._request.prompt_token_ids, outputs, True, metrics=self._metrics
+        )
 
     def take(self, update: SequenceUpdate) -> bool:
         """Apply an update. Returns whether there is news for the caller."""
@@ -351,6 +409,13 @@ class _SequenceState:
     @property
     def _is_ranked(self) -> bool:
         return self._score is not None or self._params.ranks_samples
+
+
+def _internal_error(request_id: str, error: BaseException) -> InternalError:
+    return InternalError(
+        f"the output of request {request_id!r} could not be processed: {describe(error)}",
+        summary="the output of this request could not be processed",
+    )
 
 
 def to_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -1,12 +1,17 @@
-"""The asyncio side of one request: outputs wait here until its consumer takes them."""
+"""The asyncio side of one request: its output waits here until its consumer takes it."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 
 from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
+
+MAX_SEPARATE = 32
+"""Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it
+notices."""
 
 
 class OutputStream:
@@ -14,33 +19,100 @@ class OutputStream:
 
     request_id: as the caller knows it. key: what front end and core call the request; never used twice, so that what
     the core still sends of an aborted request cannot reach a later one of the same id.
-    delta: every output is kept; otherwise a newer output replaces one that was not taken yet, so that a slow consumer
-    of cumulative outputs costs no memory.
+    delta: a consumer that is a little behind gets each output as it was; behind the first MAX_SEPARATE, outputs that
+    were not taken yet are merged into one, so that a consumer that does not come costs no more than its request's whole
+    answer, and has few outputs to handle when it does. Without `delta` a newer output replaces the older.
     """
 
     def __init__(self, request_id: str, key: str, *, delta: bool) -> None:
         self.request_id = request_id
         self.key = key
         self._delta = delta
-        self._outputs: deque[RequestOutput] = deque()
+        self._waiting: deque[RequestOutput | MergedOutput] = deque()
         self._error: QuireError | None = None
         self._news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        """Take note of an output. It is not changed: others may hold it as well."""
         if not self._delta:
-            self._outputs.clear()
-        self._outputs.append(output)
+            self._waiting.clear()
+        # The output in which the model failed becomes an error for the consumer: what came before it must not.
+        if len(self._waiting) < MAX_SEPARATE or is_damaged(output):
+            self._waiting.append(output)
+        else:
+            newest = self._waiting[-1]
+            if isinstance(newest, RequestOutput):
+                newest = self._waiting[-1] = MergedOutput(newest)
+            newest.add(output)
         self._news.set()
 
     def fail(self, error: QuireError) -> None:
-        """`get` raises `error` once the outputs before it are taken."""
+        """`get` raises `error` once the output before it is taken."""
         self._error = error
         self._news.set()
 
     async def get(self) -> RequestOutput:
-        while not self._outputs:
+        while not self._waiting:
             if self._error is not None:
                 raise self._error
             self._news.clear()
             await self._news.wait()
-        return self._outputs.popleft()
+        waiting = self._waiting.popleft()
+        return waiting if isinstance(waiting, RequestOutput) else waiting.output()
+
+
+class MergedOutput:
+    """Consecutive deltas of one request, joined at a cost that follows their own length alone."""
+
+    def __init__(self, first: RequestOutput) -> None:
+        self._last = first
+        self._prompt_logprobs = first.prompt_logprobs
+        self._completions: dict[int, _MergedCompletion] = {}
+        self._add_completions(first)
+
+    def add(self, output: RequestOutput) -> None:
+        """Append the next delta."""
+        self._last = output
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self._add_completions(output)
+
+    def output(self) -> RequestOutput:
+        """All of them as one delta; completions in the order in which they were first heard of."""
+        return dataclasses.replace(
+            self._last,
+            outputs=[completion.output() for completion in self._completions.values()],
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def _add_completions(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            merged = self._completions.get(completion.index)
+            if merged is None:
+                merged = self._completions[completion.index] = _MergedCompletion()
+            merged.add(completion)
+
+
+class _MergedCompletion:
+    __slots__ = ("_last", "_logprobs", "_text", "_token_ids")
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._last: CompletionOutput
+
+    def add(self, completion: CompletionOutput) -> None:
+        self._last = completion
+        self._token_ids += completion.token_ids
+        self._logprobs += completion.logprobs or ()
+        if completion.text:
+            self._text.append(completion.text)
+
+    def output(self) -> CompletionOutput:
+        return dataclasses.replace(
+            self._last,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            logprobs=None if self._last.logprobs is None else self._logprobs,
+        )

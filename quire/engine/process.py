@@ -19,11 +19,12 @@ import msgspec
 import zmq
 
 from quire.engine.core import EngineCore
-from quire.engine.loop import advance, build_core, describe
+from quire.engine.heartbeat import start_beating
+from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.engine.runtime_directory import RuntimeDirectory
-from quire.errors import QuireError, UserError
+from quire.errors import QuireError, UserError, describe
 from quire.logging import configure_logging, get_logger
 
 logger = get_logger(__name__)
@@ -105,6 +106,7 @@ def main() -> None:
         return  # the parent ended before it had said what to do
     spec = msgspec.json.decode(line, type=LaunchSpec)
     os.set_inheritable(spec.alive_fd, False)
+    start_beating(spec.alive_fd)
     directory = RuntimeDirectory.join(Path(spec.directory))
     crash_file = (directory.path / CRASH_FILE).open("w")
     faulthandler.enable(crash_file, all_threads=False)
@@ -128,18 +130,18 @@ def run(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | No
     except QuireError as error:
         param = error.param if isinstance(error, UserError) else None
         return EngineFailed(str(error), True, type(error).__name__, param)
-    except Exception as error:
+    except BaseException as error:  # a native extension's panic is no Exception
         logger.exception("the engine could not start")
-        return EngineFailed(f"the engine could not start: {describe(error)}")
+        return EngineFailed(f"the engine could not start: {describe(error)}", summary="the engine could not start")
     try:
         # What the start-up made lives for ever: collections need not look at it again.
         gc.collect()
         gc.freeze()
         channel.send(core.ready)
         serve(core, channel, stop)
-    except Exception as error:
+    except BaseException as error:
         logger.exception("the engine failed")
-        return EngineFailed(f"the engine process failed: {describe(error)}")
+        return EngineFailed(f"the engine process failed: {describe(error)}", summary="the engine process failed")
     finally:
         core.shutdown()
     return EngineFailed("the engine process was terminated (SIGTERM)") if stop.is_set else None
@@ -170,10 +172,12 @@ def _watch_parent(directory: RuntimeDirectory) -> None:
     """
 
     def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        directory.remove()
-        os._exit(1)
+        try:
+            while os.read(0, 4096):
+                pass
+        finally:  # also when the pipe cannot be read: an engine must not outlive its parent unnoticed
+            directory.remove()
+            os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 

@@ -19,9 +19,13 @@ import zmq
 from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Heartbeat
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import EngineDeadError, QuireError, UserError
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
 
 DEFAULT_STARTUP_TIMEOUT = 1800.0
 """Seconds. Generous, since a death is noticed at once: it is for a start that hangs."""
@@ -41,7 +45,7 @@ class LaunchSpec(msgspec.Struct):
     executor: str
     directory: str
     alive_fd: int
-    """Write end of a pipe: it closes when the process ends, however it ends."""
+    """Write end of a pipe: a byte a second comes through it, and it closes when the process ends, however it ends."""
 
 
 class ProcessClient:
@@ -62,11 +66,15 @@ class ProcessClient:
         self._startup_timeout = startup_timeout
         self._ready: EngineReady | None = None
         self._death: EngineFailed | None = None
+        self._error_id = errors.new_error_id()
+        """Of the death, however often it is raised."""
         self._died = threading.Event()
         self._closed = False
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._starting = threading.Lock()
+        self._heartbeat = Heartbeat()
+        self._is_silent = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineReady | EngineFailed | EngineOutputs)
         self._context = zmq.Context()
@@ -98,6 +106,10 @@ class ProcessClient:
                 with self._receiving:
                     self._ready = self._wait_until_ready()
             return self._ready
+
+    @property
+    def silence(self) -> float:
+        return self._heartbeat.silence
 
     def send(self, message: ClientMessage) -> None:
         _ = self.ready
@@ -139,6 +151,7 @@ class ProcessClient:
             message = self._poll(max(0.0, remaining))
             if isinstance(message, EngineReady):
                 self._outbox.connect(self._directory.address("messages"))
+                self._heartbeat.beat()
                 return message
             if remaining <= 0:
                 self._process.kill()
@@ -147,15 +160,36 @@ class ProcessClient:
     def _poll(self, timeout: float | None) -> EngineReady | EngineOutputs | None:
         """The next message; None when time is up. Raises what `_die` raises when the process has ended."""
         self._raise_if_dead()
-        events = dict(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
-        if not events:
-            return None
-        if self._inbox not in events and not self._inbox.poll(_LAST_WORDS_MILLISECONDS):
-            self._die(EngineFailed(self._explain_exit()))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            remaining = BEAT_SECONDS if deadline is None else min(BEAT_SECONDS, deadline - time.monotonic())
+            events = dict(self._poller.poll(math.ceil(max(0.0, remaining) * 1000)))
+            has_ended = self._alive_fd in events and not os.read(self._alive_fd, 65536)
+            self._listen(heard=bool(events))
+            if self._inbox in events or (has_ended and self._inbox.poll(_LAST_WORDS_MILLISECONDS)):
+                break
+            if has_ended:
+                self._die(self._explain_exit())
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
         message: EngineReady | EngineFailed | EngineOutputs = self._decoder.decode(self._inbox.recv())
         if isinstance(message, EngineFailed):
             self._die(message)
         return message
+
+    def _listen(self, *, heard: bool) -> None:
+        """Take note of a sign of life, or of its absence; the log says when the process falls silent and when it is
+        back."""
+        if heard:
+            if self._is_silent:
+                logger.warning("the engine process answers again")
+            self._is_silent = False
+            self._heartbeat.beat()
+            return
+        self._heartbeat.look()
+        if not self._is_silent and self._ready is not None and self._heartbeat.silence >= SILENCE_LIMIT:
+            self._is_silent = True
+            logger.warning("the engine process has not answered for %.0f s", self._heartbeat.silence)
 
     def _die(self, failed: EngineFailed) -> NoReturn:
         """Remember the first cause, take the process and its directory away, and raise."""
@@ -164,37 +198,37 @@ class ProcessClient:
         self._died.set()
         _wait(self._process, _EXIT_SECONDS)
         self._abandon()
-        raise _error_from(self._death)
+        raise _error_from(self._death, self._error_id)
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
-            raise _error_from(self._death)
+            raise _error_from(self._death, self._error_id)
 
     def _raise_cause(self) -> NoReturn:
         """The process does not listen any more: find out why, here or in the thread that waits in `receive`."""
         if self._receiving.acquire(blocking=False):
             try:
                 while self._poll(_EXIT_SECONDS) is not None:
-                    pass  # outputs that nobody will ask for any more
+                    pass  # outputs that no caller will ask for any more
             finally:
                 self._receiving.release()
         else:
             self._died.wait(_EXIT_SECONDS)
             self._raise_if_dead()
-        raise EngineDeadError("the engine process does not listen any more")
+        raise EngineDeadError("the engine process does not listen any more", error_id=self._error_id)
 
-    def _explain_exit(self) -> str:
+    def _explain_exit(self) -> EngineFailed:
         _wait(self._process, _EXIT_SECONDS)
         status = self._process.returncode
         when = "" if self._ready else " while it started (its own messages are on standard error)"
         if status is None:
-            return f"the engine process closed its connection{when}"
+            return EngineFailed(f"the engine process closed its connection{when}")
         if status >= 0:
-            return f"the engine process exited with status {status}{when}"
+            return EngineFailed(f"the engine process exited with status {status}{when}")
         text = f"the engine process was killed by signal {-status} ({_signal_name(-status)}){when}"
         if -status == signal.SIGKILL:
-            return f"{text}: out of memory?"
-        return text + self._crash_report()
+            return EngineFailed(f"{text}: out of memory?")
+        return EngineFailed(text + self._crash_report(), summary=text)
 
     def _crash_report(self) -> str:
         """The first lines that the fault handler left, as one line."""
@@ -265,9 +299,11 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _error_from(failed: EngineFailed) -> QuireError:
+def _error_from(failed: EngineFailed, error_id: str) -> QuireError:
     """The exception that the process failed with, as far as its class is one of ours."""
     error_type: type[QuireError] = getattr(errors, failed.error_type) if failed.is_user_error else EngineDeadError
     if issubclass(error_type, UserError):
         return error_type(failed.message, param=failed.param)
+    if issubclass(error_type, EngineDeadError):
+        return error_type(failed.message, summary=failed.summary, error_id=error_id)
     return error_type(failed.message)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from quire.config.engine import EngineConfig
+from quire.errors import is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -88,6 +89,8 @@ class InlineLane:
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
         future = _started()
         _settle(future, call, arguments)
+        if (error := future.exception()) is not None and is_interrupt(error):
+            raise error  # Ctrl-C is for the caller, whose thread this is
         return future
 
     def close(self) -> None:
@@ -135,7 +138,7 @@ def _settle(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any,
     """Run the call and complete the future with what comes of it."""
     try:
         result = call(*arguments)
-    except Exception as error:
+    except BaseException as error:  # a thread that ended here would leave the core waiting for this future
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -14,7 +14,7 @@ from quire.server.chat import add_chat_routes
 from quire.server.completions import add_completion_routes
 from quire.server.context import ServerContext
 from quire.server.errors import install_error_handlers
-from quire.server.health import add_health_routes
+from quire.server.health import SilenceGauge, add_health_routes
 from quire.server.home import add_home_route
 from quire.server.json_bodies import JsonBodies
 from quire.server.live import add_live_routes
@@ -87,4 +87,5 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
     app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)
     counter = HttpCounter()
     metrics.registry.register(counter)
+    metrics.registry.register(SilenceGauge(lambda: engine.silence))
     app.add_middleware(CountingMiddleware, counter=counter)

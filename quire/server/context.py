@@ -62,7 +62,7 @@ class ServerContext:
             )
 
     def check_alive(self) -> None:
-        """Raise a 503 error when the engine is dead or the server on its way out."""
+        """Raise a 503 error when the engine is dead or does not answer, or the server is on its way out."""
         self.engine.check_health()
         if self.draining:
             raise unavailable("the server is shutting down")
@@ -71,14 +71,15 @@ class ServerContext:
         """Raise unless a new generating request may come in: 503 as `check_alive` and while the engine sleeps, 429 when
         too many wait already.
 
-        Requests that the engine has not reported on yet count as waiting.
+        Requests that the engine has not reported on yet count as waiting; answers that their clients have not read to
+        the end do not: the engine is done with them.
         """
         self.check_alive()
         self.engine.check_awake()
         limit = self.settings.max_num_queued
         if limit is None:
             return
-        num_waiting = self.engine.num_unfinished - self.metrics.num_running
+        num_waiting = self.engine.num_pending - self.metrics.num_running
         if num_waiting >= limit:
             raise overloaded(
                 f"the server is overloaded: {num_waiting} requests wait (limit {limit})", RETRY_AFTER_SECONDS

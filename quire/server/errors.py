@@ -9,7 +9,16 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from quire.errors import EngineDeadError, ModelOutputError, PromptTooLongError, QuireError, UnknownModelError, UserError
+from quire.errors import (
+    EngineDeadError,
+    InternalError,
+    ModelOutputError,
+    PromptTooLongError,
+    QuireError,
+    UnknownModelError,
+    UserError,
+    new_error_id,
+)
 from quire.logging import get_logger
 from quire.server.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnectedError
 
@@ -82,7 +91,8 @@ def overloaded(message: str, retry_after: int) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's view of any exception. What is not meant for clients becomes a plain 500 and a log record."""
+    """The client's view of any exception. What is not meant for clients (paths, stack frames, messages of
+    unexpected exceptions) becomes a sentence and an id, and a log record with the same id."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -92,7 +102,9 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         return invalid_request(error.message, param=error.param)
     if isinstance(error, EngineDeadError):
-        return unavailable(f"the engine is dead: {error}")
+        return unavailable(f"the engine is dead: {error.summary} ({_see_log(error.error_id)})")
+    if isinstance(error, InternalError):
+        return _internal_error(error, error.summary, error.error_id)
     if isinstance(error, ModelOutputError):  # of this request alone, and it would probably fail again
         return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "model_error"))
     if isinstance(error, QuireError):
@@ -102,8 +114,17 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, detail, error.headers)
     if isinstance(error, ClientDisconnectedError | ClientDisconnect):
         return invalid_request("the client closed the connection", status=CLIENT_CLOSED_REQUEST)
-    logger.error("internal error", exc_info=error)
-    return ApiError(500, ErrorDetail("internal server error; the server's log says more", SERVER_ERROR))
+    return _internal_error(error, "internal server error", new_error_id())
+
+
+def _internal_error(error: Exception, summary: str, error_id: str) -> ApiError:
+    """500. What happened is for the log, where the id that the client reads finds it."""
+    logger.error("error %s: %s", error_id, summary, exc_info=error)
+    return ApiError(500, ErrorDetail(f"{summary} ({_see_log(error_id)})", SERVER_ERROR, None, "internal_error"))
+
+
+def _see_log(error_id: str) -> str:
+    return f"error {error_id}; the server's log says more"
 
 
 def error_body(error: ApiError) -> bytes:

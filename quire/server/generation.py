@@ -92,12 +92,16 @@ async def _merge(
     streams: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[tuple[int, RequestOutput] | None] = asyncio.Queue()
+    # One output of each stream lies in the queue at most: what comes meanwhile is merged where the stream keeps it.
+    taken = [asyncio.Event() for _ in streams]
 
     async def pump(index: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
+                    taken[index].clear()
                     queue.put_nowait((index, output))
+                    await taken[index].wait()
         finally:
             queue.put_nowait(None)
 
@@ -107,6 +111,7 @@ async def _merge(
         while num_open:
             item = await queue.get()
             if item is not None:
+                taken[item[0]].set()
                 yield item
                 continue
             num_open -= 1

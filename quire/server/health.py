@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import msgspec
 from fastapi import FastAPI, Response
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from quire.metrics.prometheus import PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
 from quire.server.responses import json_response
@@ -27,7 +32,7 @@ class Load(msgspec.Struct):
 
 def add_health_routes(app: FastAPI, context: ServerContext) -> None:
     """Routes for probes and routers; /health is 200 while requests can be served, 503 once the engine is dead or the
-    server drains."""
+    server drains, and while the engine process gives no sign of life (quire/engine/heartbeat.py)."""
 
     @app.get("/health")
     @app.head("/health")  # what some load balancers ask
@@ -45,4 +50,18 @@ def add_health_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        return json_response(Load(context.engine.num_unfinished))
+        return json_response(Load(context.engine.num_pending))
+
+
+class SilenceGauge(Collector):
+    """For how long the engine process has given no sign of life."""
+
+    def __init__(self, silence: Callable[[], float]) -> None:
+        self._silence = silence
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            PREFIX + "engine_silence_seconds",
+            "Seconds without a sign of life of the engine process; it gives one a second.",
+            value=self._silence(),
+        )

@@ -114,7 +114,8 @@ class _Service:
     async def _until_over(self) -> int:
         await self._first(self._signalled.wait(), self._death())
         if not self._signalled.is_set():
-            _tell(f"the engine died: {self._engine.dead_error}")
+            error = self._engine.dead_error
+            _tell(f"error {error.error_id}: the engine died: {error}")
             self._context.draining = True
             await asyncio.sleep(OBITUARY_SECONDS)
             return 1
@@ -138,7 +139,7 @@ class _Service:
             draining.result()
         except EngineDeadError as error:
             if busy:
-                _tell(f"the engine died while requests were running: {error}")
+                _tell(f"error {error.error_id}: the engine died while requests were running: {error}")
                 return 1
         finally:
             draining.cancel()

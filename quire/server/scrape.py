@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import EngineDeadError
+from quire.errors import EngineDeadError, EngineUnresponsiveError
 from quire.metrics.prometheus import PREFIX
 from quire.server.auth import public
 from quire.server.context import ServerContext
@@ -26,8 +26,8 @@ def add_metrics_route(app: FastAPI, context: ServerContext) -> None:
     @app.get("/metrics")
     @public
     async def metrics(request: Request) -> Response:
-        # Of an engine that is dead, or deep in a long step, the last snapshot is what there is to tell.
-        with contextlib.suppress(EngineDeadError, TimeoutError):
+        # Of an engine that is dead, silent, or deep in a long step, the last snapshot is what there is to tell.
+        with contextlib.suppress(EngineDeadError, EngineUnresponsiveError, TimeoutError):
             async with asyncio.timeout(SNAPSHOT_SECONDS):
                 context.metrics.record_stats(await context.engine.stats())
         encode, content_type = _encoder_for(request.headers.get("accept", ""))

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from quire.config.hf_config import find_model
 from quire.config.hf_json import read_json
-from quire.errors import ModelLoadError, UserError
+from quire.errors import ModelLoadError, UserError, panics_are_errors
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
@@ -63,7 +63,8 @@ class Tokenizer:
         for text in texts:
             check_unicode(text)
         # The batch call, even for one text: it lets other threads run, and it computes no offsets.
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        with panics_are_errors("the tokenizer"):
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -73,7 +74,8 @@ class Tokenizer:
         gives up the valid characters of the run too, while here (where they may have been streamed already) only
         the invalid bytes become U+FFFD. Ids that the tokenizer does not know have no text.
         """
-        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        with panics_are_errors("the tokenizer"):
+            text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         if REPLACEMENT in text and isinstance(self.pieces, LocalPieces):
             return decode_tokens(self.pieces, token_ids, self._skipped(skip_special_tokens))
         return text
@@ -88,12 +90,14 @@ class Tokenizer:
         """Text of one token inside a text (a leading space is kept); U+FFFD stands for incomplete characters."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.pieces.token_text(token_id)
+            with panics_are_errors("the tokenizer"):
+                text = self._texts[token_id] = self.pieces.token_text(token_id)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token inside a text; they may be part of a character."""
-        return self.pieces.token_bytes(token_id)
+        with panics_are_errors("the tokenizer"):
+            return self.pieces.token_bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a vocabulary entry by its exact name."""

@@ -251,7 +251,7 @@ def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         try:
             call()
-        except Exception:
+        except BaseException:
             # It was reported as failed already. The next ones may do better, and blocks must not wait for ever.
             logger.exception("a transfer of the disk tier failed")
         del call

@@ -16,6 +16,10 @@ import httpx
 import pytest
 
 from quire.cli.main import main
+from quire.cli.top import follow
+from quire.dashboard.frame import Frame
+from quire.errors import QuireError
+from tests.fakes.panic import Panic
 from tests.server.model_directory import write_model
 from tests.server.test_serve import Process
 
@@ -178,3 +182,14 @@ def test_the_server_leaves(tmp_path: Path) -> None:
         terminal.close()
     assert (status, process.finish()[0]) == (1, 0)
     assert error == f"quire: error: {process.url} closed the connection\n"
+
+
+def test_a_reader_that_breaks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the screen would wait for ever for its first frame."""
+
+    class Broken:
+        def frames(self, _rate: float) -> Iterator[Frame]:
+            raise Panic("index out of bounds")
+
+    with pytest.raises(QuireError, match="cannot be read: Panic: index out of bounds"):
+        follow(Broken(), "http://quire", 4.0)  # type: ignore[arg-type]

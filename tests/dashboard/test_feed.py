@@ -10,6 +10,7 @@ import pytest
 
 from quire.dashboard import feed as feed_module
 from quire.dashboard.feed import KEEP_ALIVE, Feed, FeedClosedError
+from tests.fakes.panic import Panic
 
 
 class Source:
@@ -18,7 +19,7 @@ class Source:
     def __init__(self) -> None:
         self.num_polls = 0
         self.same: bytes | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     async def poll(self) -> bytes:
         await asyncio.sleep(0)
@@ -200,14 +201,17 @@ async def test_who_comes_back_sees_no_old_frame(feed: Feed, source: Source, paus
     await second.leave()
 
 
+@pytest.mark.parametrize(
+    ("error", "message"), [(RuntimeError("the engine is gone"), "the engine is gone"), (Panic("x"), "Panic: x")]
+)
 async def test_a_failure_reaches_everybody_and_the_next_viewer_tries_again(
-    feed: Feed, source: Source, pauses: Pauses
+    feed: Feed, source: Source, pauses: Pauses, error: BaseException, message: str
 ) -> None:
     viewers = [Viewer(feed, 4) for _ in range(3)]
     await settle()
-    source.error = RuntimeError("the engine is gone")
+    source.error = error
     await pauses.advance(1)
-    assert [str(viewer.error) for viewer in viewers] == ["the engine is gone"] * 3
+    assert [message in str(viewer.error) for viewer in viewers] == [True] * 3
     assert feed.num_viewers == 0
     source.error = None
     viewer = Viewer(feed, 4)

@@ -15,12 +15,23 @@ import pytest
 
 from quire.beam_search_params import BeamSearchParams
 from quire.config.options import EngineOptions
+from quire.engine import output_processor
 from quire.engine.async_engine import AsyncLLM
+from quire.engine.heartbeat import SILENCE_LIMIT
 from quire.engine.process_client import ProcessClient
-from quire.errors import ConfigError, EngineDeadError, PromptTooLongError, QuireError, UserError
-from quire.outputs import RequestOutput
+from quire.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineUnresponsiveError,
+    InternalError,
+    PromptTooLongError,
+    QuireError,
+    UserError,
+)
+from quire.outputs import RequestOutput, SequenceUpdate
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
+from tests.fakes.panic import Panic
 from tests.processes import has_ended
 
 FAKES = "tests.fakes.factories:"
@@ -430,3 +441,124 @@ async def test_a_prefix_that_does_not_fit_is_refused(options: EngineOptions) -> 
         await engine.register_prefix([1] * 120)
     assert engine.num_unfinished == 0
     assert len(await collect(engine, [1, 2])) == 6
+
+
+async def test_a_failure_of_one_request_s_output_ends_it_alone(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    engine.add_listener(recorder)
+    bystander = await begin(engine, "bystander")
+    original = output_processor._RequestState.take
+
+    def take(self: output_processor._RequestState, update: SequenceUpdate) -> bool:
+        if update.request_id.startswith("victim"):
+            raise Panic("index out of bounds")
+        return original(self, update)
+
+    monkeypatch.setattr(output_processor._RequestState, "take", take)
+    with pytest.raises(InternalError, match="Panic: index out of bounds"):
+        await collect(engine, [1, 2], LONG, request_id="victim")
+    while (await engine.stats()).num_running > 1:
+        await asyncio.sleep(0.01)
+    assert not engine.errored
+    assert not bystander.done()
+    [last] = [output for output in recorder.outputs if output.request_id == "victim"]
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "error")
+    await engine.abort("bystander")
+    await bystander
+    await until_empty(engine)
+
+
+async def test_an_abort_whose_last_output_fails_still_frees_the_request(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = await begin(engine, "a")
+    monkeypatch.setattr(output_processor._SequenceState, "finish", _panic)
+    await engine.abort("a")
+    with pytest.raises(InternalError, match="'a#"):
+        await task
+    await until_empty(engine)
+
+
+def _panic(*_arguments: object) -> None:
+    raise Panic("index out of bounds")
+
+
+async def test_the_end_of_the_receiver_s_thread_ends_everything_that_waits(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [await begin(engine, f"r{index}") for index in range(3)]
+    monkeypatch.setattr(engine, "_take", _panic)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert [type(result) for result in results] == [EngineDeadError] * 3
+    assert engine.errored
+    assert len({result.error_id for result in results if isinstance(result, EngineDeadError)}) == 1
+    assert "the front end failed: Panic: index out of bounds" in str(engine.dead_error)
+    assert "Panic" not in engine.dead_error.summary
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+
+
+async def test_pending_are_those_that_the_engine_has_not_finished(engine: AsyncLLM) -> None:
+    """A consumer that has yet to read the end of its answer holds nothing of the engine's."""
+    unread = engine.generate([1, 2, 3], SHORT, delta=True)
+    await anext(unread)
+    while engine.num_pending:
+        await engine.stats()
+    assert engine.num_unfinished == 1
+    rest = [output async for output in unread]
+    assert sum(len(output.outputs[0].token_ids) for output in rest) <= 5
+    assert rest[-1].finished
+    assert engine.num_unfinished == 0
+
+
+async def test_a_stopped_process_is_unresponsive_until_it_goes_on(process_engine: AsyncLLM) -> None:
+    task = await begin(process_engine, "a")
+    process_engine.check_health()
+    os.kill(pid_of(process_engine), signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while process_engine.silence < SILENCE_LIMIT:
+                await asyncio.sleep(0.05)
+        with pytest.raises(EngineUnresponsiveError, match=r"the engine process has not answered for \d+ s"):
+            process_engine.check_health()
+        with pytest.raises(EngineUnresponsiveError):
+            await process_engine.kv_snapshot()
+        with pytest.raises(EngineUnresponsiveError):
+            await collect(process_engine, [1])
+        assert process_engine.num_unfinished == 1, "a request that has begun waits"
+    finally:
+        os.kill(pid_of(process_engine), signal.SIGCONT)
+    async with asyncio.timeout(60):
+        while process_engine.silence > 1.5:
+            await asyncio.sleep(0.05)
+        process_engine.check_health()
+        await process_engine.stats()
+    assert not task.done()
+    await process_engine.abort("a")
+    assert await task
+    await until_empty(process_engine)
+
+
+async def test_beats_come_while_a_step_lasts(options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(options, "stuck_step", in_process=False)
+    running = asyncio.create_task(collect(engine, [1]))
+    client = engine._client
+    assert isinstance(client, ProcessClient)
+    while engine.num_pending == 0:
+        await asyncio.sleep(0.01)
+    num_beats = 0
+
+    def count() -> None:
+        nonlocal num_beats
+        num_beats += 1
+
+    monkeypatch.setattr(client._heartbeat, "beat", count)
+    async with asyncio.timeout(60):
+        while num_beats < 2:
+            await asyncio.sleep(0.05)
+    assert not running.done()
+    engine.shutdown(timeout=0.1)
+    with pytest.raises(EngineDeadError):
+        await running

@@ -151,8 +151,9 @@ def test_kill_9_fails_the_waiting_receive_and_leaves_nothing(client: ProcessClie
 def test_a_crash_names_the_signal_and_the_place(options: EngineOptions) -> None:
     client = ProcessClient(options, executor=FAKES + "crashing_step")
     client.send(add("a"))
-    with pytest.raises(EngineDeadError, match=r"signal 11 \(SIGSEGV\): in File .*read_address_zero"):
+    with pytest.raises(EngineDeadError, match=r"signal 11 \(SIGSEGV\): in File .*read_address_zero") as caught:
         tokens_until_finished(client, "a")
+    assert caught.value.summary == "the engine process was killed by signal 11 (SIGSEGV)", "what clients may read"
     assert not runtime_directories()
     client.shutdown()
 
@@ -160,8 +161,12 @@ def test_a_crash_names_the_signal_and_the_place(options: EngineOptions) -> None:
 def test_a_failing_step_is_named_with_its_cause(options: EngineOptions) -> None:
     client = ProcessClient(options, executor=FAKES + "failing_step")
     client.send(add("a"))
-    with pytest.raises(EngineDeadError, match="RuntimeError: injected failure at step 3"):
+    with pytest.raises(EngineDeadError, match="RuntimeError: injected failure at step 3") as caught:
         tokens_until_finished(client, "a")
+    assert caught.value.summary == "the engine process failed"
+    with pytest.raises(EngineDeadError) as again:
+        client.send(add("b"))
+    assert again.value.error_id == caught.value.error_id, "one failure, one record in the log"
     assert not is_running(client.pid)
     client.shutdown()
 

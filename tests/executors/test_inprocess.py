@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, QuireError
-from quire.executors.inprocess import InlineLane, InProcessExecutor, ThreadLane
+from quire.executors.inprocess import InlineLane, InProcessExecutor, Lane, ThreadLane
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceSampling, StepPlan
+from tests.fakes.panic import Panic
 from tests.models.families import FAMILIES
 from tests.models.harness import randomize, save
 
@@ -192,3 +193,16 @@ def test_an_interrupt_reaches_the_caller_and_stops_the_worker(
     with pytest.raises(QuireError, match="an earlier step failed"):
         executor.execute(prefill(1, 1)).result(timeout=60)
     executor.shutdown()
+
+
+@pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")])
+def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], Lane]) -> None:
+    lane = make()
+
+    def panic() -> None:
+        raise Panic("out of bounds")
+
+    failed, good = lane.submit(panic), lane.submit(lambda: 7)
+    assert isinstance(failed.exception(60), Panic)
+    assert good.result(60) == 7
+    lane.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.errors import EngineDeadError, QuireError, UserError
+from quire.errors import EngineDeadError, InternalError, QuireError, UserError
 from quire.server.errors import to_api_error
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
@@ -184,7 +185,7 @@ class TestInternalErrors:
             *chunks, last = events(response.text)
             assert len(chunks) >= 9
             assert last["error"]["type"] == "server_error"
-            assert "injected failure at step 10" in last["error"]["message"]
+            assert "the engine core failed (error " in last["error"]["message"]
 
 
 async def test_a_dead_engine(model_path: Path) -> None:
@@ -192,11 +193,16 @@ async def test_a_dead_engine(model_path: Path) -> None:
     async with serving(model_path, executor="failing", max_num_seqs=1) as served:
         bodies = [{"prompt": "abc", "max_tokens": 100}] * 3
         waiting = [served.client.post("/v1/completions", json=body) for body in bodies]
+        messages = set()
         for response in await asyncio.gather(*waiting):
-            assert "injected failure at step 10" in error(response, 503)["message"]
+            messages.add(error(response, 503)["message"])
         for path in ("/health", "/ping"):
-            assert "injected failure" in error(await served.client.get(path), 503)["message"]
-        error(await served.client.post("/v1/completions", json=GOOD), 503)
+            messages.add(error(await served.client.get(path), 503)["message"])
+        messages.add(error(await served.client.post("/v1/completions", json=GOOD), 503)["message"])
+        [message] = messages
+        error_id = served.engine.dead_error.error_id
+        assert message == f"the engine is dead: the engine core failed (error {error_id}; the server's log says more)"
+        assert "injected failure at step 10" in str(served.engine.dead_error)
         assert (await served.client.get("/metrics")).status_code == 200
         assert (await served.client.get("/version")).status_code == 200
 
@@ -206,6 +212,28 @@ def test_mapping_of_errors() -> None:
     assert to_api_error(EngineDeadError("gone")).status == 503
     assert to_api_error(QuireError("draining")).status == 503
     assert to_api_error(KeyError("x")).status == 500
+
+
+def test_what_a_client_reads_of_a_failure_is_a_sentence_and_the_id_of_a_log_record(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    secret = 'OSError: /data/models/secret: in File "/data/quire/x.py", line 3'
+    for failure in (KeyError(secret), InternalError(secret, summary="no output")):
+        caplog.clear()
+        failed = to_api_error(failure)
+        found = re.fullmatch(r"[\w ]+ \(error ([0-9a-f]{12}); the server's log says more\)", failed.detail.message)
+        assert (failed.status, found is not None) == (500, True), failed.detail
+        assert found is not None
+        [record] = caplog.records
+        assert found[1] in record.getMessage()
+        assert record.exc_info is not None
+        assert "secret" in str(record.exc_info[1])
+    dead = EngineDeadError(secret, summary="killed by signal 11")
+    assert to_api_error(dead).detail.message == (
+        f"the engine is dead: killed by signal 11 (error {dead.error_id}; the server's log says more)"
+    )
+    assert (dead.again().error_id, str(dead.again())) == (dead.error_id, secret)
 
 
 async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path) -> None:

@@ -161,7 +161,7 @@ async def test_a_dead_engine(model_path: Path) -> None:
         for path in ("/debug/kv", "/debug/kv/events"):
             response = await served.client.get(path)
             assert response.status_code == 503
-            assert "injected failure" in response.json()["error"]["message"]
+            assert "the engine core failed (error " in response.json()["error"]["message"]
 
 
 async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> None:

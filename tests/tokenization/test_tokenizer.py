@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.errors import ModelLoadError, UserError
+from quire.errors import InternalError, ModelLoadError, UserError
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
+from tests.fakes.panic import Panic
 from tests.tokenization.build import byte_level, byte_level_backend, sentencepiece, sentencepiece_backend
 
 TEXT = "def parse(self):\n    return 'Größe 日本 🦙'\n"
@@ -240,3 +241,19 @@ def test_the_bundled_tokenizer(bundled_model_path: Path) -> None:
     assert tokenizer.decode(ids) == TEXT
     config = json.loads((bundled_model_path / "config.json").read_text())
     assert tokenizer.vocab_size <= config["vocab_size"]
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "token_text", "token_bytes"])
+def test_a_panic_of_the_library_is_an_ordinary_error(method: str) -> None:
+    """A panic is no Exception: it would pass every handler between here and the end of the process."""
+
+    class Panicking:
+        def __getattr__(self, _name: str) -> object:
+            raise Panic("index out of bounds")
+
+    tokenizer = byte_level()
+    tokenizer.backend = tokenizer.pieces = Panicking()  # type: ignore[assignment]
+    argument = {"encode": "abc", "decode": [70]}.get(method, 70)
+    with pytest.raises(InternalError, match="the tokenizer failed: Panic: index out of bounds") as caught:
+        getattr(tokenizer, method)(argument)
+    assert (caught.value.summary, type(caught.value.__cause__)) == ("the tokenizer failed", Panic)

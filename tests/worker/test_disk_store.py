@@ -16,7 +16,8 @@ from quire.kv_cache.disk_index import BlockKey
 from quire.step import DiskReport
 from quire.worker import cache_directory, disk_store
 from quire.worker.block_file import BlockLayout
-from quire.worker.disk_store import DiskStore
+from quire.worker.disk_store import NUM_LOADERS, DiskStore
+from tests.fakes.panic import Panic
 
 LAYOUT = BlockLayout(namespace=b"n" * 32, num_pages=2, page_bytes=64)
 BYTES = LAYOUT.num_pages * LAYOUT.page_bytes
@@ -354,3 +355,24 @@ def _age(tmp_path: Path, number: int) -> None:
 
 def _refuse(self: Path, *_arguments: object, **_keywords: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_a_panic_ends_one_transfer_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path)
+    host.fill(1, 5)
+    host.store.store(1, *key(1))
+    host.wait(lambda: bool(host.total.num_stored))
+
+    def panic(*_arguments: object) -> None:
+        raise Panic("out of bounds")
+
+    num_broken = 2 * NUM_LOADERS
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_store, "read_block", panic)
+        for number in range(num_broken):
+            host.store.load(*key(1), 10 + number)
+        host.wait(lambda: len(host.total.failed) == num_broken)
+    host.store.load(*key(1), 2)
+    host.wait(lambda: host.total.loaded == [2])
+    assert host.holds(2, 5)
+    host.store.close(60)
