@@ -51,6 +51,11 @@ class ModelOutputError(QuireError):
     """The model computed NaN or infinite logits for a request, which has ended; the engine goes on."""
 
 
+class ChatTemplateProcessError(QuireError):
+    """The process that renders chat templates could not start, or ended while it rendered this conversation; the next
+    conversation gets a new one."""
+
+
 class EngineDeadError(QuireError):
     """The engine core is gone; the message carries the root cause."""
 

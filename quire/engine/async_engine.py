@@ -40,6 +40,8 @@ logger = get_logger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+MESSAGE_CHARACTERS = 64
+"""What a message counts besides its content."""
 
 T = TypeVar("T")
 
@@ -96,7 +98,7 @@ class AsyncLLM:
         self._num_unfinished = 0
         self._draining = False
         self._all_finished = asyncio.Event()
-        self._finalizer = weakref.finalize(self, self._client.shutdown)
+        self._finalizer = weakref.finalize(self, self._front_end.shutdown)
         receiver = threading.Thread(
             target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
         )
@@ -254,10 +256,14 @@ class AsyncLLM:
         """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
         return self.input_processor.render_chat(messages, **options)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """`render_chat` that keeps the loop free when the conversation is long."""
-        size = sum(len(str(message.get("content"))) for message in messages)
-        return await _off_loop(size, lambda: self.render_chat(messages, **options))
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> RenderedChat:
+        """`render_chat` that keeps the loop free: templates are rendered in another process."""
+        inputs = self.input_processor
+        rendering = await _off_loop(_size(messages), lambda: inputs.submit_chat(messages, **options))
+        text = await asyncio.wrap_future(rendering)
+        return await _off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
 
     # Control.
 
@@ -348,7 +354,7 @@ class AsyncLLM:
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
-            self._client.shutdown(timeout)
+            self._front_end.shutdown(timeout)
             self._die("the engine was shut down")
 
     # On the event loop.
@@ -530,6 +536,16 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
             client.shutdown()
             return
         del engine
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a conversation, roughly and no more than it takes to call it long."""
+    size = 0
+    for message in messages:
+        size += MESSAGE_CHARACTERS + len(str(message.get("content")))
+        if size > INLINE_CHARACTERS:
+            break
+    return size
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -9,7 +9,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from quire.errors import EngineDeadError, ModelOutputError, PromptTooLongError, QuireError, UnknownModelError, UserError
+from quire.errors import (
+    ChatTemplateProcessError,
+    EngineDeadError,
+    ModelOutputError,
+    PromptTooLongError,
+    QuireError,
+    UnknownModelError,
+    UserError,
+)
 from quire.logging import get_logger
 from quire.server.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnectedError
 
@@ -72,6 +80,8 @@ def to_api_error(error: Exception) -> ApiError:
         return unavailable(f"the engine is dead: {error}")
     if isinstance(error, ModelOutputError):  # of this request alone, and it would probably fail again
         return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "model_error"))
+    if isinstance(error, ChatTemplateProcessError):  # of this request alone
+        return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "chat_template_error"))
     if isinstance(error, QuireError):
         return unavailable(str(error))
     if isinstance(error, HTTPException):
