@@ -139,7 +139,9 @@ class ChatTemplate:
                 raise self._error(answer, max_characters)
             return _cut_at_mark(answer.text) if continue_final_message else answer.text
 
-        return self.lanes[len(frame) > SHORT_CONVERSATION_BYTES].submit(frame, max_characters, finish)
+        short, long = self.lanes
+        lane = short if len(frame) <= SHORT_CONVERSATION_BYTES else long
+        return lane.submit(frame, max_characters, finish)
 
     def _template(self, *, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self._names else "default"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<Q")
 """In front of each message: its length in bytes."""
 MAX_SETUP_BYTES = 16 * 2**20
 
