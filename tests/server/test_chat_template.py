@@ -58,10 +58,15 @@ def renderers() -> list[psutil.Process]:
     ]
 
 
-async def until_rendering() -> psutil.Process:
-    while not (found := renderers()):
+async def until_rendering(before: list[psutil.Process]) -> psutil.Process:
+    while not (found := new_renderers(before)):
         await asyncio.sleep(0.005)
     return found[0]
+
+
+def new_renderers(before: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that are not the garbage of another test."""
+    return [process for process in renderers() if process not in before]
 
 
 async def chat(served: Served, **fields: Any) -> httpx.Response:
@@ -73,9 +78,10 @@ async def test_a_template_that_hangs_holds_up_nothing_but_its_request(
     hanging_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, PATIENT)
+    before = renderers()
     async with asyncio.timeout(300), serving(hanging_model) as served:
         hanging = asyncio.create_task(chat(served, chat_template_kwargs={"hang": True}))
-        process = await until_rendering()
+        process = await until_rendering(before)
         assert (await served.client.get("/health")).status_code == 200
         assert (await served.client.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
         assert (await served.client.post("/tokenize", json={"prompt": "abc"})).status_code == 200
@@ -105,13 +111,14 @@ async def test_a_template_is_stopped_at_its_limit(
 
 
 async def test_the_process_comes_with_the_first_conversation_and_leaves_with_the_server(hanging_model: Path) -> None:
+    before = renderers()
     async with serving(hanging_model) as served:
         assert (await served.client.get("/health")).status_code == 200
         assert (await served.client.post("/v1/completions", json={"prompt": "abc"})).status_code == 200
-        assert renderers() == []
+        assert new_renderers(before) == []
         for _ in range(3):
             assert (await chat(served)).status_code == 200
-        (process,) = renderers()
+        (process,) = new_renderers(before)
     assert has_ended(process)
 
 
@@ -127,11 +134,12 @@ async def test_a_template_that_does_not_compile(template: str, tmp_path: Path) -
 
 
 def test_llm_renders_in_such_a_process_too(model_path: Path) -> None:
+    before = renderers()
     options = EngineOptions(model=str(model_path), num_blocks_override=NUM_BLOCKS)
     with LLM.from_options(options, executor="tests.server.executor:readable") as llm:
-        assert renderers() == []
+        assert new_renderers(before) == []
         llm.chat(HELLO, use_tqdm=False)
-        (process,) = renderers()
+        (process,) = new_renderers(before)
         llm.chat([HELLO, HELLO], use_tqdm=False)
-        assert renderers() == [process]
+        assert new_renderers(before) == [process]
     assert has_ended(process)
