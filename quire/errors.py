@@ -66,6 +66,11 @@ class InternalError(QuireError):
         self.error_id = error_id or new_error_id()
 
 
+class ChatTemplateProcessError(QuireError):
+    """The process that renders chat templates could not start, or ended while it rendered this conversation; the next
+    conversation gets a new one."""
+
+
 class EngineDeadError(QuireError):
     """The engine core is gone; the message carries the root cause, with the details that `InternalError` tells of.
 

@@ -61,7 +61,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = front_end.tokenizer
         self._numbers = itertools.count()
         self._busy = threading.Lock()
-        self._finalizer = weakref.finalize(self, self._client.shutdown)
+        self._finalizer = weakref.finalize(self, front_end.shutdown)
 
     @property
     def ready(self) -> EngineReady:

@@ -42,6 +42,8 @@ logger = get_logger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
+MESSAGE_CHARACTERS = 64
+"""What a message counts besides its content."""
 
 MAX_LONG_TEXTS = 2
 """So many are worked on at a time: tokenising takes about 80 times a text's size in memory. More wait."""
@@ -91,7 +93,7 @@ class AsyncLLM:
         self._draining = False
         self._all_finished = asyncio.Event()
         self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
-        self._finalizer = weakref.finalize(self, self._client.shutdown)
+        self._finalizer = weakref.finalize(self, self._front_end.shutdown)
         receiver = threading.Thread(
             target=_receive, args=(self._client, weakref.ref(self)), name="quire-receiver", daemon=True
         )
@@ -278,10 +280,14 @@ class AsyncLLM:
         """Write and tokenise a conversation; `options` as in InputProcessor.render_chat."""
         return self.input_processor.render_chat(messages, **options)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-        """`render_chat` that keeps the loop free when the conversation is long."""
-        size = sum(len(str(message.get("content"))) for message in messages)
-        return await self.off_loop(size, lambda: self.render_chat(messages, **options))
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> RenderedChat:
+        """`render_chat` that keeps the loop free: templates are rendered in another process."""
+        inputs = self.input_processor
+        rendering = await self.off_loop(_size(messages), lambda: inputs.submit_chat(messages, **options))
+        text = await asyncio.wrap_future(rendering)
+        return await self.off_loop(len(text), lambda: inputs.tokenise_chat(text, add_special_tokens))
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` on a text here when it is short, on one of few other threads when it is long. size: characters, or
@@ -380,7 +386,7 @@ class AsyncLLM:
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the engine; waiting requests fail with EngineDeadError. Idempotent."""
         if self._finalizer.detach() is not None:
-            self._client.shutdown(timeout)
+            self._front_end.shutdown(timeout)
             self._text_threads.shutdown(wait=False)
             self._die(EngineDeadError("the engine was shut down"))
 
@@ -573,3 +579,13 @@ async def _last_output(stream: OutputStream) -> RequestOutput:
     while not (output := await stream.get()).finished:
         pass
     return output
+
+
+def _size(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a conversation, roughly and no more than it takes to call it long."""
+    size = 0
+    for message in messages:
+        size += MESSAGE_CHARACTERS + len(str(message.get("content")))
+        if size > INLINE_CHARACTERS:
+            break
+    return size

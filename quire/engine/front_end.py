@@ -45,6 +45,12 @@ class FrontEnd:
                 )
             return self._input_processor
 
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop the core, as EngineClient.shutdown, and what renders conversations. Idempotent."""
+        self.client.shutdown(timeout)
+        if self._input_processor is not None:
+            self._input_processor.close()
+
 
 def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], EngineClient]) -> FrontEnd:
     """Check the options, `start` the core, and load the tokenizer (while it starts, if it runs elsewhere).

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import Future
 from typing import Any, NamedTuple, TypedDict
 
 from quire.engine.bad_words import BadWordTokenizer
@@ -140,6 +141,16 @@ class InputProcessor:
         )
 
     def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> RenderedChat:
+        """Write a conversation with the model's chat template, and tokenise it.
+
+        options: as for `submit_chat`. The template writes special tokens itself, hence `add_special_tokens` is off.
+        Raises what `submit_chat` and its future raise.
+        """
+        return self.tokenise_chat(self.submit_chat(messages, **options).result(), add_special_tokens)
+
+    def submit_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -147,25 +158,29 @@ class InputProcessor:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-    ) -> RenderedChat:
-        """Write a conversation with the model's chat template, and tokenise it.
-
-        The template writes special tokens itself, hence `add_special_tokens` is off. Raises UserError when the model
-        has no template, or for messages that the template refuses.
-        """
-        if self._chat_template is None or self.tokenizer is None:
+    ) -> Future[str]:
+        """Have a conversation written in a process beside this one. Raises UserError when the model has no template;
+        else as ChatTemplate.submit."""
+        if self._chat_template is None:
             raise UserError("chat needs a tokenizer, and this model has none", param="messages")
-        text = self._chat_template.render(
+        return self._chat_template.submit(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             options=chat_template_kwargs,
+            max_characters=self.max_model_len * MAX_CHARACTERS_PER_TOKEN,
         )
-        check_unicode(text, param="messages")
-        self.check_text_length(text, "messages")
+
+    def tokenise_chat(self, text: str, add_special_tokens: bool = False) -> RenderedChat:
+        """The second half of `render_chat`, for the text that the future of `submit_chat` holds."""
+        assert self.tokenizer is not None, "there is a text only where there is a template"
         return RenderedChat(text, self.tokenizer.encode(text, add_special_tokens))
+
+    def close(self) -> None:
+        """Leave nothing of the processes that render conversations. Idempotent."""
+        if self._chat_template is not None:
+            self._chat_template.close()
 
     def _tokens(self, content: str | Sequence[int], params: SamplingParams, add_special_tokens: bool) -> list[int]:
         """The prompt's tokens: checked, cut to `truncate_prompt_tokens`, and short enough for one new token."""

@@ -46,6 +46,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         max_model_len=engine.ready.max_model_len,
     )
     engine.add_listener(metrics)
+    metrics.registry.register(SilenceGauge(lambda: engine.silence))
     context = ServerContext(engine, engine.tokenizer, settings, metrics, names, settings.max_body_bytes)
 
     app = FastAPI(
@@ -87,5 +88,4 @@ def add_middleware(app: FastAPI, settings: ServerSettings, metrics: EngineMetric
     app.add_middleware(SiteGuard, hosts=hosts, origins=settings.cors_allowed_origins)
     counter = HttpCounter()
     metrics.registry.register(counter)
-    metrics.registry.register(SilenceGauge(lambda: engine.silence))
     app.add_middleware(CountingMiddleware, counter=counter)

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from quire.errors import (
+    ChatTemplateProcessError,
     EngineDeadError,
     InternalError,
     ModelOutputError,
@@ -107,6 +108,8 @@ def to_api_error(error: Exception) -> ApiError:
         return _internal_error(error, error.summary, error.error_id)
     if isinstance(error, ModelOutputError):  # of this request alone, and it would probably fail again
         return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "model_error"))
+    if isinstance(error, ChatTemplateProcessError):  # of this request alone
+        return ApiError(500, ErrorDetail(str(error), SERVER_ERROR, None, "chat_template_error"))
     if isinstance(error, QuireError):
         return unavailable(str(error))
     if isinstance(error, HTTPException):

@@ -1,25 +1,22 @@
 """Chat templates: a conversation written as one string by the Jinja template that comes with the checkpoint.
 
-Templates come from checkpoints, never from requests. They run sandboxed, and metered: loops, calls and the text they
-make are paid from a budget, so a template (or a conversation made to upset one) ends in an error and not in a stuck
-server. The names in scope are those that Transformers offers.
+Templates come from checkpoints, never from requests. They run in processes of their own (template_client.py,
+template_process.py), sandboxed, with limits on time and memory that the system enforces, so a template (or a
+conversation made to upset one) ends in an error and not in a stuck server.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-
-from quire.errors import UserError
-from quire.tokenization.metered_sandbox import BudgetError, MeteredSandbox
+from quire.errors import PromptTooLongError, UserError
+from quire.tokenization.template_client import SHORT_CONVERSATION_BYTES, TemplateLane
+from quire.tokenization.template_messages import Failed, Render, Rendered, Setup, TemplateLimits, encode_frame
 from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.sizes import format_bytes
 
 RESERVED_OPTIONS = frozenset(
     {
@@ -38,19 +35,27 @@ RESERVED_OPTIONS = frozenset(
         "return_dict",
         "return_assistant_tokens_mask",
         "tokenizer_kwargs",
+        "raise_exception",
+        "strftime_now",
+        "range",
+        "dict",
+        "lipsum",
+        "cycler",
+        "joiner",
+        "namespace",
     }
 )
-"""Names that are set elsewhere, or mean something to Transformers' own method: no template option may take them."""
+"""Names that are set elsewhere, mean something to Transformers' own method, or are the functions that every template
+can call: no template option may take them."""
+DEFAULT_LIMITS = TemplateLimits()
+MAX_CHARACTERS = 16 * 2**20
+"""Longest text, where the caller knows no limit."""
 CONTINUE_MARK = "<|quire: the final message continues here|> "
 """Stands at the end of the message to continue while rendering. Its last space shows whether the template trims."""
 
 
-class ChatTemplateError(jinja2.TemplateError):
-    """Raised by a template through `raise_exception`."""
-
-
 class ChatTemplate:
-    """The templates of one tokenizer, each compiled when first used. Thread-safe.
+    """The templates of one tokenizer. Thread-safe. `close` ends the processes that render them.
 
     templates: name -> Jinja source; "tool_use", when there is one, is taken for requests with tools.
     special_tokens: in scope under their names. now: the time for `strftime_now`.
@@ -61,18 +66,30 @@ class ChatTemplate:
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
         *,
+        limits: TemplateLimits = DEFAULT_LIMITS,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        self._sources = dict(templates)
-        self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, jinja2.Template] = {}
-        self._environment = _environment(now)
+        self._names = frozenset(templates)
+        self._limits = limits
+        self._now = now
+        setup = Setup(dict(templates), dict(special_tokens), limits)
+        self.lanes = (TemplateLane(setup), TemplateLane(setup))
+        """For short and for long conversations."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         return cls(tokenizer.chat_templates, tokenizer.special_tokens)
 
-    def render(
+    def close(self) -> None:
+        """Leave nothing of the processes; what is being rendered raises EngineDeadError. Idempotent."""
+        for lane in self.lanes:
+            lane.close()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of `submit`, waited for."""
+        return self.submit(messages, **options).result()
+
+    def submit(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -80,13 +97,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Write the conversation.
+        max_characters: int = MAX_CHARACTERS,
+    ) -> Future[str]:
+        """Have the conversation written, in a process beside this one.
 
         add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last
         message instead, so that it is continued. options: further variables for the template
-        (`chat_template_kwargs`). Raises UserError for messages that are malformed or that the template refuses, for
-        reserved options, and when the model has no template.
+        (`chat_template_kwargs`). max_characters: a longer text is refused.
+
+        Raises UserError for messages that are malformed, for reserved options, and when the model has no template. The
+        future raises UserError when the template is not valid, fails, refuses the messages or exceeds its limits,
+        PromptTooLongError for a text that is too long, and what TemplateLane.submit says.
         """
         template = self._template(with_tools=bool(tools))
         for name in options or ():
@@ -103,42 +124,75 @@ class ChatTemplate:
             raise UserError("messages must hold at least one message", param="messages")
         if continue_final_message:
             _mark_final(conversation)
+            max_characters += len(CONTINUE_MARK)
         variables = {
-            **self._special_tokens,
             **(options or {}),
             "messages": conversation,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(template, variables)
-        return _cut_at_mark(text) if continue_final_message else text
+        frame = self._encode(Render(template, variables, self._now(), max_characters))
 
-    def _template(self, *, with_tools: bool) -> jinja2.Template:
-        name = "tool_use" if with_tools and "tool_use" in self._sources else "default"
-        if name not in self._sources:
+        def finish(answer: Rendered | Failed) -> str:
+            if isinstance(answer, Failed):
+                raise self._error(answer, max_characters)
+            return _cut_at_mark(answer.text) if continue_final_message else answer.text
+
+        short, long = self.lanes
+        lane = short if len(frame) <= SHORT_CONVERSATION_BYTES else long
+        return lane.submit(frame, max_characters, finish)
+
+    def _template(self, *, with_tools: bool) -> str:
+        name = "tool_use" if with_tools and "tool_use" in self._names else "default"
+        if name not in self._names:
             raise UserError("this model has no chat template: use completions with a plain prompt", param="messages")
-        compiled = self._compiled.get(name)
-        if compiled is None:
-            try:
-                compiled = self._environment.compile_metered(self._sources[name])
-            except (jinja2.TemplateError, RecursionError) as error:
-                raise UserError(f"the model's chat template is not valid: {error}", param="messages") from None
-            self._compiled[name] = compiled
-        return compiled
+        return name
 
-    def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+    def _encode(self, request: Render) -> bytearray:
         try:
-            return self._environment.render_metered(template, variables)
-        except ChatTemplateError as error:
-            raise UserError(f"the model's chat template refuses these messages: {error}", param="messages") from None
-        except BudgetError as error:
-            raise UserError(f"the model's chat template was stopped: {error}", param="messages") from None
-        # A template is a program that someone else wrote: what its bugs raise cannot be listed, and none of them may
-        # look like a failure of the server.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"the model's chat template failed: {reason}", param="messages") from None
+            frame = encode_frame(request)
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"messages is not valid Unicode: lone surrogate at position {error.start}", param="messages"
+            ) from None
+        except RecursionError:
+            raise UserError("messages are nested too deeply", param="messages") from None
+        except (TypeError, OverflowError) as error:
+            raise UserError(f"messages hold what a chat template cannot be given: {error}", param="messages") from None
+        if len(frame) > self._limits.max_conversation_bytes:
+            raise UserError(
+                f"the conversation has {len(frame)} bytes; a chat template is given at most "
+                f"{self._limits.max_conversation_bytes}",
+                param="messages",
+            )
+        return frame
+
+    def _error(self, failed: Failed, max_characters: int) -> UserError:
+        if failed.kind == "length":
+            return PromptTooLongError(
+                f"the prompt has more than {max_characters} characters, far more than the model's context holds",
+                param="messages",
+            )
+        return UserError(f"the model's chat template {self._sentence(failed)}", param="messages")
+
+    def _sentence(self, failed: Failed) -> str:
+        """What the template does."""
+        match failed.kind:
+            case "invalid":
+                return f"is not valid: {failed.reason}"
+            case "refused":
+                return f"refuses these messages: {failed.reason}"
+            case "memory":
+                return f"was stopped: it needs more than {format_bytes(self._limits.memory)} of memory"
+            case "time":
+                cpu_seconds, seconds = self._limits.cpu_seconds, self._limits.seconds
+                return (
+                    f"was stopped: it took too long (a conversation has {cpu_seconds:g} s of processor time "
+                    f"and {seconds:g} s in all)"
+                )
+            case _:
+                return f"failed: {failed.reason}"
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,40 +235,3 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message: the model's chat template does not write the final message", param="messages"
         )
     return before if after.startswith(" ") else before.rstrip()
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the assistant says, for training. Here: just its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment(now: Callable[[], datetime]) -> MeteredSandbox:
-    environment = MeteredSandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: now().strftime(format)
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise ChatTemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

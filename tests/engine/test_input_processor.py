@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -259,8 +260,10 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chat() -> InputProcessor:
-    return make(Tokenizer(byte_level_backend(), special_tokens=SPECIAL, chat_templates={"default": TEMPLATE}))
+def chat() -> Iterator[InputProcessor]:
+    processor = make(Tokenizer(byte_level_backend(), special_tokens=SPECIAL, chat_templates={"default": TEMPLATE}))
+    yield processor
+    processor.close()
 
 
 def test_chat_is_rendered_and_tokenised(chat: InputProcessor) -> None:
@@ -280,6 +283,7 @@ def test_chat_adds_no_special_tokens_unless_asked() -> None:
     messages = [{"role": "user", "content": "x"}]
     assert processor.render_chat(messages).token_ids.count(1) == 1
     assert processor.render_chat(messages, add_special_tokens=True).token_ids.count(1) == 2
+    processor.close()
 
 
 @pytest.mark.parametrize(

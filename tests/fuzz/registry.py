@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from tests.fuzz import templates
 from tests.fuzz.bodies import BODIES
 from tests.fuzz.harness import Fuzzer
 
-FUZZERS: tuple[Fuzzer, ...] = (BODIES,)
+FUZZERS: tuple[Fuzzer, ...] = (BODIES, templates.FUZZER)
