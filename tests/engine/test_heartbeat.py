@@ -83,7 +83,7 @@ def beating_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-def test_beats_come_while_nobody_reads_and_end_with_the_reader() -> None:
+def test_a_full_pipe_stops_no_beat_and_the_beats_end_with_the_reader() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 
 import pytest
 
@@ -62,6 +63,37 @@ async def test_logprobs_stay_with_their_tokens() -> None:
     [completion] = (await stream.get()).outputs
     assert completion.logprobs is not None
     assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids == [0, 0, 1, 0, 2, 0]
+
+
+@pytest.mark.usefixtures("one_waits")
+async def test_logprobs_come_back_as_they_were() -> None:
+    stream = OutputStream("r", "r#1", delta=True)
+    entries = [
+        {7: Logprob(-0.1, 1, "a"), 2_000_000: Logprob(-1e-300, None, None)},
+        {3: Logprob(float("-inf"), 250_000, "")},
+        {},
+        {4: Logprob(-2.5, 2, "b"), 1: Logprob(-0.25, 1, "\ufffd"), 9: Logprob(-3.0, 3, "c")},
+    ]
+    for step, entry in enumerate(entries):
+        output = delta(step, 0)
+        output.outputs[0].logprobs = [entry]
+        stream.put(output)
+    [completion] = (await stream.get()).outputs
+    assert completion.logprobs == entries
+    assert [list(entry) for entry in completion.logprobs or ()] == [list(entry) for entry in entries]
+
+
+@pytest.mark.usefixtures("one_waits")
+async def test_waiting_logprobs_are_no_work_for_the_garbage_collector() -> None:
+    stream = OutputStream("r", "r#1", delta=True)
+    stream.put(delta(0, 0, logprobs=True))
+    stream.put(delta(1, 0, logprobs=True))
+    gc.collect()
+    before = len(gc.get_objects())
+    for step in range(2, 2000):
+        stream.put(delta(step, 0, logprobs=True))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
 
 
 @pytest.mark.usefixtures("one_waits")
