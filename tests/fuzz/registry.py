@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import templates
-from tests.fuzz.bodies import BODIES
+from tests.fuzz import bodies, raw_http, templates
 from tests.fuzz.harness import Fuzzer
 
-FUZZERS: tuple[Fuzzer, ...] = (BODIES, templates.FUZZER)
+FUZZERS: tuple[Fuzzer, ...] = (bodies.BODIES, raw_http.RAW_HTTP, templates.FUZZER)

@@ -17,7 +17,7 @@ from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.server.app import create_app
 from quire.server.context import ServerContext
-from quire.server.http_protocol import make_http_server
+from quire.server.http_protocol import HttpServer, make_http_server
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
 from tests.server.model_directory import write_model
@@ -41,6 +41,7 @@ class Served:
     client: httpx.AsyncClient
     url: str = f"http://{HOST}"
     app: FastAPI | None = None
+    server: HttpServer | None = None
 
     async def until_idle(self) -> None:
         """Wait until nothing runs or waits and every block is free."""
@@ -89,7 +90,7 @@ async def serving(
             while not server.started:
                 await asyncio.sleep(0.005)
             async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-                yield Served(engine, app.state.context, client, url, app)
+                yield Served(engine, app.state.context, client, url, app, server)
             server.should_exit = True
             await running
     finally:

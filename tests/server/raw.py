@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from quire.clock import VirtualClock
 from quire.server.connection import BoundedHttpProtocol
 from quire.server.http_protocol import HttpServer, make_http_server
+from quire.server.json_bodies import JsonBodies
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
 
@@ -132,3 +134,11 @@ async def raw_server(**settings: Any) -> AsyncIterator[RawServer]:
 def statuses(answers: bytes) -> list[int]:
     """Of the answers in what a server sent."""
     return [int(status) for status in STATUS_LINE.findall(answers)]
+
+
+def json_bodies_of(app: FastAPI) -> JsonBodies:
+    """The middleware, in the stack of an application that has been called."""
+    layer: Any = app.middleware_stack
+    while not isinstance(layer, JsonBodies):
+        layer = layer.app
+    return layer

@@ -15,6 +15,7 @@ from quire.server.errors import ApiError
 from quire.server.json_bodies import FREE_BODY_BYTES, JsonBodies
 from quire.server.settings import ServerSettings
 from tests.server.conftest import Served, serving
+from tests.server.raw import json_bodies_of
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 
@@ -190,18 +191,10 @@ class TestInFlight:
             for task in answers:
                 task.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
-            bodies = json_bodies_of(served)
+            assert served.app is not None
+            bodies = json_bodies_of(served.app)
             while bodies.num_bytes:
                 await asyncio.sleep(0.005)
             headers = {"Content-Type": "application/json"}
             response = await served.client.post("/v1/completions", content=BODY + b" " * size, headers=headers)
             assert response.status_code == 200, response.text
-
-
-def json_bodies_of(served: Served) -> JsonBodies:
-    """The middleware, in the stack of the application that is served."""
-    assert served.app is not None
-    layer: Any = served.app.middleware_stack
-    while not isinstance(layer, JsonBodies):
-        layer = layer.app
-    return layer
