@@ -64,6 +64,18 @@ class StatsListener(Protocol):
         ...
 
 
+class RequestPart(Protocol):
+    """One of the engine requests that a caller's request is run in."""
+
+    async def begin(self, request: EngineRequest) -> EngineRequest:
+        """Wait for its turn; returns what the engine gets."""
+        ...
+
+    def end(self) -> None:
+        """It is over, or was never begun."""
+        ...
+
+
 class AsyncLLM:
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
@@ -133,6 +145,11 @@ class AsyncLLM:
         return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self._front_end.config.scheduler.max_num_seqs
+
+    @property
     def errored(self) -> bool:
         """Whether the engine is dead (or was shut down)."""
         return self._death is not None
@@ -168,10 +185,11 @@ class AsyncLLM:
         delta: bool = False,
         cache_salt: str = "",
         priority: int = 0,
+        part: RequestPart | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`; `delta` as in OutputProcessor.add.
 
-        priority: lower is earlier (docs/scheduling.md).
+        priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn.
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
@@ -186,15 +204,16 @@ class AsyncLLM:
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
             request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
-            self._submit(request, prompt_text(prompt), stream, delta)
-            try:
-                finished = False
-                while not finished:
-                    output = await stream.get()
-                    finished = output.finished
-                    yield output
-            finally:
-                self._leave(stream)
+            async with _turn(part, request) as request:
+                self._submit(request, prompt_text(prompt), stream, delta)
+                try:
+                    finished = False
+                    while not finished:
+                        output = await stream.get()
+                        finished = output.finished
+                        yield output
+                finally:
+                    self._leave(stream)
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.
@@ -528,6 +547,17 @@ class _Delivery:
 def _start(options: EngineOptions, in_process: bool, executor: str) -> EngineClient:
     make = InProcessClient if in_process else ProcessClient
     return make(options, executor=executor)
+
+
+@contextlib.asynccontextmanager
+async def _turn(part: RequestPart | None, request: EngineRequest) -> AsyncGenerator[EngineRequest, None]:
+    if part is None:
+        yield request
+        return
+    try:
+        yield await part.begin(request)
+    finally:
+        part.end()
 
 
 def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
