@@ -41,6 +41,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix-cache entries are shared only between requests of equal salt."""
     priority: int = 0
     """Lower is earlier; see `Request.order_key`."""
+    first_index: int = 0
+    """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
     pin: bool = False
     """Keep the prompt's blocks, as the pinned prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
 

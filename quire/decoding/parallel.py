@@ -36,7 +36,7 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
             request,
             SequenceSampling(
                 params=params,
-                seed=sequence_seed(source.seed, index),
+                seed=sequence_seed(source.seed, source.first_index + index),
                 stop_token_ids=stop_token_ids,
                 bad_token_sequences=source.bad_token_sequences,
                 num_candidates=num_candidates,

@@ -29,6 +29,7 @@ from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, n
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import OutputStream
 from quire.engine.process_client import ProcessClient
+from quire.engine.request_part import RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
@@ -125,6 +126,11 @@ class AsyncLLM:
         return self._front_end.config.scheduler.scheduling_policy == "priority"
 
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once."""
+        return self._front_end.config.scheduler.max_num_seqs
+
+    @property
     def errored(self) -> bool:
         """Whether the engine is dead (or was shut down)."""
         return self._death is not None
@@ -178,10 +184,11 @@ class AsyncLLM:
         delta: bool = False,
         cache_salt: str = "",
         priority: int = 0,
+        part: RequestPart | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they come, the last one with `finished`; `delta` as in OutputProcessor.add.
 
-        priority: lower is earlier (docs/scheduling.md).
+        priority: lower is earlier (docs/scheduling.md). part: holds a checked request back until its turn.
 
         Leaving the iterator, or cancelling the task that waits in it, aborts the request and frees its blocks.
         Raises UserError for a bad prompt or an id in use (before anything runs), EngineDeadError at once when the
@@ -197,17 +204,19 @@ class AsyncLLM:
         with self._counted():
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
-            with self._preparing():
-                request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
-                self._submit(request, prompt_text(prompt), stream, delta)
-            try:
-                finished = False
-                while not finished:
-                    output = await stream.get()
-                    finished = output.finished
-                    yield output
-            finally:
-                self._leave(stream)
+            async with contextlib.AsyncExitStack() as stack:
+                with self._preparing():
+                    request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
+                    request = await stack.enter_async_context(turn_of(part, request))
+                    self._submit(request, prompt_text(prompt), stream, delta)
+                try:
+                    finished = False
+                    while not finished:
+                        output = await stream.get()
+                        finished = output.finished
+                        yield output
+                finally:
+                    self._leave(stream)
 
     async def register_prefix(self, prefix: Prompt, cache_salt: str = "") -> str:
         """Compute a prefix (a text or token ids) now and keep it until `unregister_prefix`; returns its id.

@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from quire.errors import UserError
 from quire.outputs import RequestOutput, raise_if_damaged
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import ChatMessage
 from quire.server.protocol.common import PromptTokensDetails, Usage
+from quire.server.turns import Part, Turns, share_of, split
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncLLM
@@ -55,7 +58,8 @@ async def generate(
     priority: int,
     prompt_field: str,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side.
+    """Yield (prompt index, what is new) until every prompt is finished; the prompts run side by side, and where they
+    are many sequences in turns (quire/server/turns.py).
 
     Closing the generator, or an error of one prompt, ends all of them. Raises as ServerContext.admit does: this is
     the last door, since others may have come in while the prompt was prepared; and ModelOutputError when the model
@@ -63,18 +67,46 @@ async def generate(
     the prompt, for the errors about it.
     """
 
-    def stream(index: int) -> AsyncGenerator[RequestOutput, None]:
+    share = share_of(context.engine.max_num_seqs)
+    if params.answers_at_end and params.num_sequences > share:
+        raise UserError(
+            f"at most {share} sequences that are compared with one another (best_of, beam_width) are allowed on this "
+            f"server, not {params.num_sequences}",
+            param="n" if params.best_of is None else "best_of",
+        )
+    turns = Turns(share)
+    size = params.num_sequences
+    parts = [Part(turns, *place) for _ in prompts for place in ([(0, size)] if size <= share else split(size, share))]
+    per_prompt = len(parts) // len(prompts)
+
+    def stream(number: int) -> AsyncGenerator[RequestOutput, None]:
+        index, place = divmod(number, per_prompt)
         name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+        settings, part = params, None
+        if per_prompt > 1:
+            name = f"{name}.{place}"
+            # What is said of the prompt comes with the first part.
+            scored = params.prompt_logprobs if place == 0 else None
+            settings = msgspec.structs.replace(params, n=parts[number].num_sequences, prompt_logprobs=scored)
+        if len(prompts) * size > share:
+            part = parts[number]
         return context.engine.generate(
-            prompts[index], params, name, delta=True, cache_salt=cache_salt or "", priority=priority
+            prompts[index], settings, name, delta=True, cache_salt=cache_salt or "", priority=priority, part=part
         )
 
     context.admit()
-    streams = [stream(index) for index in range(len(prompts))]
+    streams = [stream(number) for number in range(len(parts))]
+    num_cached: dict[int, int] = {}
     try:
         async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:
-            async for index, output in outputs:
+            async for number, output in outputs:
                 raise_if_damaged(output)
+                index = number // per_prompt
+                if per_prompt > 1:
+                    # Later parts find the whole prompt in the cache; the request found what its first part did.
+                    output.num_cached_tokens = num_cached.setdefault(index, output.num_cached_tokens)
+                    for completion in output.outputs:
+                        completion.index += parts[number].first_index
                 yield index, output
     except UserError as error:
         if error.param in ("prompt", "prompt_token_ids"):

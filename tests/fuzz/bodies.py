@@ -140,7 +140,7 @@ def _mixed(value: Any, rng: random.Random) -> Any:
         return [*value, nasty] if rng.random() < 0.5 else [_mixed(entry, rng) for entry in value]
     if isinstance(value, str):
         return value * rng.choice((0, 2, 50))
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and abs(value) < 2**62:
         return rng.choice((-value, value * 10, value + 0.5, str(value), [value]))
     return nasty
 

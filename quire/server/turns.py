@@ -1,0 +1,96 @@
+"""Fairness between requests: the sequences of one HTTP request take turns, and leave rows of the batch to others.
+
+A request of many prompts or completions is run in parts, each an engine request of its own. Parts have a share of the
+batch together, in order; one that has to wait joins the engine's queue only when its turn comes, behind the requests
+that came in meanwhile. What is generated does not depend on it: each sequence has the seed of its place in the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from quire.request import EngineRequest
+
+SHORTEST_TIMEOUT = 1e-9
+"""Seconds, for a part whose time was over before its turn: it ends with the finish reason "timeout"."""
+
+
+def share_of(max_num_seqs: int) -> int:
+    """Most sequences of one HTTP request that are in the engine at a time: a quarter of the rows, and at least one, is
+    left to others."""
+    return max(1, max_num_seqs - max(1, max_num_seqs // 4))
+
+
+def split(n: int, share: int) -> Iterator[tuple[int, int]]:
+    """(first index, number of sequences) of the parts that `n` sequences of a prompt run in."""
+    for first in range(0, n, share):
+        yield first, min(share, n - first)
+
+
+class Turns:
+    """Places for `share` sequences of one request, given in the order in which they are asked for."""
+
+    def __init__(self, share: int) -> None:
+        self._num_free = share
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, num_places: int) -> None:
+        """Wait for `num_places` (at most the share) at once. Cancelled, it leaves nothing taken."""
+        if not self._waiting and num_places <= self._num_free:
+            self._num_free -= num_places
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_places, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove((num_places, turn))
+            else:
+                self._num_free += num_places
+            self._give()
+            raise
+
+    def give_back(self, num_places: int) -> None:
+        self._num_free += num_places
+        self._give()
+
+    def _give(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self._num_free:
+            num_places, turn = self._waiting.popleft()
+            self._num_free -= num_places
+            turn.set_result(None)
+
+
+class Part:
+    """Some sequences of one prompt, from `first_index` on. `AsyncLLM.generate` begins it when it is checked, before the
+    engine hears of it, and ends it."""
+
+    def __init__(self, turns: Turns, first_index: int, num_sequences: int) -> None:
+        self._turns = turns
+        self._arrival = time.monotonic()
+        self._num_taken = 0
+        self.first_index = first_index
+        self.num_sequences = num_sequences
+
+    async def begin(self, request: EngineRequest) -> EngineRequest:
+        """Wait for the part's turn. Returns the request as the engine gets it: its time has run meanwhile."""
+        await self._turns.take(self.num_sequences)
+        self._num_taken = self.num_sequences
+        params = request.params
+        if params.timeout_s is not None:
+            left = max(SHORTEST_TIMEOUT, params.timeout_s - (time.monotonic() - self._arrival))
+            params = msgspec.structs.replace(params, timeout_s=left)
+        return msgspec.structs.replace(request, params=params, first_index=self.first_index)
+
+    def end(self) -> None:
+        """Give the places back. Idempotent, also without `begin`."""
+        self._turns.give_back(self._num_taken)
+        self._num_taken = 0
