@@ -62,9 +62,7 @@ class Fields:
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.where}: {message}")
 
-    def integer(
-        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(f"{key} must be an integer of at least {minimum}, not {shown(value)}")

@@ -60,7 +60,9 @@ class WeightFiles:
                 done += tensor.nbytes
                 report(min(done, total), total)
             if expected - seen:
-                raise ModelLoadError(f"tensor {shown(min(expected - seen))} is missing: the index places it in this file")
+                raise ModelLoadError(
+                    f"tensor {shown(min(expected - seen))} is missing: the index places it in this file"
+                )
             done = start + sizes[path]
         self.current = None
         report(total, total)

@@ -119,6 +119,7 @@ class DiskStore:
             report.is_scanning = False
 
         try:
+            self._directory.make_room()  # the limit may be lower than when these files were written
             for key in self._directory.scan():
                 found.append(key)
                 if len(found) == MAX_KEYS_IN_REPORT:

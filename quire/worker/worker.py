@@ -90,8 +90,8 @@ class Worker:
 
     @_computes
     def load(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, and InsufficientMemoryError
-        for random weights that do not fit.
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
+        InsufficientMemoryError for random weights that do not fit.
 
         A bar on standard error shows the progress when it takes longer than a second.
         """

@@ -287,6 +287,6 @@ def test_parent_killed_during_the_start(tmp_path: Path, weightless_model: Path) 
 
 def test_a_parent_that_ends_before_it_spoke_is_no_error() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "quire.engine.process"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [sys.executable, "-m", "quire.engine.boot"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
     assert (process.returncode, process.stderr) == (0, b"")
