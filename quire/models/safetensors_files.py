@@ -50,8 +50,8 @@ def check_header(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if length > size:
-            return  # the library says so
+        if not 2 <= length <= size:
+            raise ModelLoadError(f"{path} is corrupt or truncated: a header of {length} bytes in a file of {size}")
         if length > MAX_HEADER_BYTES:
             raise ModelLoadError(f"{path} has a header of {length} bytes, which may have {MAX_HEADER_BYTES}")
         if file.read(length).count(b"{") > MAX_TENSORS:

@@ -19,6 +19,9 @@ from quire.utils.model_files import file_bytes
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
+LONGEST_NAME = 255
+"""Of a file."""
+
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -100,7 +103,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
         raise ModelLoadError(f"{index}: the key 'weight_map' must map tensor names to files")
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file == "..":
+        if not isinstance(file, str) or Path(file).name != file or file == ".." or len(file) > LONGEST_NAME:
             raise ModelLoadError(f"{index}: tensor {shown(tensor)} lies in {shown(file)}, which is no file name")
         files.setdefault(index.parent / file, set()).add(tensor)
     return dict(sorted(files.items()))
