@@ -109,21 +109,24 @@ class DiskStore:
 
     def _scan(self) -> None:
         found: list[BlockKey] = []
+        gone: list[BlockKey] = []
 
         def tell(report: DiskReport) -> None:
             report.found.extend(found)
             found.clear()
+            report.gone.extend(gone)
 
         def finish(report: DiskReport) -> None:
             report.num_bytes = self._directory.num_bytes
             report.is_scanning = False
 
         try:
-            self._directory.make_room()  # the limit may be lower than when these files were written
             for key in self._directory.scan():
                 found.append(key)
                 if len(found) == MAX_KEYS_IN_REPORT:
                     self._tell(tell)
+            if not self._directory.has_room():  # the limit was higher when these files were written
+                gone += self._directory.make_room()
             if self._directory.num_foreign:
                 num = self._directory.num_foreign
                 self._warnings.once(
