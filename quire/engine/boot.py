@@ -1,17 +1,17 @@
 """The first lines of the engine process: its failures become one line in the runtime directory, which its parent reads.
 
-Imports nothing but the standard library before it is ready to report: what fails first, where files or memory are
-short, is an import.
+Imports next to nothing before it is ready to report: what fails first, where files or memory are short, is an import.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 
-LAST_WORDS_FILE = "last-words"
+from quire.engine.runtime_directory import LAST_WORDS_FILE
 
 
 def main() -> None:
@@ -23,7 +23,8 @@ def main() -> None:
         from quire.engine.process import main as run
 
         run(line)
-    except Exception as error:
+    except Exception as error:  # the parent's last line says why
+        logging.getLogger("quire.engine").debug("the engine process failed", exc_info=True)
         _leave_word(Path(json.loads(line)["directory"]), error)
         os._exit(1)
 

@@ -18,10 +18,9 @@ import zmq
 
 from quire import envs, errors
 from quire.config.options import EngineOptions
-from quire.engine.boot import LAST_WORDS_FILE
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
-from quire.engine.runtime_directory import RuntimeDirectory
+from quire.engine.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 from quire.errors import EngineDeadError, QuireError, UserError
 
 DEFAULT_STARTUP_TIMEOUT = 1800.0

@@ -153,7 +153,7 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
     if _is_there(path / "tokenizer.json"):
         backend = _read_backend(path / "tokenizer.json")
     elif _is_there(path / "vocab.json") and _is_there(path / "merges.txt"):
-        with _refusing(path, "has a vocab.json and a merges.txt that cannot be used"):
+        with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
             backend = _byte_level_bpe(path, config, special_tokens)
     elif any(_is_there(path / name) for name in SENTENCEPIECE_FILES):
         backend = _convert_with_transformers(path)

@@ -39,11 +39,14 @@ def read_model_file(path: Path, max_bytes: int) -> bytes:
     try:
         # Without O_NONBLOCK a FIFO would be waited for before its kind is known.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
+        try:
             size = _regular_size(path, os.fstat(descriptor))
             if size > max_bytes:
                 raise ModelLoadError(f"{path} has {size} bytes: such a file may have {max_bytes}")
-            return file.read(size)
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(size)
+        finally:
+            os.close(descriptor)
     except ModelLoadError:
         raise
     except (OSError, ValueError) as error:

@@ -127,7 +127,7 @@ def tokenizer(**values: Any) -> Change:
 
 def text(name: str, content: str | bytes) -> Change:
     data = content if isinstance(content, bytes) else content.encode()
-    return lambda directory: (directory / name).write_bytes(data)
+    return lambda directory: put(directory / name, data)
 
 
 def header(content: dict[str, Any] | bytes, data: bytes = b"") -> Change:
@@ -160,8 +160,14 @@ def many_empty_biases(directory: Path) -> None:
     save_file(sound_weights() | extra, directory / "model.safetensors")
 
 
+def put(path: Path, data: bytes) -> None:
+    """Into a regular file: another kind stays what it is."""
+    if path.is_file() or not os.path.lexists(path):
+        path.write_bytes(data)
+
+
 def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value))
+    put(path, json.dumps(value).encode())
 
 
 def _tensor_header(dtype: str, shape: list[int], end: int) -> dict[str, Any]:
