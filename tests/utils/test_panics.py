@@ -11,6 +11,11 @@ class PanicException(BaseException):
     """As Rust's libraries raise it."""
 
 
+def panic() -> None:
+    os.write(STDERR, b"stack backtrace\n")
+    raise PanicException
+
+
 def test_panics_are_told_from_other_exceptions() -> None:
     assert is_panic(PanicException())
     assert not is_panic(KeyboardInterrupt())
@@ -22,7 +27,6 @@ def test_what_is_written_is_kept_unless_an_exception_comes(capfd: pytest.Capture
         os.write(STDERR, b"a warning\n")
     assert capfd.readouterr().err == "a warning\n"
     with pytest.raises(PanicException), last_word_to_exceptions():
-        os.write(STDERR, b"stack backtrace\n")
-        raise PanicException
+        panic()
     os.write(STDERR, b"after\n")
     assert capfd.readouterr().err == "after\n"
