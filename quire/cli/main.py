@@ -9,8 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from quire.errors import QuireError, UserError, nearest_name
+from quire.errors import QuireError, UserError, is_interrupt, nearest_name
 from quire.logging import configure_logging, get_logger
+from quire.utils.failures import explain, one_line
 from quire.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -51,7 +52,11 @@ def run_program(name: str, program: Callable[[Sequence[str]], int], arguments: S
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except QuireError as error:
-        return _report(name, error)
+        return _report(name, error, str(error))
+    except BaseException as error:  # a limit of the system, or a mistake of ours: one line as well
+        if is_interrupt(error):
+            raise
+        return _report(name, error, explain(error))
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -87,14 +92,15 @@ def _usage() -> str:
     )
 
 
-def _report(name: str, error: QuireError) -> int:
+def _report(name: str, error: BaseException, message: str) -> int:
     """Print the error as one line on stderr; its traceback only when debugging."""
     if get_logger("quire").isEnabledFor(logging.DEBUG):
         import traceback
 
         traceback.print_exception(error)
-    message = " ".join(str(error).split("\n"))
-    print(f"{name}: error: {message}", file=sys.stderr)
+    elif not isinstance(error, QuireError):
+        message = f"{message} (QUIRE_LOG_LEVEL=DEBUG shows where)"
+    print(f"{name}: error: {one_line(message)}", file=sys.stderr)
     return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ENGINE_ERROR
 
 

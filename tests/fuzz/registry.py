@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.fuzz import bodies, raw_http, templates
+from tests.fuzz import bodies, checkpoints, gguf_files, native_plans, raw_http, templates
 from tests.fuzz.harness import Fuzzer
 
-FUZZERS: tuple[Fuzzer, ...] = (bodies.BODIES, raw_http.RAW_HTTP, templates.FUZZER)
+FUZZERS: tuple[Fuzzer, ...] = (
+    bodies.BODIES,
+    raw_http.RAW_HTTP,
+    templates.FUZZER,
+    checkpoints.FUZZER,
+    gguf_files.FUZZER,
+    native_plans.FUZZER,
+)
