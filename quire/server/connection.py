@@ -39,24 +39,24 @@ MAX_NUM_SURPLUS = 256
 """Connections beyond the limit that are told so; any more are closed without a word."""
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):
     """What a connection waits for. Each phase but ANSWER has a deadline, which begins when the phase does."""
 
-    IDLE = enum.auto()
+    IDLE = 0
     """The first byte of a request."""
-    HEAD = enum.auto()
-    BODY = enum.auto()
-    ANSWER = enum.auto()
+    HEAD = 1
+    BODY = 2
+    ANSWER = 3
     """The application's, to a request that has arrived in full."""
-    CLOSING = enum.auto()
+    CLOSING = 4
     """The client, to read why it was refused. What it sends is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What ServerSettings says about connections. Times in seconds, measured by `clock`."""
+    """What ServerSettings says about connections. Times in seconds, measured by `clock`; `seconds`: by phase."""
 
-    seconds: Mapping[Phase, float]
+    seconds: tuple[float, ...]
     write_seconds: float
     max_connections: int
     clock: Clock
@@ -70,7 +70,7 @@ class ConnectionLimits:
             Phase.ANSWER: math.inf,
             Phase.CLOSING: LINGER_SECONDS,
         }
-        return cls(seconds, settings.write_timeout, settings.max_connections, clock)
+        return cls(tuple(seconds[phase] for phase in Phase), settings.write_timeout, settings.max_connections, clock)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -83,6 +83,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, limits: ConnectionLimits, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._limits = limits
+        self._now = limits.clock.now
+        self._seconds = limits.seconds
         self.phase = Phase.IDLE
         self._deadline = math.inf
         self._running: RequestResponseCycle | None = None
@@ -214,8 +216,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer: `check_deadlines` does that
         if self._running is None:
-            if self._is_deaf:
-                self.transport.close()
+            if self._is_deaf and not self.transport.is_closing():
+                self._linger()
             elif self.phase is Phase.ANSWER:
                 self._enter(Phase.IDLE)
 
@@ -223,7 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def check_deadlines(self) -> None:
         """End the connection when its client is late: to send what it began, to send anything, or to read."""
-        now = self._limits.clock.now()
+        now = self._now()
         num_unsent_bytes = self.transport.get_write_buffer_size()
         if num_unsent_bytes:
             self._check_reader(num_unsent_bytes, now)
@@ -251,14 +253,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_surplus or self.phase is Phase.IDLE or (self.cycle is not None and self._is_answered_early()):
             self.transport.close()
         else:
-            what, seconds = self.phase.name.lower(), self._limits.seconds[self.phase]
+            what, seconds = self.phase.name.lower(), self._seconds[self.phase]
             self._refuse(invalid_request(f"the request's {what} did not arrive within {seconds:g} s", status=408))
 
     def _is_answered_early(self) -> bool:
         return self.phase is Phase.BODY and self.cycle.response_complete
 
     def _enter(self, phase: Phase) -> None:
-        self._deadline = self._limits.clock.now() + self._limits.seconds[phase]
+        self._deadline = self._now() + self._seconds[phase]
         self.phase = phase
 
     def _discard(self, num_bytes: int) -> None:
@@ -273,10 +275,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stop(invalid_request(f"HTTP/{version} is not served: HTTP/1.1 is", status=505))
         if self.parser.get_method() == b"CONNECT":
             self._stop(invalid_request("CONNECT is not served: this is no proxy", status=501))
-        hosts = [value for name, value in self.headers if name == b"host"]
+        hosts, codings = [], []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding":
+                codings.append(value)
         if len(hosts) > 1 or (not hosts and version == "1.1"):
             self._stop(_malformed(f"a request has one Host header, not {len(hosts)}"))
-        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (version == "1.0" or len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
             self._stop(_malformed("the only Transfer-Encoding is 'chunked', once, in HTTP/1.1"))
         if not self.url.startswith(b"/"):
@@ -321,6 +327,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._running = None
         self.flow.resume_reading()
         self.transport.write(_whole_answer(error, self.server_state.default_headers))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Hang up, but read on for a while: to close on what a client still sends would take the answer from it."""
         self._enter(Phase.CLOSING)
         if self.transport.can_write_eof():
             self.transport.write_eof()

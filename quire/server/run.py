@@ -12,12 +12,15 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.errors import ConfigError, EngineDeadError, UserError
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
+from quire.utils.open_files import make_room_for_connections
 from quire.utils.text_files import read_text_file
 
 if TYPE_CHECKING:
@@ -56,7 +59,9 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             app = create_app(engine, settings)
             report.phase("wait for engine")
             report.engine_phases(engine.ready.seconds)
-            server = make_http_server(app, settings, farewell_seconds=FAREWELL_SECONDS)
+            num_connections = make_room_for_connections(settings.max_connections)
+            limited = msgspec.structs.replace(settings, max_connections=num_connections)
+            server = make_http_server(app, limited, farewell_seconds=FAREWELL_SECONDS)
             service = _Service(engine, app.state.context, server)
             url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -47,6 +47,27 @@ def test_every_kind_of_option(calls: Calls) -> None:
     assert calls == [(EngineOptions(model="some/model", max_num_seqs=4), settings)]
 
 
+def test_names_and_bounds_of_connections(calls: Calls) -> None:
+    arguments = [
+        "--allowed-hosts",
+        "a.example",
+        "--allowed-hosts",
+        "*.b.example",
+        "--allowed-origins",
+        "https://a.example",
+    ]
+    arguments += ["--cors-allowed-origins", "*", "--header-timeout", "5", "--max-connections", "9"]
+    assert main(["serve", *arguments, "--max-total-body-size", "1GiB"]) == 3
+    [(_, settings)] = calls
+    assert settings == ServerSettings(
+        allowed_hosts=["a.example", "*.b.example"],
+        cors_allowed_origins=["https://a.example", "*"],
+        header_timeout=5.0,
+        max_connections=9,
+        max_total_body_size="1GiB",
+    )
+
+
 def test_the_key_comes_from_the_flag_else_from_the_environment(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "from-environment")
     main(["serve"])

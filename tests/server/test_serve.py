@@ -207,6 +207,22 @@ async def test_a_killed_engine(model_path: Path, processes: list[Process]) -> No
     assert f"error {error_id[1]}: the engine died: the engine process was killed by signal 9 (SIGKILL)" in error
 
 
+def test_connections_that_send_nothing_do_not_hold_up_the_end(model_path: Path, processes: list[Process]) -> None:
+    process = Process(model_path, "readable").wait_ready()
+    processes.append(process)
+    address = ("127.0.0.1", int(process.url.rpartition(":")[2]))
+    half_body = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n"
+    half_body += b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+    clients = [socket.create_connection(address) for _ in range(12)]
+    for client, data in zip(clients, (b"", b"GET / HT", half_body) * 4, strict=True):
+        client.sendall(data)
+    assert httpx.get(f"{process.url}/health").status_code == 200
+    process.signal(signal.SIGTERM)
+    assert process.popen.wait(60) == 0
+    for client in clients:
+        client.close()
+
+
 def test_an_engine_that_cannot_start_is_an_error_of_serve(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         serve(EngineOptions(block_size=3), ServerSettings(port=0))
