@@ -102,23 +102,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        self._set_token_ids("stop_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            values = getattr(self, name)
+            _token_ids(name, values)
+            # Each id once: what is done for every entry is then bounded by the vocabulary.
+            if values is not None and len(different := dict.fromkeys(values)) < len(values):
+                msgspec.structs.force_setattr(self, name, list(different))
         self._check_best_of()
         self._check_beam_search()
         self._check_stop()
-        self._set_token_ids("allowed_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError("allowed_token_ids must name at least one token", param="allowed_token_ids")
         _strings("bad_words", self.bad_words)
         self._check_logit_bias()
-
-    def _set_token_ids(self, name: str) -> None:
-        """Check a list of token ids, and leave each id in it once: what is done for every entry is then bounded by the
-        vocabulary."""
-        values = getattr(self, name)
-        _token_ids(name, values)
-        if values is not None and len(different := dict.fromkeys(values)) < len(values):
-            msgspec.structs.force_setattr(self, name, list(different))
 
     def _check_best_of(self) -> None:
         _optional_integer("best_of", self.best_of, 1, MAX_N)

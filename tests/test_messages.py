@@ -74,6 +74,7 @@ REQUEST = EngineRequest(
     bad_token_sequences=[[4, 5]],
     cache_salt="tenant",
     priority=-2,
+    first_index=6,
     pin=True,
 )
 SEQUENCE_VIEW = SequenceView(

@@ -51,9 +51,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove((num_places, turn))
-            else:
+            if not turn.cancelled():  # it had been given
                 self._num_free += num_places
             self._give()
             raise
@@ -63,10 +61,11 @@ class Turns:
         self._give()
 
     def _give(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._num_free:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._num_free):
             num_places, turn = self._waiting.popleft()
-            self._num_free -= num_places
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._num_free -= num_places
+                turn.set_result(None)
 
 
 class Part:

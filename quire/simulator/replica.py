@@ -93,7 +93,7 @@ class EngineSettings:
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     max_prefill_chunk: int | None = None
     queue_depth: int = 2
-    scheduling_policy: str = "priority"
+    scheduling_policy: str = "fcfs"
     priority_seconds: float = 10.0
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION

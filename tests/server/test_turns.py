@@ -43,6 +43,21 @@ async def test_places_are_given_in_order_and_come_back() -> None:
     await asyncio.wait_for(turns.take(6), 60)
 
 
+async def test_places_are_not_given_to_those_that_are_being_cancelled() -> None:
+    """All at once, as when a loop is closed: some waits are cancelled and have not noticed."""
+    turns = Turns(4)
+    await turns.take(4)
+    waiting = [asyncio.ensure_future(turns.take(2)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in waiting[:2]:
+        task.cancel()
+    turns.give_back(2)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert [task.cancelled() for task in waiting] == [True, True, False]
+    turns.give_back(4)
+    await asyncio.wait_for(turns.take(4), 60)
+
+
 FIELDS: list[dict[str, Any]] = [
     {"prompt": "hello", "n": 14, "seed": 7, "max_tokens": 4},
     {"prompt": "hello", "n": 8, "seed": 7, "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1, "echo": True},
