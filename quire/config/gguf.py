@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.config.hf_json import Fields
+from quire.config.hf_json import Fields, shown
+from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
 from quire.utils.gguf import GGUFFile
 
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """End of text, of turn and of message, under "tokenizer.ggml."."""
-MAX_CONTEXT = 2**24
+NO_TOKEN = 2**32 - 1
+"""What some files write where there is no such token."""
 """Positions are not backed by tensors, but buffers of that length are made."""
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -162,12 +164,12 @@ class _Keys:
         self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
         for key, values in _NEUTRAL.items():
             if key in own and own[key] not in values:
-                raise fields.error(f"{key} {own[key]!r} is not supported")
+                raise fields.error(f"{key} {shown(own[key])} is not supported")
 
 
 def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     hidden_size, num_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    head_dim = keys.optional_integer("attention.key_length")
+    head_dim = keys.optional_integer("attention.key_length", maximum=MAX_HEAD_DIM)
     if head_dim is None:
         head_dim = hidden_size // num_heads
     if head_dim < 2:
@@ -176,9 +178,7 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         raise keys.error("value heads of another size than key heads are not supported")
     if keys.integer("rope.dimension_count", head_dim) != head_dim:
         raise keys.error("rotating a part of each head is not supported")
-    context = keys.integer("context_length")
-    if context > MAX_CONTEXT:
-        raise keys.error(f"context_length {context} is more than {MAX_CONTEXT}")
+    context = keys.integer("context_length", maximum=MAX_POSITIONS)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.error("the tensor 'token_embd.weight' is missing")
@@ -187,7 +187,7 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": keys.integer("block_count", maximum=MAX_LAYERS),
         "head_dim": head_dim,
         "max_position_embeddings": context,
     }
@@ -195,8 +195,8 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
 
 def _eos_token_ids(file: GGUFFile) -> list[int]:
     fields = Fields(file.metadata, str(file.path))
-    found = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0) for key in EOS_KEYS)
-    return sorted({token_id for token_id in found if token_id is not None})
+    found = (fields.optional_integer(f"tokenizer.ggml.{key}", minimum=0, maximum=NO_TOKEN) for key in EOS_KEYS)
+    return sorted({token_id for token_id in found if token_id not in (None, NO_TOKEN)})
 
 
 def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:

@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.gguf import read_gguf_config
-from quire.config.hf_json import Fields, read_json
-from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.hf_json import Fields, read_json, read_optional_json
+from quire.config.model import DTYPE_BYTES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, ModelConfig
 from quire.config.options import BUNDLED_MODEL
 from quire.config.quantization import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError, nearest_name
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
+from quire.utils.model_files import file_bytes
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*",)
 """Hub repositories keep other formats of the same weights in folders; none of them is read."""
+
+_LONGEST_NAME = 100
 
 Windows = tuple[int | None, ...]
 
@@ -53,10 +56,10 @@ def load_model_config(
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
     for key in family.required:
-        fields.integer(key)
-    num_layers = fields.integer(family.num_layers)
+        fields.integer(key, maximum=MAX_WIDTH)
+    num_layers = fields.integer(family.num_layers, maximum=MAX_LAYERS)
     hidden_size, num_heads, num_kv_heads, head_dim = _head_shape(fields, family)
-    longest, usual = fields.integer(family.max_positions), None
+    longest, usual = fields.integer(family.max_positions, maximum=MAX_POSITIONS), None
     if family.rotary:
         rope = read_rope(fields, head_dim)
         longest, usual = rope.longest, rope.usual_length
@@ -69,7 +72,7 @@ def load_model_config(
         kv_cache_dtype=("bfloat16" if resolved_dtype == "bfloat16" else "float32")
         if kv_cache_dtype == "auto"
         else kv_cache_dtype,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", maximum=MAX_WIDTH),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -107,7 +110,7 @@ def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
 
 def _described(path: Path) -> Path:
     """What describes the model: the directory with its config.json, or the GGUF file of a directory without one."""
-    if path.is_file() or (path / CONFIG_FILE).is_file():
+    if path.is_file() or file_bytes(path / CONFIG_FILE) is not None:
         return path
     found = None if any(path.glob("*.safetensors")) else find_gguf(path)
     if found is None:
@@ -155,8 +158,9 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in FAMILIES:
             return str(name)
+    first = names[0][:_LONGEST_NAME]
     raise fields.error(
-        f"unknown architecture {names[0]!r}{nearest_name(names[0], FAMILIES)} (known: {', '.join(sorted(FAMILIES))})"
+        f"unknown architecture {first!r}{nearest_name(first, FAMILIES)} (known: {', '.join(sorted(FAMILIES))})"
     )
 
 
@@ -175,11 +179,12 @@ def _known_dtype(dtype: str) -> str:
 
 def _head_shape(fields: Fields, family: Family) -> tuple[int, int, int, int]:
     """(hidden size, query heads, key-value heads, elements of a head)."""
-    hidden_size, num_heads = fields.integer(family.hidden_size), fields.integer(family.num_heads)
+    hidden_size = fields.integer(family.hidden_size, maximum=MAX_WIDTH)
+    num_heads = fields.integer(family.num_heads, maximum=MAX_HEADS)
     num_kv_heads, head_dim = num_heads, None
     if family.rotary:
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-        head_dim = fields.optional_integer("head_dim") or family.default_head_dim
+        head_dim = fields.optional_integer("head_dim", maximum=MAX_HEAD_DIM) or family.default_head_dim
     if num_heads % num_kv_heads:
         raise fields.error(
             f"{family.num_heads} ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
@@ -207,10 +212,9 @@ def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
 def _eos_token_ids(path: Path, fields: Fields) -> tuple[int, ...]:
     """End-of-sequence ids of generation_config.json, or of config.json where that file or its key is absent."""
     generation_file = path / "generation_config.json"
-    if generation_file.is_file():
-        generation = Fields(read_json(generation_file), str(generation_file))
-        if generation.values.get("eos_token_id") is not None:
-            return _token_ids(generation, "eos_token_id")
+    generation = Fields(read_optional_json(generation_file), str(generation_file))
+    if generation.values.get("eos_token_id") is not None:
+        return _token_ids(generation, "eos_token_id")
     return _token_ids(fields, "eos_token_id")
 
 
@@ -242,7 +246,7 @@ def _window_by_layer(fields: Fields, num_layers: int) -> Windows:
         first = fields.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(known) for kind in kinds):
         raise fields.error(f"layer_types must name {num_layers} layers, each one of {', '.join(known)}")
     return tuple(known[kind] for kind in kinds)
 

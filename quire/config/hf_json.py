@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
+from quire.utils.model_files import file_bytes, read_model_file
+
+MAX_JSON_BYTES = 2**24
+"""Of a JSON file that is parsed here: the largest that models have, the indexes of a trillion parameters in 100,000
+tensors, are 10 MB."""
+MAX_JSON_VALUES = 2**17
+"""Values in such a file. A parsed value takes some 100 bytes, however short it is written."""
+MAX_INTEGER = 2**31 - 1
+"""Of any number in a config.json: kernels count in 32 bits."""
+
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = 120
+_shorten.maxlong = 40
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON file that holds one object. Raises ModelLoadError naming the file."""
+    content = read_model_file(path, MAX_JSON_BYTES)
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > MAX_JSON_VALUES:
+        raise ModelLoadError(f"{path} may hold {MAX_JSON_VALUES} values, and holds more")
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from None
+        parsed = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(parsed).__name__}")
     return parsed
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """As `read_json`; an empty object where there is no such file."""
+    return {} if file_bytes(path) is None else read_json(path)
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: what is long is cut."""
+    return _shorten.repr(value)
 
 
 class Fields:
@@ -37,20 +62,22 @@ class Fields:
     def error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.where}: {message}")
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{key} must be an integer of at least {minimum}, not {value!r}")
+            raise self.error(f"{key} must be an integer of at least {minimum}, not {shown(value)}")
+        if value > maximum:
+            raise self.error(f"{key} must be at most {maximum}, not {shown(value)}")
         return value
 
-    def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key, minimum=minimum)
+    def optional_integer(self, key: str, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key, minimum=minimum, maximum=maximum)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number greater than zero."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{key} must be a number greater than zero, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise self.error(f"{key} must be a number greater than zero, not {shown(value)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -59,19 +86,19 @@ class Fields:
     def boolean(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, not {value!r}")
+            raise self.error(f"{key} must be true or false, not {shown(value)}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self.error(f"{key} must be a string, not {value!r}")
+            raise self.error(f"{key} must be a string, not {shown(value)}")
         return value
 
     def choice(self, key: str, choices: Sequence[str], default: str | None = None) -> str:
         value = self.text(key, default)
         if value not in choices:
-            raise self.error(f"{key} {value!r} is not supported (known: {', '.join(sorted(choices))})")
+            raise self.error(f"{key} {shown(value)} is not supported (known: {', '.join(sorted(choices))})")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:

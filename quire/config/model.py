@@ -11,6 +11,12 @@ from quire.config.quantization import QuantizationConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+MAX_LAYERS = 4096
+MAX_WIDTH = 2**24
+"""Of the vocabulary, of hidden states, of what a layer has inside: products of two such sizes stay far from 2**63."""
+MAX_HEADS = 2**12
+MAX_HEAD_DIM = 2**16
+MAX_POSITIONS = 2**24
 CACHE_SCALE_BYTES = {"int8": 4}
 """What a quantised cache stores besides: one float32 for each token's key and value in each head."""
 

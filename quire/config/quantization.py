@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.config.hf_json import Fields
+from quire.config.hf_json import Fields, shown
 
 SUPPORTED = (
     "gptq (4 or 8 bits, formats gptq and gptq_v2), awq (4 bits, gemm layout with zero points) and compressed-tensors "
@@ -60,7 +60,7 @@ def read_quantization(fields: Fields) -> QuantizationConfig | None:
     method = inner.text("quant_method").lower()
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
     if method not in readers:
-        raise _unsupported(inner, f"quant_method {method!r}")
+        raise _unsupported(inner, f"quant_method {shown(method)}")
     return readers[method](inner)
 
 
@@ -97,7 +97,7 @@ def _compressed_tensors(fields: Fields) -> QuantizationConfig:
     layout = _known_text(fields, "format", ("pack-quantized", "int-quantized", "naive-quantized"))
     status = fields.text("quantization_status", "compressed")
     if status != "compressed":
-        raise _unsupported(fields, f"quantization_status {status!r}")
+        raise _unsupported(fields, f"quantization_status {shown(status)}")
     if fields.values.get("kv_cache_scheme") is not None:
         raise _unsupported(fields, "kv_cache_scheme")
     if fields.values.get("sparsity_config"):
@@ -130,10 +130,10 @@ def _weights(fields: Fields, layout: str) -> QuantizationConfig:
     guess = "tensor" if fields.values.get("group_size") is None else "channel" if group_size is None else "group"
     strategy = _known_text(fields, "strategy", ("channel", "group") if packed else ("channel",), guess)
     if (strategy == "group") != (group_size is not None):
-        raise fields.error(f"strategy {strategy!r} contradicts group_size {fields.values.get('group_size')!r}")
+        raise fields.error(f"strategy {strategy!r} contradicts group_size {shown(fields.values.get('group_size'))}")
     order = fields.values.get("actorder")
     if order not in (None, False, True, "group", "weight", "dynamic", "static"):
-        raise _unsupported(fields, f"actorder {order!r}")
+        raise _unsupported(fields, f"actorder {shown(order)}")
     return QuantizationConfig(
         WEIGHT_ONLY[bits],
         group_size,
@@ -156,7 +156,7 @@ def _check_activations(fields: Fields) -> None:
 def _object(fields: Fields, key: str) -> Fields:
     value = fields.values.get(key)
     if not isinstance(value, dict):
-        raise fields.error(f"{key} must be a JSON object, not {value!r}")
+        raise fields.error(f"{key} must be a JSON object, not {shown(value)}")
     return Fields(value, f"{fields.where}: {key}")
 
 
@@ -175,7 +175,7 @@ def _known_integer(fields: Fields, key: str, known: Sequence[int]) -> int:
 def _known_text(fields: Fields, key: str, known: Sequence[str], default: str | None = None) -> str:
     value = fields.text(key, default).lower()
     if value not in known:
-        raise _unsupported(fields, f"{key} {value!r}")
+        raise _unsupported(fields, f"{key} {shown(value)}")
     return value
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.hf_json import Fields
+from quire.config.hf_json import Fields, shown
+from quire.config.model import MAX_POSITIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_STRETCHING = ("linear", "dynamic", "yarn")
 _ALIASES = {"su": "longrope"}
 _DEFAULT_THETA = 10_000.0
 
@@ -58,25 +60,27 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
     """Read config.json's RoPE settings. Raises ModelLoadError for an unknown type or a missing or absurd value."""
     raw = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if not isinstance(raw, dict):
-        raise config.error(f"the RoPE settings must be an object, not {raw!r}")
+        raise config.error(f"the RoPE settings must be an object, not {shown(raw)}")
     if any(isinstance(value, dict) for value in raw.values()):
         raise config.error("RoPE settings that differ by layer are not supported")
     rope = Fields(raw, f"{config.where} (RoPE settings)")
-    max_positions = config.integer("max_position_embeddings")
-    rope_type = raw.get("rope_type") or raw.get("type") or "default"
-    rope_type = _ALIASES.get(rope_type, rope_type)
+    max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
+    named = rope.text("rope_type" if raw.get("rope_type") else "type", "default") or "default"
+    rope_type = _ALIASES.get(named, named)
     if rope_type not in ROPE_TYPES:
-        raise rope.error(f"rope_type {rope_type!r} is not supported (known: {', '.join(ROPE_TYPES)})")
+        raise rope.error(f"rope_type {shown(named)} is not supported (known: {', '.join(ROPE_TYPES)})")
     # A top-level value has priority over the nested one: so do the models that write it there.
-    original = config.optional_integer("original_max_position_embeddings")
+    original = config.optional_integer("original_max_position_embeddings", maximum=MAX_POSITIONS)
     if original is None:
-        original = rope.integer("original_max_position_embeddings", max_positions)
+        original = rope.integer("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
     rotary_dim = _rotary_dim(config, rope, head_dim)
     factor = rope.optional_number("factor")
     if factor is None and rope_type in ("linear", "dynamic", "llama3"):
         raise rope.error(f"the key 'factor' is missing (rope_type {rope_type!r})")
     if factor is None and rope_type in ("yarn", "longrope"):
         factor = max_positions / original
+    if factor is not None and rope_type in _STRETCHING and max(max_positions, original) * factor > MAX_POSITIONS:
+        raise rope.error(f"factor {factor:g} stretches the model to more than {MAX_POSITIONS} positions")
     is_longrope = rope_type == "longrope"
     return RopeConfig(
         rope_type=rope_type,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quire.config.rope import RopeConfig
+from quire.errors import ModelLoadError
 from quire.kernels.value import Indices
 from quire.layers.context import LayerContext
 from quire.layers.operations import RotaryFrequencies
@@ -36,8 +37,16 @@ class RotaryEmbedding:
 
 def rope_frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies ([rotary_dim / 2] float32) and the factor of cos and sin, for sequences of up to
-    `max_model_len` tokens."""
-    return _SCALINGS[config.rope_type](config, max_model_len)
+    `max_model_len` tokens. Raises ModelLoadError for settings from which none follow."""
+    try:
+        frequencies, magnitude = _SCALINGS[config.rope_type](config, max_model_len)
+    except ArithmeticError as error:
+        raise ModelLoadError(
+            f"the RoPE settings (rope_type {config.rope_type!r}) give no frequencies: {error}"
+        ) from None
+    if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(magnitude):
+        raise ModelLoadError(f"the RoPE settings (rope_type {config.rope_type!r}) give frequencies that are not finite")
+    return frequencies, magnitude
 
 
 def _plain(theta: float, rotary_dim: int) -> torch.Tensor:

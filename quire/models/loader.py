@@ -14,6 +14,7 @@ from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots
 from quire.layers.operations import TorchOperations
+from quire.models.claims import excess, outline
 from quire.models.decoder import Decoder
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM
@@ -43,16 +44,27 @@ def load_model(
     nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
     in `config.dtype` throughout. With neither: plain torch operators on `device_type`.
 
+    A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
+    that size is made.
+
     progress: called as (bytes done, bytes in all) as the weights stream in, the last time with both equal. Raises
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
+    files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
+    if isinstance(files, WeightFiles):
+        _check_room(config, files)
     if device_layers is not None:
         context = _device_context(config, device_layers)
     else:
         context = _torch_context(config, device_type) if runtime is None else _native_context(config)
     model: Decoder = model_architectures().load(config.architecture)(config, context)
-    _fill(model, config, load, progress, context)
+    report = progress or _silent
+    if files is None:
+        model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
+    else:
+        with torch.inference_mode():
+            _load_from(model, files, config.quantization, report)
     if runtime is None:
         return model
     from quire.models.native import NativeModel
@@ -107,16 +119,13 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
     )
 
 
-def _fill(
-    model: Decoder, config: ModelConfig, load: LoadConfig, progress: Progress | None, context: LayerContext
-) -> None:
-    report = progress or _silent
-    if load.load_format == "dummy":
-        model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
-        return
-    files = find_weights(config.path, load.load_format)
-    with torch.inference_mode():
-        _load_from(model, files, config.quantization, report)
+def _check_room(config: ModelConfig, files: WeightFiles) -> None:
+    """Raise ModelLoadError when config.json describes more weights than the files can hold."""
+    model = outline(config)
+    reason = excess(config, model, files)
+    if reason is not None:
+        _load_from(model, files, config.quantization, _silent)  # a file or a tensor that is wrong says more
+        raise ModelLoadError(f"{files.directory}: {reason}")
 
 
 def _load_from(

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from quire.config.hf_json import read_json
+from quire.config.hf_json import read_json, shown
 from quire.errors import ModelLoadError
 from quire.models.gguf.weights import GGUFWeights
+from quire.models.safetensors_files import read_safetensors
+from quire.models.torch_files import read_torch
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
+from quire.utils.model_files import file_bytes
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
+
+LONGEST_NAME = 255
+"""Of a file."""
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -38,24 +39,33 @@ class WeightFiles:
         """The files, in the order of reading."""
         return list(self._expected)
 
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of each file. Raises ModelLoadError for one that is missing or is no regular file."""
+        sizes = {}
+        for path in self._expected:
+            size = file_bytes(path)
+            if size is None:
+                raise ModelLoadError(f"{path} is missing: the index of the checkpoint names it")
+            sizes[path] = size
+        return sizes
+
     def stream(self, report: Progress) -> Tensors:
         """All tensors of all files. Raises ModelLoadError naming the file (and tensor) that cannot be read."""
-        for path in self._expected:
-            if not path.is_file():
-                raise ModelLoadError(f"{path} is missing: the index of the checkpoint names it")
-        sizes = {path: path.stat().st_size for path in self._expected}
+        sizes = self.sizes()
         done, total = 0, sum(sizes.values())
         for path, expected in self._expected.items():
             self.current = path
             start, seen = done, set()
-            read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
+            read = read_safetensors if path.suffix == ".safetensors" else read_torch
             for name, tensor in read(path):
                 seen.add(name)
                 yield name, tensor
                 done += tensor.nbytes
                 report(min(done, total), total)
             if expected - seen:
-                raise ModelLoadError(f"tensor {min(expected - seen)!r} is missing: the index places it in this file")
+                raise ModelLoadError(
+                    f"tensor {shown(min(expected - seen))} is missing: the index places it in this file"
+                )
             done = start + sizes[path]
         self.current = None
         report(total, total)
@@ -93,43 +103,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
         raise ModelLoadError(f"{index}: the key 'weight_map' must map tensor names to files")
     files: dict[Path, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelLoadError(f"{index}: tensor {tensor!r} lies in {file!r}, which is no file name")
+        if not isinstance(file, str) or Path(file).name != file or file == ".." or len(file) > LONGEST_NAME:
+            raise ModelLoadError(f"{index}: tensor {shown(tensor)} lies in {shown(file)}, which is no file name")
         files.setdefault(index.parent / file, set()).add(tensor)
     return dict(sorted(files.items()))
-
-
-def _read_safetensors(path: Path) -> Tensors:
-    """The file is mapped anew for each tensor: what was read of a mapping stays resident as long as it lives, and a
-    model would be in memory twice by the time its last tensor is packed."""
-    try:
-        with _open_safetensors(path) as file:
-            names = list(file.keys())
-        for name in names:
-            with _open_safetensors(path) as file:
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{path} is corrupt or truncated: {error}") from None
-
-
-def _open_safetensors(path: Path) -> AbstractContextManager[Any]:
-    opened: AbstractContextManager[Any] = safe_open(path, framework="pt")
-    return opened
-
-
-def _read_torch(path: Path) -> Tensors:
-    """A `torch.save` file of tensors; anything else in it is refused, unread. Old files (no zip archive) cannot be
-    mapped and are read whole."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError:
-        raise ModelLoadError(f"{path} is corrupt, or holds more than tensors and is refused") from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines() or [type(error).__name__]
-        raise ModelLoadError(f"{path} is corrupt or truncated: {reason[0]}") from None
-    if not isinstance(state, dict):
-        raise ModelLoadError(f"{path} holds a {type(state).__name__}, not a table of tensors")
-    for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ModelLoadError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
-        yield name, tensor

@@ -15,7 +15,8 @@ class BlockTables:
     def __init__(self, num_groups: int, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
         max_blocks = -(-(max_model_len + 1) // block_size)
-        self._tables = tuple(np.full((num_rows, max_blocks), NULL_BLOCK, np.int32) for _ in range(num_groups))
+        assert NULL_BLOCK == 0, "zeros are reserved and not touched, other values would be"
+        self._tables = tuple(np.zeros((num_rows, max_blocks), np.int32) for _ in range(num_groups))
         self._num_blocks = np.zeros((num_groups, num_rows), np.int64)
 
     @property

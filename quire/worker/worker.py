@@ -21,6 +21,7 @@ from quire.errors import QuireError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.sampling.chooser import make_chooser
@@ -89,12 +90,15 @@ class Worker:
 
     @_computes
     def load(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError.
+        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
+        InsufficientMemoryError for random weights that do not fit.
 
         A bar on standard error shows the progress when it takes longer than a second.
         """
         if self._cache_config.offload_dir is not None:
             require_writable(self._cache_config.offload_dir)  # better said before than after minutes of loading
+        if self._load_config.load_format == "dummy":
+            check_dummy(self._model_config, available_memory())
         with LoadProgress() as progress:
             self._model = load_model(
                 self._model_config, self._load_config, self._device_config.device, progress, self._runtime

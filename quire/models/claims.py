@@ -1,0 +1,70 @@
+"""How large a model's configuration says it is, compared with what there is before anything of that size is made."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.config.model import ModelConfig
+from quire.errors import InsufficientMemoryError
+from quire.layers.context import LayerContext
+from quire.layers.operations import TorchOperations
+from quire.models.decoder import Decoder
+from quire.models.registry import model_architectures
+from quire.models.weight_files import WeightFiles
+from quire.parallel.single import SingleRank
+from quire.quantization.unquantized import UnquantizedLinear
+from quire.utils.sizes import format_bytes
+
+PLAIN_BITS = 16
+"""Of a weight in a file that is not quantised, at least."""
+SHARING = 2
+"""Tensors of a `torch.save` file may share their memory, as an embedding and the head that was tied to it do."""
+
+
+def excess(config: ModelConfig, model: Decoder, files: WeightFiles) -> str | None:
+    """Why the files cannot hold the weights that config.json describes; None when they have room for them. model: of
+    `outline`. Raises ModelLoadError for a file that is missing."""
+    quantization = config.quantization
+    is_quantized = quantization is not None and quantization.checkpoint_format is not None
+    bits = quantization.bits if quantization is not None and is_quantized else PLAIN_BITS
+    sizes = files.sizes()
+    room = sum(size * (1 if path.suffix == ".safetensors" else SHARING) for path, size in sizes.items())
+    num_weights = sum(math.prod(slot.shape) for slot in model.slots.values())
+    if num_weights * bits <= 8 * room:
+        return None
+    return (
+        f"config.json describes a model of {num_weights} weights, and the files hold "
+        f"{format_bytes(sum(sizes.values()))}: too few for that many of {bits} bits"
+    )
+
+
+def check_dummy(config: ModelConfig, available: int) -> None:
+    """Raise InsufficientMemoryError when random weights for `config` take more than `available` bytes."""
+    bits = 8 * config.dtype_bytes if config.quantization is None else config.quantization.bits
+    shapes = [slot.shape for slot in outline(config).slots.values()]
+    num_weights, largest = sum(map(math.prod, shapes)), max(map(math.prod, shapes))
+    needed = num_weights * bits // 8 + 4 * largest  # each is drawn in float32
+    if needed > available:
+        raise InsufficientMemoryError(
+            f"load_format='dummy': {num_weights} weights of {bits} bits take {format_bytes(needed)} while they are "
+            f"made, and {format_bytes(available)} are available"
+        )
+
+
+def outline(config: ModelConfig) -> Decoder:
+    """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
+    dtype = torch.float32
+    plain = UnquantizedLinear(dtype)
+    context = LayerContext(
+        dtype=dtype,
+        device=torch.device("meta"),
+        group=SingleRank(),
+        operations=TorchOperations(),
+        linear=plain,
+        vocabulary=plain,
+        positions=plain,
+    )
+    model: Decoder = model_architectures().load(config.architecture)(config, context)
+    return model

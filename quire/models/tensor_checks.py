@@ -1,0 +1,41 @@
+"""What a tensor of a checkpoint must be before anything is computed with it."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.config.hf_json import shown
+from quire.errors import ModelLoadError
+
+MAX_NAME_LENGTH = 1024
+
+PLAIN = frozenset({torch.float32, torch.float16, torch.bfloat16})
+WIDE = torch.float64
+"""Loaded as float32."""
+INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
+"""Parts of quantised matrices."""
+
+
+def check_name(name: object) -> str:
+    """Raises ModelLoadError for what is no tensor's name."""
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
+        raise ModelLoadError(f"it holds a tensor under the name {shown(name)}, which is no name of a tensor")
+    return name
+
+
+def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, float64 as float32. Raises ModelLoadError for one that is not dense numbers in memory, each with a
+    place of its own: sparse, nested, quantised by torch, without data (meta), of eight-bit floats, of complex numbers,
+    or so strided that it has more elements than its memory."""
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "quantised by torch" if tensor.is_quantized else str(tensor.layout)
+        raise ModelLoadError(f"tensor {shown(name)} is {kind.removeprefix('torch.')}: only dense tensors are loaded")
+    if tensor.device.type != "cpu":
+        raise ModelLoadError(f"tensor {shown(name)} has no data (it is on the device {tensor.device.type!r})")
+    if tensor.dtype not in PLAIN and tensor.dtype not in INTEGERS and tensor.dtype != WIDE:
+        raise ModelLoadError(
+            f"tensor {shown(name)} holds {tensor.dtype}, not floating-point numbers of 16, 32 or 64 bits, nor integers"
+        )
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ModelLoadError(f"tensor {shown(name)} has more elements than its memory: they overlap")
+    return tensor.float() if tensor.dtype == WIDE else tensor

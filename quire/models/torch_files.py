@@ -1,0 +1,99 @@
+"""Files of `torch.save`: looked through before they are loaded.
+
+`weights_only` keeps code out; what it still builds is more than a checkpoint needs (sparse and meta tensors, byte
+arrays of any length), so the names that a file asks for are compared with a shorter list first.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.models.tensor_checks import check_name, checked
+from quire.utils.model_files import file_bytes
+
+MAX_OPERATIONS = 2**20
+"""Of a file's pickle; a tensor takes some 30. Each makes an object of some 50 bytes at most."""
+NUM_LEGACY_PICKLES = 5
+"""A file from before the zip format begins with so many: magic number, version, machine, tensors, order of data."""
+
+_STORAGES = ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int", "Long", "Bool")
+ALLOWED = frozenset(
+    {
+        "collections OrderedDict",
+        "torch._utils _rebuild_tensor",
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_parameter",
+        *(f"torch {kind}Storage" for kind in _STORAGES),
+    }
+)
+"""What a table of dense tensors is made of, as the GLOBAL operation writes it: the only one by which torch's
+weights_only loader finds anything."""
+
+
+def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a `torch.save` file of a table of dense tensors. Raises ModelLoadError, before anything is
+    loaded, for a file that holds anything else. Old files (no zip archive) cannot be mapped and are read whole."""
+    file_bytes(path)
+    is_zip = zipfile.is_zipfile(path)
+    try:
+        _look_through_zip(path) if is_zip else _look_through_legacy(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except ModelLoadError:
+        raise
+    except pickle.UnpicklingError:
+        raise _refused(path) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # torch and zipfile raise whatever their parsers come upon
+        reason = str(error).splitlines() or [type(error).__name__]
+        raise ModelLoadError(f"{path} is corrupt or truncated: {reason[0]}") from None
+    if not isinstance(state, dict):
+        raise ModelLoadError(f"{path} holds a {type(state).__name__}, not a table of tensors")
+    for name, tensor in state.items():
+        check_name(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelLoadError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
+        yield name, checked(name, tensor.detach())
+
+
+def _refused(path: Path, what: str = "") -> ModelLoadError:
+    return ModelLoadError(
+        f"{path} is corrupt, or holds more than dense tensors{what and f' ({what[:100]})'} and is refused"
+    )
+
+
+def _look_through_zip(path: Path) -> None:
+    """Raises ModelLoadError for an archive with compressed members (torch would write their full size to memory)."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        size = path.stat().st_size
+        if any(member.compress_type != zipfile.ZIP_STORED or member.file_size > size for member in members):
+            raise ModelLoadError(f"{path} is compressed, which torch.save never does, and is refused")
+        for member in members:
+            if member.filename.endswith("/data.pkl"):
+                with archive.open(member) as stream:
+                    _look_through(path, stream)
+
+
+def _look_through_legacy(path: Path) -> None:
+    with path.open("rb") as stream:
+        for _ in range(NUM_LEGACY_PICKLES):
+            _look_through(path, stream)
+
+
+def _look_through(path: Path, stream: IO[bytes]) -> None:
+    """Raises ModelLoadError for a pickle that asks for other names than a table of tensors needs, or that is huge."""
+    operations = pickletools.genops(stream)
+    for count, (operation, argument, _) in enumerate(operations):
+        if operation.name == "GLOBAL" and argument not in ALLOWED:
+            raise _refused(path, str(argument).replace(" ", "."))
+        if count > MAX_OPERATIONS:
+            raise ModelLoadError(f"{path} describes its tensors in more than {MAX_OPERATIONS} operations")
