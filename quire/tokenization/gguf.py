@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from quire.config.gguf import NO_TOKEN
 from quire.config.hf_json import Fields
 from quire.utils.gguf import GGUFFile
 
@@ -147,7 +148,7 @@ def _backend(
 def _special_tokens(fields: Fields, tokens: list[str]) -> dict[str, str]:
     found = {}
     for name, key in SPECIAL_KEYS.items():
-        token_id = fields.optional_integer(f"ggml.{key}", minimum=0)
+        token_id = fields.optional_integer(f"ggml.{key}", minimum=0, maximum=NO_TOKEN)
         if token_id is None:
             continue
         if token_id >= len(tokens):

@@ -5,7 +5,8 @@ Transformers is imported only for a directory whose tokenizer no other code can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,28 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from quire.config.hf_config import find_model
-from quire.config.hf_json import read_json
+from quire.config.hf_json import read_optional_json, shown
 from quire.errors import ModelLoadError, UserError
 from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
+from quire.tokenization.pipeline_checks import check_charsmaps, check_growth
 from quire.utils.gguf import GGUFFile, find_gguf
+from quire.utils.model_files import file_bytes, read_model_file
+from quire.utils.panics import is_panic, last_word_to_exceptions
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_TOKENIZER_BYTES = 2**26
+"""Of tokenizer.json, vocab.json and merges.txt: twice those of the largest vocabularies (Gemma's has 33 MB)."""
+MAX_TOKENIZER_VALUES = 2**22
+"""Commas in one of them: vocabulary entries and, three for each, merges."""
+MAX_TEMPLATE_BYTES = 2**18
+"""Of a chat template: ten times the longest."""
+MAX_TOKEN_ID = 2**24
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+MAX_REASON = 300
+"""Characters of what the library says."""
+SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
 
 
 class Tokenizer:
@@ -63,7 +77,10 @@ class Tokenizer:
         for text in texts:
             check_unicode(text)
         # The batch call, even for one text: it lets other threads run, and it computes no offsets.
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        try:
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{self.name} cannot encode the text: {_first_line(error)}") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -131,16 +148,17 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
     """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear
     line."""
     path = find_model(str(path_or_id), revision=revision, config_only=True)
-    config = _optional_json(path / "tokenizer_config.json")
-    special_tokens = _special_tokens(config | _optional_json(path / "special_tokens_map.json"))
-    if (path / "tokenizer.json").is_file():
+    config = read_optional_json(path / "tokenizer_config.json")
+    special_tokens = _special_tokens(config | read_optional_json(path / "special_tokens_map.json"))
+    if _is_there(path / "tokenizer.json"):
         backend = _read_backend(path / "tokenizer.json")
-    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        backend = _byte_level_bpe(path, config, special_tokens)
-    elif any((path / name).is_file() for name in SENTENCEPIECE_FILES):
+    elif _is_there(path / "vocab.json") and _is_there(path / "merges.txt"):
+        with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
+            backend = _byte_level_bpe(path, config, special_tokens)
+    elif any(_is_there(path / name) for name in SENTENCEPIECE_FILES):
         backend = _convert_with_transformers(path)
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
-        with GGUFFile(gguf) as file:
+        with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
             backend, own = read_gguf_tokenizer(file)
         config = own | config
         special_tokens = _special_tokens(own) | special_tokens
@@ -149,37 +167,70 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
             f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model, *.gguf);"
             " name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
         )
-    _apply_bos_eos(backend, config, special_tokens)
-    return Tokenizer(
-        backend,
-        special_tokens=special_tokens,
-        chat_templates=_chat_templates(path, config),
-        name=str(path_or_id),
-    )
+    templates = _chat_templates(path, config)
+    with _refusing(path, "has a tokenizer that cannot be used"):
+        check_growth(backend)
+        _apply_bos_eos(backend, config, special_tokens)
+        tokenizer = Tokenizer(backend, special_tokens=special_tokens, chat_templates=templates, name=str(path_or_id))
+        # Some mistakes show only when text is taken apart and put together: better here than in every request.
+        with suppress(UserError):  # a vocabulary without a token for what it does not know
+            tokenizer.decode(tokenizer.encode(SAMPLE))
+    if tokenizer.vocab_size > MAX_TOKEN_ID:
+        raise ModelLoadError(f"{path}: the tokenizer has the id {tokenizer.vocab_size - 1}, more than {MAX_TOKEN_ID}")
+    return tokenizer
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    content = _read_vocabulary(file)
+    with _refusing(file, "is not a readable tokenizer"):
+        check_charsmaps(content)
+        return tokenizers.Tokenizer.from_buffer(content)
+
+
+@contextmanager
+def _refusing(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever the library raises (plain exceptions, and panics, which are none) into a ModelLoadError."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelLoadError(f"{file} is not a readable tokenizer: {_first_line(error)}") from None
+        with last_word_to_exceptions():
+            yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        if isinstance(error, ModelLoadError) and str(path) in error.message:
+            raise
+        raise ModelLoadError(f"{path} {what}: {_first_line(error)[:MAX_REASON]}") from None
+
+
+def _read_vocabulary(file: Path) -> bytes:
+    content = read_model_file(file, MAX_TOKENIZER_BYTES)
+    if content.count(b",") > MAX_TOKENIZER_VALUES:
+        raise ModelLoadError(f"{file} may hold {MAX_TOKENIZER_VALUES} values, and holds more")
+    return content
+
+
+def _is_there(file: Path) -> bool:
+    return file_bytes(file) is not None
 
 
 def _byte_level_bpe(path: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
     """GPT-2's format, as OPT still ships it: vocab.json and merges.txt."""
-    try:
-        model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
-    except Exception as error:  # the library raises plain Exception
-        raise ModelLoadError(f"{path}: vocab.json and merges.txt are not readable: {_first_line(error)}") from None
+    for name in ("vocab.json", "merges.txt"):
+        _read_vocabulary(path / name)
+    model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    extra = _optional_json(path / "added_tokens.json")
+    extra = read_optional_json(path / "added_tokens.json")
+    for token, token_id in extra.items():
+        if not isinstance(token_id, int):
+            raise ModelLoadError(f"{path / 'added_tokens.json'}: the id of {shown(token)} is {shown(token_id)}")
     backend.add_tokens([token for token, _ in sorted(extra.items(), key=lambda item: item[1])])
     for token, token_id in extra.items():
         if backend.token_to_id(token) != token_id:
-            raise ModelLoadError(f"{path / 'added_tokens.json'}: {token!r} cannot have the id {token_id}")
+            raise ModelLoadError(f"{path / 'added_tokens.json'}: {shown(token)} cannot have the id {shown(token_id)}")
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special_tokens.values()])
     return backend
 
@@ -192,10 +243,8 @@ def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(
             f"{path} has no tokenizer.json; its sentencepiece model needs `pip install transformers sentencepiece`"
         ) from None
-    try:
+    with _refusing(path, "has no tokenizer.json, and Transformers cannot read this tokenizer"):
         converted = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except Exception as error:  # whatever the converters and their optional packages raise
-        raise ModelLoadError(f"{path}: Transformers cannot read this tokenizer: {_first_line(error)}") from None
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(f"{path} has no tokenizer.json, and Transformers cannot convert its tokenizer to one")
@@ -229,26 +278,25 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """From chat_template.jinja, else from tokenizer_config.json: one string, or a list of named ones."""
     file = path / "chat_template.jinja"
-    if file.is_file():
+    if _is_there(file):
         try:
-            return {"default": file.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
+            return {"default": read_model_file(file, MAX_TEMPLATE_BYTES).decode("utf-8")}
+        except UnicodeDecodeError as error:
             raise ModelLoadError(f"{file} is not readable: {_first_line(error)}") from None
-    value = config.get("chat_template")
+    value, file = config.get("chat_template"), path / "tokenizer_config.json"
     if value is None:
         return {}
-    if isinstance(value, str):
-        return {"default": value}
     try:
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
+        templates = (
+            {"default": value}
+            if isinstance(value, str)
+            else {str(entry["name"]): str(entry["template"]) for entry in value}
+        )
     except (TypeError, KeyError):
-        raise ModelLoadError(
-            f"{path / 'tokenizer_config.json'}: chat_template must be a string or a list of named templates"
-        ) from None
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+        raise ModelLoadError(f"{file}: chat_template must be a string or a list of named templates") from None
+    if any(len(template) > MAX_TEMPLATE_BYTES for template in templates.values()):
+        raise ModelLoadError(f"{file}: a chat template may have {MAX_TEMPLATE_BYTES} characters")
+    return templates
 
 
 def _first_line(error: BaseException) -> str:
