@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from quire.errors import QuireError, UserError, nearest_name
 from quire.logging import configure_logging, get_logger
+from quire.utils.failures import explain, one_line
+from quire.utils.panics import is_panic
 from quire.version import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -46,7 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except QuireError as error:
-        return _report(error)
+        return _report(error, str(error))
+    except Exception as error:  # a limit of the system, or a mistake of ours: one line as well
+        return _report(error, explain(error))
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        return _report(error, explain(error))
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -82,14 +90,15 @@ def _usage() -> str:
     )
 
 
-def _report(error: QuireError) -> int:
+def _report(error: BaseException, message: str) -> int:
     """Print the error as one line on stderr; its traceback only when debugging."""
     if get_logger("quire").isEnabledFor(logging.DEBUG):
         import traceback
 
         traceback.print_exception(error)
-    message = " ".join(str(error).split("\n"))
-    print(f"quire: error: {message}", file=sys.stderr)
+    elif not isinstance(error, QuireError):
+        message = f"{message} (QUIRE_LOG_LEVEL=DEBUG shows where)"
+    print(f"quire: error: {one_line(message)}", file=sys.stderr)
     return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ENGINE_ERROR
 
 

@@ -25,6 +25,7 @@ from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
+from quire.utils.failures import explain
 
 logger = get_logger(__name__)
 
@@ -97,12 +98,10 @@ class StopFlag:
         self.is_set = True
 
 
-def main() -> None:
+def main(line: bytes) -> None:
+    """line: a LaunchSpec."""
     stop = StopFlag()
     stop.install()
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        return  # the parent ended before it had said what to do
     spec = msgspec.json.decode(line, type=LaunchSpec)
     os.set_inheritable(spec.alive_fd, False)
     directory = RuntimeDirectory.join(Path(spec.directory))
@@ -128,9 +127,9 @@ def run(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | No
     except QuireError as error:
         param = error.param if isinstance(error, UserError) else None
         return EngineFailed(str(error), True, type(error).__name__, param)
-    except Exception as error:
-        logger.exception("the engine could not start")
-        return EngineFailed(f"the engine could not start: {describe(error)}")
+    except Exception as error:  # the parent's last line says why
+        logger.debug("the engine could not start", exc_info=True)
+        return EngineFailed(f"the engine could not start: {explain(error)}")
     try:
         # What the start-up made lives for ever: collections need not look at it again.
         gc.collect()
@@ -176,7 +175,3 @@ def _watch_parent(directory: RuntimeDirectory) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main()

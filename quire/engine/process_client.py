@@ -20,7 +20,7 @@ from quire import envs, errors
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
-from quire.engine.runtime_directory import RuntimeDirectory
+from quire.engine.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 from quire.errors import EngineDeadError, QuireError, UserError
 
 DEFAULT_STARTUP_TIMEOUT = 1800.0
@@ -28,7 +28,7 @@ DEFAULT_STARTUP_TIMEOUT = 1800.0
 CRASH_FILE = "crash"
 """File of the runtime directory where a fatal signal leaves the Python stack of the process."""
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.engine.process import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.engine.boot import main; main()"
 _LAST_WORDS_MILLISECONDS = 50
 """What a process sent just before its end can arrive a moment after the end is noticed."""
 _EXIT_SECONDS = 5.0
@@ -186,6 +186,9 @@ class ProcessClient:
     def _explain_exit(self) -> str:
         _wait(self._process, _EXIT_SECONDS)
         status = self._process.returncode
+        last_words = self._read(LAST_WORDS_FILE)
+        if last_words:
+            return f"the engine process failed: {last_words}"
         when = "" if self._ready else " while it started (its own messages are on standard error)"
         if status is None:
             return f"the engine process closed its connection{when}"
@@ -196,12 +199,16 @@ class ProcessClient:
             return f"{text}: out of memory?"
         return text + self._crash_report()
 
-    def _crash_report(self) -> str:
-        """The first lines that the fault handler left, as one line."""
+    def _read(self, name: str) -> str:
+        """A file that the process may have left in the runtime directory; empty if it has not."""
         try:
-            lines = (self._directory.path / CRASH_FILE).read_text(errors="replace").splitlines()
+            return (self._directory.path / name).read_text(errors="replace")
         except OSError:
             return ""
+
+    def _crash_report(self) -> str:
+        """The first lines that the fault handler left, as one line."""
+        lines = self._read(CRASH_FILE).splitlines()
         frames = [line.strip() for line in lines if line.strip().startswith("File ")]
         return f": in {'; '.join(frames[:3])}" if frames else ""
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from quire.errors import ConfigError
 
 PREFIX = "quire-engine-"
+LAST_WORDS_FILE = "last-words"
+"""Why the engine process could not start, where it could not say so in a message."""
 _MAX_SOCKET_PATH = 100
 """The kernel allows 107 bytes in the path of a Unix socket; the rest is for the socket's own name."""
 

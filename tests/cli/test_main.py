@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,10 +129,46 @@ def test_an_interrupt_is_quiet(
     assert capsys.readouterr().err == ""
 
 
-def test_a_bug_keeps_its_traceback(command: Callable[[Callable[[], int]], None]) -> None:
+class PanicException(BaseException):
+    """As Rust's libraries raise it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("bug\n\x1b[31m" + "x" * 5000), r"RuntimeError: bug \\x1b\[31mxxx.*x \.\.\."),
+        (PanicException("no entry"), r"PanicException: no entry \(QUIRE_LOG_LEVEL=DEBUG shows where\)"),
+        (MemoryError(), r"out of memory \(the limit of address space, `ulimit -v`, is \w+\) .*"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory .*"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 7 bytes"), "out of memory .* 7 bytes .*"),
+        (ImportError("libx.so: failed to map segment from shared object"), r"out of memory .*: libx\.so: .*"),
+        (OSError(errno.EMFILE, "Too many open files"), r"too many open files \(the limit, `ulimit -n`, is \w+\) .*"),
+        (RuntimeError("can't start new thread"), "no more threads can be started .*"),
+    ],
+    ids=["bug", "panic", "memory", "ENOMEM", "torch", "import", "files", "threads"],
+)
+def test_unforeseen_errors_are_one_line_too(
+    error: BaseException,
+    message: str,
+    command: Callable[[Callable[[], int]], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(raising(error))
+    assert main(["fake"]) == 1
+    assert re.fullmatch(f"quire: error: {message}\n", capsys.readouterr().err)
+
+
+def test_debug_shows_where_a_bug_is(
+    command: Callable[[Callable[[], int]], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "debug")
     command(raising(RuntimeError("bug")))
-    with pytest.raises(RuntimeError, match="bug"):
-        main(["fake"])
+    assert main(["fake"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.endswith("quire: error: RuntimeError: bug\n")
 
 
 def test_a_closed_pipe_is_quiet() -> None:

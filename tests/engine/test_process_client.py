@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -18,10 +19,11 @@ import pytest
 
 from quire import envs
 from quire.config.options import EngineOptions
+from quire.engine import process_client
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort
 from quire.engine.process_client import ProcessClient
-from quire.engine.runtime_directory import PREFIX
+from quire.engine.runtime_directory import LAST_WORDS_FILE, PREFIX
 from quire.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
 from tests.engine.driving import add, call, first_update, stats, tokens_until_finished
 from tests.engine.scripts import start_script
@@ -205,6 +207,30 @@ def test_a_failing_start_is_named_with_its_cause(options: EngineOptions) -> None
     client.shutdown()
 
 
+def test_a_process_that_cannot_even_report_leaves_its_last_words(tmp_path: Path) -> None:
+    """As where there are too few files for a socket."""
+    code = (
+        "import quire.engine.process as process; process.main = lambda line: 1 / 0\n"
+        "from quire.engine.boot import main; main()"
+    )
+    line = json.dumps({"directory": str(tmp_path)}) + "\n"
+    done = subprocess.run([sys.executable, "-c", code], input=line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (tmp_path / LAST_WORDS_FILE).read_text() == "ZeroDivisionError: division by zero"
+
+
+def test_the_last_words_are_the_cause(
+    options: EngineOptions, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    boot = process_client._BOOT.replace("; main()", "; import zmq; zmq.Context = lambda: 1 / 0; main()")
+    monkeypatch.setattr(process_client, "_BOOT", boot)
+    client = ProcessClient(options, executor=FAKES + "plain")
+    with pytest.raises(EngineDeadError, match="the engine process failed: ZeroDivisionError: division by zero"):
+        _ = client.ready
+    client.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_start_that_hangs_ends_at_its_timeout(options: EngineOptions) -> None:
     client = ProcessClient(options, executor=FAKES + "stuck_load", startup_timeout=0.1)
     with pytest.raises(EngineDeadError, match=r"not ready after 0\.1 s"):
@@ -287,6 +313,6 @@ def test_parent_killed_during_the_start(tmp_path: Path, weightless_model: Path) 
 
 def test_a_parent_that_ends_before_it_spoke_is_no_error() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "quire.engine.process"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        [sys.executable, "-m", "quire.engine.boot"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
     assert (process.returncode, process.stderr) == (0, b"")
