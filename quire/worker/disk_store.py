@@ -109,10 +109,12 @@ class DiskStore:
 
     def _scan(self) -> None:
         found: list[BlockKey] = []
+        gone: list[BlockKey] = []
 
         def tell(report: DiskReport) -> None:
             report.found.extend(found)
             found.clear()
+            report.gone.extend(gone)
 
         def finish(report: DiskReport) -> None:
             report.num_bytes = self._directory.num_bytes
@@ -123,6 +125,8 @@ class DiskStore:
                 found.append(key)
                 if len(found) == MAX_KEYS_IN_REPORT:
                     self._tell(tell)
+            if not self._directory.has_room():  # the limit was higher when these files were written
+                gone += self._directory.make_room()
             if self._directory.num_foreign:
                 num = self._directory.num_foreign
                 self._warnings.once(

@@ -191,6 +191,19 @@ def test_the_directory_stays_within_its_limit_and_forgets_what_was_not_used(make
     assert {key(number) for number in range(60)} - set(host.total.gone) == {key(number) for number in kept}
 
 
+def test_a_lower_limit_holds_from_the_start(make_host, tmp_path: Path) -> None:
+    first = make_host()
+    for number in range(20):
+        first.put(number)
+    first.store.close(5.0)
+    file_bytes = LAYOUT.file_bytes
+    second = make_host(limit=8 * file_bytes)
+    kept = set(second.total.found) - set(second.total.gone)
+    assert len(kept) == 7  # nine tenths of the limit
+    assert second.total.num_bytes == 7 * file_bytes
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*-0")) == 7 * file_bytes
+
+
 def test_engines_share_the_limit(make_host, tmp_path: Path) -> None:
     """Also with one of another model, whose files nobody uses any more."""
     limit = 40 * LAYOUT.file_bytes
