@@ -21,11 +21,17 @@ namespace {
 constexpr int64_t kReadCost = 6;
 // Items of equal cost that a thread should have at least, so that threads end together.
 constexpr int64_t kItemsPerThread = 4;
+// The most of each. A step's cost is at most rows x heads x positions: less than 2^63.
+constexpr int64_t kMostBlocks = int64_t{1} << 31;
+constexpr int64_t kMostRows = int64_t{1} << 23;
+constexpr int64_t kMostHeads = int64_t{1} << 12;
+constexpr int64_t kMostPositions = int64_t{1} << 26;
 
 void check_block_shape(int64_t block_size, int64_t num_kv_heads) {
   if (block_size < 1 || block_size > kMaxBlockSize || (block_size & (block_size - 1)) != 0)
     throw std::invalid_argument("block size " + std::to_string(block_size) + " is not a power of two from 1 to 1024");
-  if (num_kv_heads < 1) throw std::invalid_argument("at least one key/value head is needed");
+  if (num_kv_heads < 1 || num_kv_heads > kMostHeads)
+    throw std::invalid_argument("from one to " + std::to_string(kMostHeads) + " key/value heads are needed");
 }
 
 int64_t checked_block_bytes(int64_t block_size, int64_t num_kv_heads, int64_t head_dim, CacheType type) {
@@ -48,6 +54,8 @@ AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num
   check_block_shape(block_size, num_kv_heads);
   if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
+  if (num_blocks > kMostBlocks || num_heads > kMostHeads || threads > kMostHeads)
+    throw std::invalid_argument("attention over more blocks, heads or threads than can be counted");
 }
 
 void AttentionPlan::set(int64_t sequences, const int64_t* starts, const int64_t* positions, const int32_t* table,
@@ -78,12 +86,13 @@ void AttentionPlan::set(int64_t sequences, const int64_t* starts, const int64_t*
 
 void AttentionPlan::check(int64_t table_width) const {
   if (num_sequences < 0 || query_start[0] != 0) throw std::invalid_argument("query starts do not begin at 0");
-  constexpr int64_t kMost = int64_t{1} << 31;
   for (int64_t s = 0; s < num_sequences; ++s) {
-    const int64_t count = query_start[s + 1] - query_start[s], start = start_positions[s];
-    if (count < 0 || count > kMost) throw std::invalid_argument("query starts fall or leap");
+    const int64_t start = start_positions[s];
+    if (query_start[s + 1] < query_start[s] || query_start[s + 1] > kMostRows)
+      throw std::invalid_argument("query starts fall or leap");
+    const int64_t count = query_start[s + 1] - query_start[s];
     if (count == 0) continue;
-    if (start < 0 || start > kMost) throw std::invalid_argument("a start position is out of range");
+    if (start < 0 || start > kMostPositions) throw std::invalid_argument("a start position is out of range");
     const int64_t first = window > 0 ? std::max<int64_t>(0, start - window + 1) / block_size : 0;
     const int64_t last = (start + count - 1) / block_size;
     if (last >= table_width)

@@ -17,6 +17,7 @@ from quire.kernels.cpu.memory import allocate
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
 _PANEL = 32
+_MOST_FEATURES = 2**31 - 1
 
 
 class PackedMatrix:
@@ -40,7 +41,7 @@ class PackedMatrix:
         with_offsets: bool = False,
         memory: Callable[[int], torch.Tensor] = allocate,
     ) -> None:
-        if in_features < 1 or out_features < 1:
+        if not 1 <= in_features <= _MOST_FEATURES or not 1 <= out_features <= _MOST_FEATURES:
             raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
         if gated and out_features % 2:
             raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")

@@ -281,11 +281,11 @@ def test_fuzzed_tables_and_slots_are_refused() -> None:
         elif what == "slot":
             slots[draw.randrange(len(slots))] = bad if bad < 0 else pool.num_blocks * 16 + draw.randint(0, 9)
         elif what == "start":
-            batch.start_positions[1] = draw.choice([-1, 2**40, 16 * table.shape[1]])
+            batch.start_positions[1] = draw.choice([-1, 2**40, 2**63 - 1, 16 * table.shape[1]])
         elif what == "width":
             table = table[:, : int(batch.positions.max()) // 16].contiguous()
         else:
-            batch.query_start[draw.randint(0, 1)] = draw.choice([-1, 1000])
+            batch.query_start[draw.randint(0, 1)] = draw.choice([-1, 1000, -(2**63), 2**63 - 1])
         batch = replace(batch, block_tables=(table,), slot_mapping=(slots,))
         with pytest.raises(ValueError):
             pool.run(batch, rows)
@@ -379,6 +379,14 @@ def test_copies_that_make_no_sense(pairs: list[tuple[int, int]]) -> None:
         paged_attention.copy_blocks(POOLS[1], [page], 16, 6, pairs)
     with pytest.raises(ValueError, match="page"):
         paged_attention.copy_blocks(POOLS[1], [page[:5]], 16, 6, [(0, 1)])
+
+
+@pytest.mark.parametrize("arguments", [(16, 2**60, 1, 1, 0, 1), (16, 4, 2**60, 1, 0, 1), (16, 4, 2**13, 2**13, 0, 1)])
+def test_counts_whose_products_overflow(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
+        _native.AttentionPlan(*arguments)
+    with pytest.raises(ValueError, match="key/value heads"):
+        _native.block_bytes(16, 2**55, 256, _native.CacheType.F32)
 
 
 def test_a_negative_window_and_uneven_heads() -> None:
