@@ -164,7 +164,7 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
     elif any(_is_there(path / name) for name in SENTENCEPIECE_FILES):
         backend = _convert_with_transformers(path)
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
-        with GGUFFile(gguf) as file:
+        with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
             backend, own = read_gguf_tokenizer(file)
         config = own | config
         special_tokens = _special_tokens(own) | special_tokens
@@ -202,7 +202,7 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
     except MemoryError:
         raise
     except BaseException as error:
-        if is_interrupt(error):
+        if is_interrupt(error) or (isinstance(error, ModelLoadError) and str(path) in error.message):
             raise
         raise ModelLoadError(f"{path} {what}: {_first_line(error)[:MAX_REASON]}") from None
 
