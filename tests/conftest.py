@@ -28,6 +28,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
+from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interpreted", action="store_true", help="tests/gpu: run in Triton's interpreter what can be")
+
+
+def pytest_collection_finish() -> None:
+    quick_interpreter.install()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -77,6 +82,31 @@ def device() -> torch.device:
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+
+
+@pytest.fixture
+def fixed_order() -> Iterator[None]:
+    """torch's products and functions in an order of operations that no machine chooses (tests/fixed_order.py)."""
+    from tests.fixed_order import fixed_order
+
+    with fixed_order():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fixed_order_of_module() -> Iterator[None]:
+    """`fixed_order` for all tests of a module, and what they share."""
+    from tests.fixed_order import fixed_order
+
+    with fixed_order():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_overflow_checks() -> Iterator[None]:
+    """For interpreted models, whose kernels have tests of their own that look for overflow."""
+    with quick_interpreter.without_overflow_checks():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
