@@ -113,7 +113,7 @@ def no_overflow_checks() -> Iterator[None]:
 def nothing_left_behind() -> Iterator[None]:
     """After the last test no process that a test started is alive, and no ipc file or directory remains."""
     yield
-    _, alive = psutil.wait_procs(started_processes(), timeout=10)
+    _, alive = psutil.wait_procs(started_processes(), timeout=60)
     processes = [line for process in alive if (line := description(process))]
     files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))
     assert not processes, f"processes outlived the tests: {processes}"
