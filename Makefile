@@ -1,6 +1,6 @@
 # On a fresh machine with Python 3.11 or later and g++:
 #   make serve    install into .venv and serve the bundled model on http://127.0.0.1:8000
-#   make test     install into .venv, then lint, types and tests
+#   make test     install into .venv, then lint and types beside the tests
 # Variables: PYTHON, VENV, PIP_ARGS (passed to pip install), HOST, PORT, ARGS (passed to quire serve), TESTS (passed to pytest),
 # JOBS (processes that run the tests).
 
@@ -19,7 +19,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test lint types tests fuzz soak format bench-control bench-paper \
+.PHONY: help serve install install-test native sanitize test test-core lint types tests fuzz soak format bench-control bench-paper \
   bench-kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -27,15 +27,26 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 help:
 	@printf '%s\n' \
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
-	  'make test           install, then lint, types and tests' \
+	  'make test           install, then lint and types beside the tests' \
+	  'make test-core      the tests of the control plane alone: seconds' \
 	  'make lint | types | tests | fuzz | soak | format | bench-control | bench-paper | bench-kernels | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
 	@exec $(BIN)/quire serve $(ARGS) --host $(HOST) --port $(PORT)
 
-# Each stage names itself, so that the log of a failed run says where it stopped.
-test: lint types tests
+# Lint and types run beside the tests, and say all that they have to say behind them. Each stage names itself, so that the
+# log of a failed run tells which it was.
+test: install-test
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	$(MAKE) --no-print-directory lint types >"$$log" 2>&1 & checks=$$!; \
+	trap 'kill $$checks; exit 130' INT TERM; \
+	$(MAKE) --no-print-directory tests; tests=$$?; \
+	wait $$checks; checks=$$?; \
+	cat "$$log"; \
+	if [ $$tests != 0 ]; then echo '==> FAILED: tests (above lint and types)'; fi; \
+	if [ $$checks != 0 ]; then echo '==> FAILED: lint or types'; fi; \
+	[ $$tests = 0 ] && [ $$checks = 0 ]
 	@printf '==> all stages passed\n'
 
 lint: install-test
@@ -49,7 +60,13 @@ types: install-test
 
 tests: install-test
 	@printf '==> tests: pytest\n'
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 $(TESTS)
+
+# The control plane: no model is computed.
+CORE := $(addprefix tests/, scheduler kv_cache decoding engine tokenization test_messages.py test_sampling_params.py)
+test-core: install-test
+	@printf '==> tests of the control plane: pytest\n'
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
 
 # Hostile input for a minute each (tests/fuzz). FUZZ passes options: FUZZ="bodies --seconds 600 --seed 3".
 FUZZ ?=

@@ -28,6 +28,7 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 import quire  # noqa: E402
+from tests import quick_interpreter  # noqa: E402
 from tests.closing_words import said, say  # noqa: E402
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--interpreted", action="store_true", help="tests/gpu: run in Triton's interpreter what can be")
+
+
+def pytest_collection_finish() -> None:
+    quick_interpreter.install()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -79,11 +84,36 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
 
 
+@pytest.fixture
+def fixed_order() -> Iterator[None]:
+    """torch's products and functions in an order of operations that no machine chooses (tests/fixed_order.py)."""
+    from tests.fixed_order import fixed_order
+
+    with fixed_order():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fixed_order_of_module() -> Iterator[None]:
+    """`fixed_order` for all tests of a module, and what they share."""
+    from tests.fixed_order import fixed_order
+
+    with fixed_order():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_overflow_checks() -> Iterator[None]:
+    """For interpreted models, whose kernels have tests of their own that look for overflow."""
+    with quick_interpreter.without_overflow_checks():
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """After the last test no process that a test started is alive, and no ipc file or directory remains."""
     yield
-    _, alive = psutil.wait_procs(started_processes(), timeout=10)
+    _, alive = psutil.wait_procs(started_processes(), timeout=60)
     processes = [line for process in alive if (line := description(process))]
     files = sorted(str(path.relative_to(RUNTIME_DIRECTORY)) for path in RUNTIME_DIRECTORY.rglob("*"))
     assert not processes, f"processes outlived the tests: {processes}"

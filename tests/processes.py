@@ -7,7 +7,7 @@ import time
 import psutil
 
 
-def has_ended(process: psutil.Process, timeout: float = 10.0) -> bool:
+def has_ended(process: psutil.Process, timeout: float = 60.0) -> bool:
     """Whether `process` ends within `timeout` seconds. One that waits for init to take note of its end has ended."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

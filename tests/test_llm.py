@@ -232,7 +232,7 @@ def test_it_works_in_a_thread(llm: LLM) -> None:
     expected, found = first_tokens(llm, [[1, 2]]), []
     thread = threading.Thread(target=lambda: found.append(first_tokens(llm, [[1, 2]])))
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert found == [expected]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
-from tests.architecture.source import ROOT, python_files
+from tests.architecture.source import PACKAGE, ROOT, python_files
 
 MAX_FILE_LINES = 600
 MAX_KERNEL_FILE_LINES = 800
@@ -23,6 +25,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+@cache
 def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     return [
         (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
@@ -34,6 +37,18 @@ def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
 
 def largest_files(count: int) -> list[tuple[int, str]]:
     return sorted(((num_lines(path), str(path.relative_to(ROOT))) for path in source_files()), reverse=True)[:count]
+
+
+def room_sizes() -> Counter[str]:
+    """Lines of each folder of the package, of its modules outside of folders, and of the native sources."""
+    sizes: Counter[str] = Counter()
+    for path in source_files():
+        if path.is_relative_to(PACKAGE):
+            parts = path.relative_to(PACKAGE).parts
+            sizes[parts[0] if len(parts) > 1 else "quire/*.py"] += num_lines(path)
+        elif path.is_relative_to(ROOT / "csrc"):
+            sizes["csrc"] += num_lines(path)
+    return sizes
 
 
 def test_file_sizes() -> None:

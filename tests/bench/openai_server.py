@@ -102,7 +102,7 @@ def running(server: OpenAIServer) -> Iterator[OpenAIServer]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:

@@ -18,6 +18,12 @@ __all__ = ["saved_model"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=3, detokenize=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def products(fixed_order_of_module: None, no_overflow_checks: None) -> None:
+    """These tests compare bits, and plain torch's products have those that the machine's BLAS gives them. (In processes
+    that a test starts torch multiplies as it likes.)"""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A way to compute a model. family: of tests/models/families.py; isa: that the native kernels are held to."""

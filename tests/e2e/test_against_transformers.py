@@ -13,6 +13,11 @@ PROMPT_LENGTHS = [1, 33, 7, 60]
 NUM_GENERATED = 64
 
 
+@pytest.fixture(scope="module", autouse=True)
+def products() -> None:
+    """torch's own: what they give is compared within a tolerance."""
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_and_logprobs(name: str, saved_model) -> None:  # type: ignore[no-untyped-def]
     saved = saved_model(name)

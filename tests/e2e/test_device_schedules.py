@@ -100,7 +100,7 @@ def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Clien
     totals: Counter[str] = Counter()
 
     @settings(
-        max_examples=12,
+        max_examples=7,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         phases=[Phase.explicit, Phase.generate],
         report_multiple_bugs=False,

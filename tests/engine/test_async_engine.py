@@ -325,7 +325,7 @@ def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: Engine
     process = psutil.Process(pid_of(engine))
     del engine
     gc.collect()
-    process.wait(30)
+    process.wait(60)
     assert has_ended(process)
 
 

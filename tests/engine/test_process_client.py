@@ -47,8 +47,8 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Until the process has ended and its directory is removed. Thirty seconds are a bound for failure, not a claim."""
-    deadline = time.monotonic() + 30
+    """Until the process has ended and its directory is removed. A minute is a bound for failure, not a claim."""
+    deadline = time.monotonic() + 60
     while is_running(pid) or runtime_directories():
         assert time.monotonic() < deadline, f"running: {is_running(pid)}, left: {runtime_directories()}"
         time.sleep(0.02)
@@ -99,9 +99,12 @@ def test_idle_process_sleeps(client: ProcessClient) -> None:
     client.send(add("a"))
     tokens_until_finished(client, "a")
     process = psutil.Process(client.pid)
-    before = sum(process.cpu_times()[:2])
-    time.sleep(1)
-    assert sum(process.cpu_times()[:2]) - before < 0.1, "the engine process polls while it has nothing to do"
+    deadline, used = time.monotonic() + 60, 1.0
+    while used > 0.0:  # what is left of the request; one that polls never gets there
+        assert time.monotonic() < deadline, "the engine process polls while it has nothing to do"
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.3)
+        used = sum(process.cpu_times()[:2]) - before
 
 
 def test_receive_times_out_when_idle(client: ProcessClient) -> None:
@@ -126,7 +129,7 @@ def test_shutdown_wakes_a_waiting_receive(client: ProcessClient) -> None:
         received = pool.submit(client.receive)
         client.shutdown()
         with pytest.raises(EngineDeadError, match="the engine was shut down"):
-            received.result(30)
+            received.result(60)
 
 
 def test_shutdown_kills_a_process_that_does_not_answer(options: EngineOptions) -> None:
@@ -295,7 +298,7 @@ def test_killed_parent_takes_the_process_along(tmp_path: Path, weightless_model:
         assert num_blocks == 128
         assert is_running(pid)
         parent.send_signal(number)
-        parent.communicate(timeout=30)
+        parent.communicate(timeout=60)
     wait_until_gone(pid)
 
 
@@ -312,7 +315,7 @@ def test_parent_killed_during_the_start(tmp_path: Path, weightless_model: Path) 
         assert parent.stdout is not None
         pid = int(parent.stdout.readline().split()[1])
         parent.kill()
-        parent.communicate(timeout=30)
+        parent.communicate(timeout=60)
     wait_until_gone(pid)
 
 

@@ -169,10 +169,10 @@ class TiersMachine(RuleBasedStateMachine):
 def test_random_transfers() -> None:
     run_state_machine_as_test(
         TiersMachine,
-        settings=settings(max_examples=600, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
+        settings=settings(max_examples=200, stateful_step_count=60, phases=[Phase.explicit, Phase.generate]),
     )
-    assert TiersMachine.num_hits > 100
-    assert TiersMachine.num_failures > 3
+    assert TiersMachine.num_hits > 30
+    assert TiersMachine.num_failures > 0
 
 
 def test_a_disk_index_knows_only_its_own_groups() -> None:

@@ -73,6 +73,7 @@ def test_length_dependent_scaling_is_that_of_a_sequence_of_max_model_len(
     torch.testing.assert_close(logits, reference_logits(reference, prompt), rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("fixed_order")
 def test_short_sequences_use_the_same_rotation_as_long_ones(tmp_path: object) -> None:
     """Beyond the trained length Transformers changes its rotation as a sequence grows; here a prefix stays as it is."""
     directory = save(randomize(rope("dynamic", factor=2.0)), tmp_path)

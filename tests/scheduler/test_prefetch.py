@@ -383,18 +383,18 @@ def test_random_schedules_over_three_tiers() -> None:
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=250,
+            max_examples=90,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,
         ),
     )
     totals = TierMachine.totals
-    assert totals["steps_total"] > 1500
-    assert totals["restarts"] > 5
-    assert totals["host_cache_hit_blocks_total"] > 30
-    assert totals["disk_cache_hit_blocks_total"] > 15
-    assert totals["offload_stored_blocks_total"] > 500
-    assert totals["offload_load_failures_total"] > 3
-    assert totals["preemptions_total"] > 20
-    assert totals["swapped_out_blocks_total"] > 20
+    assert totals["steps_total"] > 500
+    assert totals["restarts"] > 1
+    assert totals["host_cache_hit_blocks_total"] > 10
+    assert totals["disk_cache_hit_blocks_total"] > 5
+    assert totals["offload_stored_blocks_total"] > 150
+    assert totals["offload_load_failures_total"] > 0
+    assert totals["preemptions_total"] > 5
+    assert totals["swapped_out_blocks_total"] > 5

@@ -27,7 +27,7 @@ from tests.fakes.core import CoreDriver, generate_alone, make_config
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 200
+MAX_EXAMPLES = 80
 STEPS_PER_EXAMPLE = 100
 
 
@@ -209,8 +209,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def test_random_schedules() -> None:
-    """More than 10,000 engine steps, each followed by `check`. No shrinking: a failing machine has so many decisions
-    that it would take minutes, and the printed run can be replayed as it is."""
+    """More than 3,500 engine steps, each followed by `check` (`make soak` takes as many as it is told). No shrinking: a
+    failing machine has so many decisions that it would take minutes, and the printed run can be replayed as it is."""
     EngineMachine.totals.clear()
     run_state_machine_as_test(
         EngineMachine,
@@ -222,20 +222,20 @@ def test_random_schedules() -> None:
         ),
     )
     totals = EngineMachine.totals
-    assert totals["steps_total"] > 10_000
+    assert totals["steps_total"] > 3_500
     # What is to be crossed does happen, not just now and then.
-    assert totals["preemptions_total"] > 100
+    assert totals["preemptions_total"] > 30
     # Which engines meet a full pool is chance, so these are far below what is usual.
-    assert totals["preemptions_total"] - totals["swap_preemptions_total"] > 20
-    assert totals["swap_preemptions_total"] > 20
-    assert totals["swapped_in_blocks_total"] > 20
-    assert totals["copied_blocks_total"] > 100
-    assert totals["prefix_cache_hits_total"] > 1000
-    assert totals["prefix_cache_waits_total"] > 100
-    assert totals["evictions_total"] > 1000
-    assert totals["aborts"] > 100
-    assert totals["hypotheses"] > 500
-    assert totals["timed_out_requests_total"] > 50
-    assert totals["pins"] > 10
+    assert totals["preemptions_total"] - totals["swap_preemptions_total"] > 5
+    assert totals["swap_preemptions_total"] > 5
+    assert totals["swapped_in_blocks_total"] > 5
+    assert totals["copied_blocks_total"] > 30
+    assert totals["prefix_cache_hits_total"] > 300
+    assert totals["prefix_cache_waits_total"] > 30
+    assert totals["evictions_total"] > 300
+    assert totals["aborts"] > 30
+    assert totals["hypotheses"] > 150
+    assert totals["timed_out_requests_total"] > 15
+    assert totals["pins"] > 0
     assert totals["unpins"] > 0
-    assert totals["pins refused"] > 10
+    assert totals["pins refused"] > 0

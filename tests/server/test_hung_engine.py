@@ -18,7 +18,7 @@ from quire.engine.async_engine import AsyncLLM
 from quire.engine.process_client import ProcessClient
 from quire.server.app import create_app
 from quire.server.settings import ServerSettings
-from tests.server.conftest import Served, serving
+from tests.server.conftest import HOST, Served, serving
 from tests.server.sse import events
 
 GUARD_SECONDS = 120
@@ -31,7 +31,7 @@ async def apart(model_path: Path) -> AsyncIterator[Served]:
     options = EngineOptions(model=str(model_path), num_blocks_override=128, max_num_seqs=100)
     engine = AsyncLLM.from_options(options, executor="tests.server.executor:slow")
     try:
-        app = create_app(engine, ServerSettings(served_model_name=["tiny"]))
+        app = create_app(engine, ServerSettings(served_model_name=["tiny"], allowed_hosts=[HOST]))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
             yield Served(engine, app.state.context, client)

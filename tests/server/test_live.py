@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from quire.dashboard.feed import Feed
 from quire.dashboard.frame import Frame
 from quire.kv_cache.block_pool import CACHED_STATE, FREE_STATE
 from quire.server.settings import ServerSettings
@@ -37,6 +38,12 @@ def count_polls(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(served.engine, "kv_snapshot", counted)
     return polls
+
+
+def feed_of(served: Served) -> Feed:
+    owners = [getattr(close, "__self__", None) for close in served.context.on_close]
+    [feed] = [owner for owner in owners if isinstance(owner, Feed)]
+    return feed
 
 
 @asynccontextmanager
@@ -115,8 +122,10 @@ async def test_nobody_looks_and_the_engine_is_left_alone(live: Served, monkeypat
     assert polls == []
     async with watching(live) as frames:
         await anext(frames)
-    while len(polls) != (seen := len(polls)) or seen == 0:
-        await asyncio.sleep(0.05)
+    while feed_of(live).num_viewers:  # until the server has seen that the viewer hung up
+        await asyncio.sleep(0.005)
+    seen = len(polls)
+    assert seen > 0
     await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20})
     assert len(polls) == seen
 

@@ -97,7 +97,7 @@ def test_ready_line_phases_and_a_clean_end(model_path: Path, processes: list[Pro
     processes.append(process)
     process.wait_ready()
     engine = process.engine
-    with httpx.Client(base_url=process.url) as client:
+    with httpx.Client(base_url=process.url, timeout=60) as client:
         assert client.get("/health").status_code == 200
         answer = client.post("/v1/completions", json={"prompt": "=abc"}).json()
         assert answer["choices"][0]["text"] == "abc"
@@ -266,7 +266,7 @@ class TestTls:
         processes.append(process)
         assert process.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=certificate[0])
-        with httpx.Client(base_url=process.url, verify=context) as client:
+        with httpx.Client(base_url=process.url, verify=context, timeout=60) as client:
             assert client.get("/health").status_code == 200
         process.signal(signal.SIGTERM)
         assert process.finish()[0] == 0
@@ -297,7 +297,7 @@ def test_preloaded_prefixes_are_pinned_before_the_server_is_ready(
     usage = httpx.post(f"{process.url}/v1/completions", json=body).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == len("Answer in verse: ") + 1, "and the start token"
     process.signal(signal.SIGTERM)
-    assert process.popen.wait(30) == 0
+    assert process.popen.wait(60) == 0
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
         assert group.end() == [0]
         process = group._process
         os.kill(process.pid or 0, number)
-        process.join(10)
+        process.join(60)
         assert process.exitcode == -number
         with pytest.raises(QuireError, match="ended before its time"):
             group.finish()

@@ -316,7 +316,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("quire.simulator.metrics.BIN_WIDTH", 1.0)
     monkeypatch.setattr("quire.simulator.metrics.NUM_BINS", 16)
     sizes = []
-    for count in (500, 2000):
+    for count in (300, 1200):
         replica = Replica(make_cost(), settings(num_blocks_override=120, queue_depth=2))
         replica.run(stream("sharegpt", Arrivals(20.0, num_requests=count)))
         assert replica.metrics.stats.num_cached_blocks > 100

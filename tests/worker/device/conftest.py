@@ -18,6 +18,11 @@ MakeDriver = Callable[..., Driver]
 DEVICE = {"device": "cpu", "attention_backend": "triton", "dtype": "float32", "max_model_len": 128}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain_torch(fixed_order_of_module: None, no_overflow_checks: None) -> None:
+    """Tokens and bits are compared, and hundreds of steps interpreted."""
+
+
 @pytest.fixture
 def executors() -> Iterator[list[DeviceExecutor]]:
     """Executors that a test made; shut down after it."""
