@@ -27,6 +27,7 @@ SECTIONS = (
     "Occupancy",
     "LaunchStats",
 )
+SCRIPT = (sys.executable, "-m", "benchmarks.gpu.counted")
 KEPT = (
     "gpu__time_duration",
     "dram__throughput",
@@ -47,9 +48,8 @@ def command(log: Path, *, tiny: bool) -> list[str]:
     """Clocks are left alone: throttled ones are what the engine runs with, too."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     options = ("--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all")
-    script = [sys.executable, "-m", "benchmarks.gpu.counted", *(["--tiny"] if tiny else [])]
     page = ("--page", "raw", "--csv", "--print-units", "base", "--log-file", str(log))
-    return ["ncu", *options, *sections, *page, *script]
+    return ["ncu", *options, *sections, *page, *SCRIPT, *(["--tiny"] if tiny else [])]
 
 
 def parsed(text: str) -> Iterator[Record]:

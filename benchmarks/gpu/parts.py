@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+"""Commands run here: tests are named from the root of the tree."""
 GRACE_SECONDS = 5.0
 """Of a part's time: from asking its processes to end until those that did not are killed."""
 KILLED_SECONDS = 1.0
@@ -33,7 +35,7 @@ class Part:
     seconds: float
     rehearsal: tuple[str, ...] = ("--tiny",)
     rehearsed_commands: tuple[tuple[str, ...], ...] | None = None
-    rehearsal_seconds: float = 120.0
+    rehearsal_seconds: float = 200.0
 
     def rehearsed(self) -> Part:
         """The same where there is no card: in the interpreter, with tiny shapes."""
@@ -83,6 +85,7 @@ def run_part(
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=ROOT,
                 env={**os.environ, **(environment or {})},
             )
         running.append((process, log))
@@ -129,6 +132,21 @@ def _end_all(processes: Sequence[subprocess.Popen[bytes]], until: float, others:
             process.wait(KILLED_SECONDS / len(processes))
         except subprocess.TimeoutExpired:
             continue
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it started, within a few seconds."""
+    below = [process.pid, *descendants(process.pid)]
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid in below:
+            _signal(pid, sign)
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
 
 
 def descendants(pid: int) -> list[int]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.run [--out DIR] [--seconds 600] [--parts gate,tests,kernels,...]
 
-A part that fails or runs out of its time does not stop the next, nor take of its time. After every part results.json and
-summary.txt are written anew; at the end the logs become one archive. --rehearse tries all of it where there is no card:
-in Triton's interpreter, with tiny shapes, and stand-ins for the tools of others. Its times say nothing.
+A part that fails or runs out of its time does not stop the next, nor take of its time. After every part results.json
+and summary.txt are written anew; at the end the logs become one archive. --rehearse tries all of it where there is no
+card: in Triton's interpreter, with tiny shapes, and stand-ins for the tools of others. Its times say nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.gpu import machine, records
 from benchmarks.gpu.archive import pack
-from benchmarks.gpu.parts import Outcome, Part, adopt_orphans, choose, python, run_part
-from benchmarks.gpu.summary import summarize, verdicts
+from benchmarks.gpu.parts import ROOT, Outcome, Part, adopt_orphans, choose, python, run_part
+from benchmarks.gpu.summary import summarize
+from benchmarks.gpu.targets import verdicts
 
-ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
 RESERVED_SECONDS = 15.0
 """For the archive and the summary."""

@@ -160,7 +160,7 @@ class Subjects:
             ("o", hidden, heads),
         )
         for name, n, k in matrices:
-            for count in PRODUCT_ROWS:
+            for count in PRODUCT_ROWS if self._scale == 1 else PRODUCT_ROWS[:: len(PRODUCT_ROWS) - 1]:
                 t = self.tokens(count)
                 yield Subject(
                     f"product {name}",
