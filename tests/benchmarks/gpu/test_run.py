@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.gpu import records
 from benchmarks.gpu.archive import pack
-from benchmarks.gpu.parts import Outcome, Part, choose, descendants, run_part
+from benchmarks.gpu.parts import Outcome, Part, choose, run_part
 from benchmarks.gpu.run import GATE, RESERVED_SECONDS, all_parts, gate_files, main, more_parts
 from benchmarks.gpu.summary import first_to_fix, library_verdict, suite_counts, summarize
 from benchmarks.gpu.targets import TARGETS, verdicts
@@ -275,17 +275,17 @@ def test_a_run_writes_its_result_whatever_happens(
         assert {"logs/kernels-0.log", "logs/engine-0.log", "logs/results.jsonl"} <= set(archive.getnames())
 
 
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_a_part_that_hangs_costs_the_next_one_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ignores being asked to end, and starts a process that would outlive it. The next part has all of its time."""
-    child = "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    hangs = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); {child}"
-    )
-    stand_in_parts(
-        monkeypatch,
-        Part("gate", ((sys.executable, "-c", hangs), (sys.executable, "-c", hangs)), 7),
-        Part("tests", (prints("fine"),), 60),
-    )
+    """It ignores being asked to end, and so does a process that it starts in a session of its own. The next part has
+    all of its time, and the card to itself."""
+    sleeps = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    starts = f"p = subprocess.Popen([sys.executable, '-c', {sleeps!r}], start_new_session=True)"
+    hangs = (sys.executable, "-c", f"import subprocess, sys; {starts}; print(p.pid, flush=True); {sleeps}")
+    stand_in_parts(monkeypatch, Part("gate", (hangs, hangs), 8), Part("tests", (prints("fine"),), 60))
     limits = []
 
     def noted(part: Part, out: Path, seconds: float, *rest: Any) -> Outcome:
@@ -293,13 +293,15 @@ def test_a_part_that_hangs_costs_the_next_one_nothing(tmp_path: Path, monkeypatc
         return run_part(part, out, seconds, *rest)
 
     monkeypatch.setattr("benchmarks.gpu.run.run_part", noted)
-    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--seconds", str(7 + 60 + RESERVED_SECONDS + 30)])
-    before = set(descendants(os.getpid()))
+    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--seconds", str(8 + 60 + RESERVED_SECONDS + 30)])
     assert main() == 1
     outcomes = json.loads((tmp_path / "results.json").read_text())["parts"]
     assert [each["status"] for each in outcomes] == ["out of time", "done"]
-    assert limits == [7, 60]
-    assert set(descendants(os.getpid())) <= before, "nothing is left that would hold the card"
+    assert limits == [8, 60]
+    with tarfile.open(tmp_path / "logs.tar.xz") as archive:
+        logs = [archive.extractfile(f"logs/gate-{number}.log") for number in (0, 1)]
+        started = [int(word) for log in logs if log is not None for word in log.read().split()]
+    assert not any(map(is_running, started)), "what is left would hold the card"
 
 
 def test_processes_that_a_part_orphans_are_ended(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ print(outcome.status)
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout == "done\n", run.stderr
     pid = int((tmp_path / "leaves-0.log").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not is_running(pid)
 
 
 def test_a_rehearsal_is_interpreted_and_tiny(
