@@ -190,7 +190,7 @@ def padded(length: int) -> int:
 
 def scattered_tables(batch: Batch, block_size: int, device: torch.device) -> tuple[torch.Tensor, int]:
     """Block tables [num_seqs, blocks of a sequence] int32 over distinct blocks in random order, and how many blocks the
-    pool has. Block 0 is nobody's."""
+    pool has. Block 0 belongs to no sequence."""
     blocks = -(-batch.length // block_size)
     total = batch.num_seqs * blocks
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0)) + 1

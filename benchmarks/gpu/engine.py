@@ -157,7 +157,7 @@ class Engine:
 
 
 def greedy(num_tokens: int) -> SamplingParams:
-    """So many tokens, whatever the model says."""
+    """`num_tokens` greedy tokens, past end-of-sequence."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 
 
@@ -315,7 +315,7 @@ def progress(run: Run) -> Record:
 
 
 def host_times(steps: Sequence[Step], num_seqs: int) -> Record:
-    """Medians over decode steps of so many sequences: seconds of launching one, of waiting for its result, and of a
+    """Medians over decode steps of `num_seqs` sequences: seconds of launching one, of waiting for its result, and of a
     step's time what the host did not wait."""
     decodes = [step for step in steps if step.is_decode and step.num_seqs == num_seqs]
     waiting = median(step.waiting for step in decodes)

@@ -42,6 +42,15 @@ REHEARSED_TESTS = ("tests/kernels/triton/test_norm.py", "tests/gpu/test_synchron
 """`make test` interprets the kernels' tests: a rehearsal collects them all, and runs a few by the same command."""
 
 
+SIDE_BY_SIDE = Part(
+    "side-by-side",
+    (python("benchmarks.gpu.side_by_side", "--out", "{folder}"),),
+    580,
+    ("--rehearse", "--rounds", "1"),
+)
+"""A command of its own on a card, where it takes ten minutes; part of a rehearsal."""
+
+
 def pytest_command(*paths: str) -> tuple[str, ...]:
     """pytest without what only this repository's own environment has (its plugins), results as XML."""
     options = ("-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short", "--junitxml={folder}/{name}.xml")
@@ -93,6 +102,7 @@ def more_parts() -> tuple[Part, ...]:
         Part("eager", (python(*engine, "eager"),), 60),
         Part("piecewise", (python(*engine, "piecewise"),), 60),
         Part("transformers", (python("benchmarks.gpu.transformers_peer", *out),), 60),
+        SIDE_BY_SIDE,
     )
 
 
@@ -109,7 +119,8 @@ def main() -> int:
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        parts = choose((*usual, *more), arguments.parts) if arguments.parts else list(usual)
+        rehearsed = (SIDE_BY_SIDE,) if arguments.rehearse else ()
+        parts = choose((*usual, *more), arguments.parts) if arguments.parts else [*usual, *rehearsed]
     except ValueError as error:
         parser.error(str(error))
     environment = {"TRITON_INTERPRET": "0"}

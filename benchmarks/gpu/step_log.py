@@ -73,7 +73,7 @@ class ModelCost:
 
 
 STEPS: list[Step] = []
-"""Of the engine of this process, in order. Whoever measures clears it."""
+"""Of the engine of this process, in order. A measurement clears it first."""
 
 
 class RecordingExecutor:

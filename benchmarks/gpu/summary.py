@@ -127,7 +127,7 @@ def _attention(found: Sequence[Record]) -> list[str]:
 
 
 PICKED_AT = 1.05
-"""So many times as fast, in the median over decode or over prompt cases, a library is picked for them."""
+"""A library that is this factor faster, in the median over decode or over prompt cases, is picked for them."""
 LIBRARIES = {"FlashAttention 3, paged": True, "FlashInfer, paged": True, "torch varlen, contiguous": False}
 """Variants of attention that are not ours, and whether they read pages, as what is picked must."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """So many requests at once, each with `input_len` tokens in and `output_len` out."""
+    """`num_requests` requests at once, each with `input_len` tokens in and `output_len` out."""
 
     num_requests: int
     input_len: int

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from benchmarks.gpu import records
 from benchmarks.gpu.archive import pack
 from benchmarks.gpu.parts import Outcome, Part, choose, run_part
-from benchmarks.gpu.run import GATE, RESERVED_SECONDS, all_parts, gate_files, main, more_parts
+from benchmarks.gpu.run import GATE, RESERVED_SECONDS, SIDE_BY_SIDE, all_parts, gate_files, main, more_parts
 from benchmarks.gpu.summary import first_to_fix, library_verdict, suite_counts, summarize
 from benchmarks.gpu.targets import TARGETS, verdicts
 from tests.architecture.source import ROOT
@@ -328,6 +329,7 @@ def test_a_rehearsal_is_interpreted_and_tiny(
     script = "import os, shutil, sys; open(sys.argv[1], 'w').write(' '.join([*sys.argv[2:], os.environ['TRITON_INTERPRET'], shutil.which('ncu')]))"  # noqa: E501
     echo = (sys.executable, "-c", script, "{folder}/{name}.said")
     stand_in_parts(monkeypatch, *(Part(part.name, (echo,), 1.0, part.rehearsal) for part in all_parts()))
+    monkeypatch.setattr("benchmarks.gpu.run.SIDE_BY_SIDE", replace(SIDE_BY_SIDE, commands=(echo,)))
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--rehearse"])
     assert main() == 0
@@ -339,6 +341,7 @@ def test_a_rehearsal_is_interpreted_and_tiny(
         said = {name.partition("-")[0]: file.read().decode() for name, file in files.items() if file is not None}
     ncu = str(ROOT / "benchmarks" / "gpu" / "stand_ins" / "bin" / "ncu")
     assert said.pop("tests") == said.pop("gate") == f"--interpreted 1 {ncu}"
+    assert said.pop("side") == f"--rehearse --rounds 1 1 {ncu}"
     assert set(said.values()) == {f"--tiny 1 {ncu}"}
 
 
