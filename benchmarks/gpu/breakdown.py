@@ -13,7 +13,7 @@ import gc
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from benchmarks.gpu.workloads import Workload
 
 SIZES = (1, 32, 256)
 PROMPT = 1024
+CHUNK = 7936
+"""Tokens of prompts in a step: the budget of 8192 less one for each of 256 sequences that decode."""
 NUM_STEPS = 8
 """That are profiled, after as many that are not."""
 NUM_SHOWN = 16
@@ -73,11 +75,16 @@ def _longest_first(found: dict[str, list[float]]) -> list[Row]:
     return sorted(rows, key=lambda row: row.seconds, reverse=True)
 
 
+def first_profiled(work: Workload, num_steps: int) -> int:
+    """The step at which the profile begins: all prompts are computed, and as many decode steps as are profiled."""
+    return sum(work.input_lens) // CHUNK + num_steps
+
+
 def profiled_events(engine: Engine, work: Workload, num_steps: int, device: torch.device) -> list[KernelEvent]:
     """Of `num_steps` steps in the middle of a run."""
     found: list[KernelEvent] = []
     profile = kernel_events(device)
-    begin = sum(work.input_lens) // 8192 + num_steps
+    begin = first_profiled(work, num_steps)
 
     def on_step(number: int) -> None:
         nonlocal found
@@ -94,7 +101,10 @@ def breakdown(engine: Engine, num_seqs: int, device: torch.device, *, tiny: bool
     """One record. Raises ValueError where the profiler saw nothing."""
     num_steps = 2 if tiny else NUM_STEPS
     prompt = 5 if tiny else PROMPT
-    work = Workload(num_seqs, prompt, 6 * num_steps)
+    work = Workload(num_seqs, prompt, 0)
+    # The first sequence gets a token in each step while the last one's prompt is still computed: it must not end before
+    # the profile does.
+    work = replace(work, output_len=first_profiled(work, num_steps) + 3 * num_steps)
     engine.run(work, seed=4)
     host = host_times(list(STEPS), num_seqs)
     events = settled(profiled_events(engine, work, num_steps, device))

@@ -18,38 +18,45 @@ from pathlib import Path
 from benchmarks.gpu import records
 from benchmarks.gpu.records import Record
 
-SECTIONS = (
-    "SpeedOfLight",
-    "ComputeWorkloadAnalysis",
-    "MemoryWorkloadAnalysis",
-    "MemoryWorkloadAnalysis_Tables",
-    "SchedulerStats",
-    "Occupancy",
-    "LaunchStats",
-)
-SCRIPT = (sys.executable, "-m", "benchmarks.gpu.counted")
-KEPT = (
-    "gpu__time_duration",
-    "dram__throughput",
-    "sm__throughput",
-    "sm__inst_executed_pipe_tensor",
-    "smsp__issue_active",
-    "l1tex__data_bank_conflicts_pipe_lsu",
-    "lts__t_sectors_op_read",
+METRICS = {
+    "gpu__time_duration": ".sum",
+    "dram__throughput": ".avg.pct_of_peak_sustained_elapsed",
+    "sm__throughput": ".avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor": ".avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active": ".avg.pct_of_peak_sustained_active",
+    "smsp__issue_active": ".avg.pct_of_peak_sustained_active",
+    "sm__warps_active": ".avg.pct_of_peak_sustained_active",
+    "l1tex__data_bank_conflicts_pipe_lsu": ".sum",
+    "lts__t_sectors_op_read": ".sum",
+}
+"""Which of them a card has, the tool is asked: a name that it does not know ends everything."""
+OF_THE_LAUNCH = (
     "launch__registers_per_thread",
-    "launch__occupancy_limit",
     "launch__waves_per_multiprocessor",
-    "sm__warps_active",
+    "launch__occupancy_limit_registers",
+    "launch__occupancy_limit_shared_mem",
 )
-"""Beginnings of the names of metrics. Which of them a version of the tool offers is its own affair."""
+"""Known on every card."""
+SECTIONS = ("SpeedOfLight", "SchedulerStats", "Occupancy", "LaunchStats", "MemoryWorkloadAnalysis_Tables")
+"""Where the tool does not say what it has: they take several times as long."""
+SCRIPT = (sys.executable, "-m", "benchmarks.gpu.counted")
 
 
-def command(log: Path, *, tiny: bool) -> list[str]:
+def available() -> list[str]:
+    """Metrics to read; empty where the tool does not say."""
+    run = subprocess.run(("ncu", "--query-metrics"), capture_output=True, text=True)
+    words = set(run.stdout.split())
+    return [name + rollup for name, rollup in METRICS.items() if name in words]
+
+
+def command(log: Path, metrics: Sequence[str], *, tiny: bool) -> list[str]:
     """Clocks are left alone: throttled ones are what the engine runs with, too."""
-    sections = [word for section in SECTIONS for word in ("--section", section)]
+    wanted = ["--metrics", ",".join((*metrics, *OF_THE_LAUNCH))] if metrics else []
+    if not metrics:
+        wanted = [word for section in SECTIONS for word in ("--section", section)]
     options = ("--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all")
     page = ("--page", "raw", "--csv", "--print-units", "base", "--log-file", str(log))
-    return ["ncu", *options, *sections, *page, *SCRIPT, *(["--tiny"] if tiny else [])]
+    return ["ncu", *options, *wanted, *page, *SCRIPT, *(["--tiny"] if tiny else [])]
 
 
 def parsed(text: str) -> Iterator[Record]:
@@ -67,7 +74,7 @@ def parsed(text: str) -> Iterator[Record]:
 
 
 def _number(name: str, value: str | None) -> float | None:
-    if not name.startswith(KEPT) or value is None:
+    if not name.startswith((*METRICS, *OF_THE_LAUNCH)) or value is None:
         return None
     try:
         return float(value.replace(",", ""))
@@ -85,7 +92,7 @@ def measured(log: Path, *, tiny: bool) -> Iterator[Record]:
     if shutil.which("ncu") is None:
         yield {"what": "counters failed", "error": "ncu is not on the PATH"}
         return
-    run = subprocess.run(command(log, tiny=tiny), capture_output=True, text=True)
+    run = subprocess.run(command(log, available(), tiny=tiny), capture_output=True, text=True)
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found = list(parsed(text))
     yield from found

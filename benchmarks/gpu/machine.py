@@ -24,7 +24,9 @@ from benchmarks.gpu.records import Record
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pytest-xdist")
 PEERS = ("flash_attn_interface", "flashinfer", "vllm")
 TOOLS = ("ncu", "compute-sanitizer")
-CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Why the card does not run at its highest clocks, by the name of newer drivers and of older ones."""
 SECONDS = 10.0
 
 
@@ -71,9 +73,13 @@ def assembler() -> str:
 
 
 def clocks() -> Mapping[str, str]:
-    """Of the card now: a reason for throttling other than 0 spoils what was measured."""
-    answer = said("nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
-    return dict(zip(CLOCKS, [word.strip() for word in answer.partition("\n")[0].split(",")], strict=False))
+    """Of the card now, and `reasons`: a bit mask whose first bit means idle; others spoil what was measured."""
+    for name in REASONS:
+        answer = said("nvidia-smi", f"--query-gpu={','.join((*CLOCKS, name))}", "--format=csv,noheader,nounits")
+        values = [word.strip() for word in answer.partition("\n")[0].split(",")]
+        if len(values) == len(CLOCKS) + 1:
+            return dict(zip((*CLOCKS, "reasons"), values, strict=True))
+    return {}
 
 
 def describe() -> Record:

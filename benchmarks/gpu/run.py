@@ -66,7 +66,7 @@ def gate_files() -> tuple[list[str], list[str]]:
 
 def spread_out(num_processes: int) -> tuple[str, ...]:
     """pytest-xdist's options; none where it is not installed."""
-    return ("-n", str(num_processes), "--dist", "loadfile") if find_spec("xdist") is not None else ()
+    return ("-n", str(num_processes), "--dist", "worksteal") if find_spec("xdist") is not None else ()
 
 
 def all_parts() -> tuple[Part, ...]:
@@ -78,18 +78,18 @@ def all_parts() -> tuple[Part, ...]:
     engine_tasks = "single,ladder,idle,long,ragged,batch"
     return (
         Part("machine", (python("benchmarks.gpu.machine", *out),), 20, rehearsal_seconds=30),
-        Part("gate", tuple(pytest_command(path) for path in there), 75, ("--interpreted",), rehearsal_seconds=150),
+        Part("gate", tuple(pytest_command(path) for path in there), 70, ("--interpreted",), rehearsal_seconds=150),
         Part(
             "tests",
             (pytest_command(*spread_out(NUM_TEST_PROCESSES), *tests),),
-            100,
+            95,
             ("--interpreted",),
             (pytest_command("--collect-only", *tests), pytest_command(*spread_out(2), *REHEARSED_TESTS)),
         ),
         Part("kernels", (python("benchmarks.gpu.kernels", *out, "--seconds", "105"),), 120),
         Part("engine", (python("benchmarks.gpu.engine", *out, "--tasks", engine_tasks),), 150),
         Part("breakdown", (python("benchmarks.gpu.breakdown", *out),), 50),
-        Part("counters", (python("benchmarks.gpu.counters", *out, "--log", "{folder}/ncu.csv"),), 35),
+        Part("counters", (python("benchmarks.gpu.counters", *out, "--log", "{folder}/ncu.csv"),), 45),
         Part("experiments", (python("benchmarks.gpu.experiments", *out),), 35),
     )
 

@@ -214,12 +214,11 @@ def _experiments(found: Sequence[Record]) -> list[str]:
 
 def _throttled(found: Sequence[Record]) -> list[str]:
     """Parts at whose end the card gave a reason for not running at its clocks; 1 is being idle."""
-    active = "clocks_throttle_reasons.active"
     parts = [
         record["part"]
         for record in found
         if record["what"] == "clocks"
-        and (code := record["after"].get(active, "")).startswith("0x")
+        and (code := record["after"].get("reasons", "")).startswith("0x")
         and int(code, 16) > 1
     ]
     return ["", f"== Throttled after: {', '.join(parts)}"] if parts else []

@@ -227,7 +227,7 @@ def test_the_summary(tmp_path: Path) -> None:
     counts = suite_counts(tmp_path)
     assert (counts.passed, counts.failures, counts.left_out) == (1, ("a.y", "tests-1.xml: no report"), 1)
     outcomes = [Outcome("tests", "failed", 3.0, (1,), "assert x"), Outcome("kernels", "done", 2.0, (0,))]
-    throttled = {"part": "engine", "what": "clocks", "after": {"clocks_throttle_reasons.active": "0x0000000000000004"}}
+    throttled = {"part": "engine", "what": "clocks", "after": {"reasons": "0x0000000000000004"}}
     peer = kernel("decode attention", LARGE, "FlashAttention 3, paged", 0.525, 0.9)
     text = summarize([*FOUND, throttled, peer], outcomes, tmp_path)
     assert "First to fix: tests: a.y (2 failed)" in text

@@ -13,6 +13,8 @@ import torch
 
 from benchmarks.gpu import breakdown, counted, counters, engine, experiments, kernels, machine, records
 from benchmarks.gpu.run import STAND_INS
+from benchmarks.gpu.shapes import TINY
+from benchmarks.gpu.workloads import Workload, fitting
 from quire.kernels.triton.runtime import recorded_launches
 
 
@@ -62,6 +64,20 @@ def test_engine(run: Run, launches: list[str]) -> None:
     ladder = [record for record in found if record["what"] == "ladder"]
     assert all(record["host"] > 0 and record["launching"] > 0 for record in ladder)
     assert {"_split_kernel", "_norm_kernel", "_scan_kernel"} <= set(launches)
+
+
+def test_preemptions_are_counted(launches: list[str], tmp_path: Path) -> None:
+    """Two sequences of three blocks in a pool of four."""
+    options = {"device": "cpu", "attention_backend": "triton", "max_model_len": 64, "num_blocks_override": 4}
+    driven = engine.Engine(TINY, options, tmp_path)
+    try:
+        assert driven.num_slots == 4 * 16
+        first, second = (driven.run(Workload(2, 20, 20), seed=seed) for seed in (1, 2))
+        assert first.is_complete
+        assert first.num_preemptions == second.num_preemptions > 0, "of each run, not of all so far"
+        assert driven.run(fitting(Workload(2, 20, 20), driven.num_slots, 16), seed=3).num_preemptions == 0
+    finally:
+        driven.close()
 
 
 def test_breakdown(run: Run, launches: list[str]) -> None:
@@ -128,6 +144,16 @@ def test_counters(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_only_counters_that_the_card_has_are_asked_for(stand_ins: None) -> None:
+    assert counters.available() == ["dram__throughput.avg.pct_of_peak_sustained_elapsed"]
+    log = Path("log")
+    some, none = (counters.command(log, metrics, tiny=False) for metrics in (["a.sum"], []))
+    assert "a.sum,launch__registers_per_thread" in some[some.index("--metrics") + 1]
+    assert "--section" not in some
+    assert none.count("--section") == len(counters.SECTIONS)
+    assert "--metrics" not in none
+
+
 def test_counters_that_are_refused_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = "#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM: no permission to access performance counters'\nexit 1\n"
     (tmp_path / "ncu").write_text(refuses)
@@ -151,7 +177,7 @@ def test_machine(run: Run, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert record["card"] == "0, 0, 0"
     assert {need["name"] for need in record["needs"]} == {"C compiler", "Python.h", "libcuda.so.1"}
     assert record["tools"] == ["ncu", "compute-sanitizer"]
-    assert machine.clocks()["clocks_throttle_reasons.active"] == "0x0000000000000000"
+    assert machine.clocks()["reasons"] == "0x0000000000000000"
 
 
 def test_a_machine_that_cannot_compile_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
