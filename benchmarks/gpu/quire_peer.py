@@ -35,6 +35,10 @@ def main() -> None:
             outputs = llm.generate(given, [greedy(count) for count in counts], use_tqdm=False)
             return [len(output.outputs[0].token_ids) for output in outputs]
 
+        # An idle server captures its CUDA graphs before requests come, and the other engine while it starts. Here the
+        # engine runs on this thread, which has to ask for it.
+        while llm._client.idle():
+            pass
         stats = llm.stats()
         facts = EngineFacts("Quire", __version__, stats["num_blocks"] * stats["block_size"])
         serve(facts, arguments.vocab_size, generate, sys.stdin, answers, began)
