@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def main() -> int:
         outcome = run.take(part, left, environment)
         print(f"    {outcome.status} after {outcome.seconds:.0f} s", flush=True)
     print(run.close())
-    return 0 if all(outcome.status == "done" for outcome in run.outcomes) else 1
+    is_done = all(outcome.status == "done" for outcome in run.outcomes)
+    return 0 if is_done and not run.has_failed else 1
 
 
 def rehearsal_environment() -> dict[str, str]:
@@ -149,6 +151,7 @@ class Run:
 
     def __init__(self, out: Path, *, is_rehearsal: bool) -> None:
         self.outcomes: list[Outcome] = []
+        self.has_failed = False
         self._out = out
         self._logs = out / "logs"
         self._is_rehearsal = is_rehearsal
@@ -186,7 +189,11 @@ class Run:
             "records": found,
         }
         (self._out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        summary = summarize(found, self.outcomes, self._logs, is_rehearsal=self._is_rehearsal)
+        try:
+            summary = summarize(found, self.outcomes, self._logs, is_rehearsal=self._is_rehearsal)
+        except Exception:  # a mistake here must not cost the parts that follow
+            self.has_failed = True
+            summary = f"The summary failed; results.json has everything.\n{traceback.format_exc()}"
         (self._out / "summary.txt").write_text(summary + "\n", encoding="utf-8")
         return summary
 

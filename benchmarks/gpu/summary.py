@@ -189,7 +189,8 @@ def _breakdown(found: Sequence[Record]) -> list[str]:
 
 
 def _experiments(found: Sequence[Record]) -> list[str]:
-    tried = [record for record in found if record.get("part") == "experiments" and "error" not in record]
+    tried = [record for record in found if record.get("part") == "experiments" and "variant" in record]
+    tried = [record for record in tried if "error" not in record]
     lines = []
     for what in ("bits", "attention tiles"):
         for variant in dict.fromkeys(record["variant"] for record in tried if record["what"] == what):
@@ -199,13 +200,14 @@ def _experiments(found: Sequence[Record]) -> list[str]:
                 f"{record.get('m', record.get('case'))}: {record['seconds'] * 1e6:.0f} us" for record in of
             )
             lines.append(f"{what}, {variant}: {word}; {times}")
-    times = {
-        record["variant"]: record["seconds"] for record in tried if record["what"] == "launch" and "seconds" in record
-    }
-    if times:
-        lines.append(
-            "a small launch: " + ", ".join(f"{name} {seconds * 1e6:.2f} us" for name, seconds in times.items())
-        )
+    launches = [record for record in tried if record["what"] == "launch" and "seconds" in record]
+    if launches:
+        said = ", ".join(f"{record['variant']} {record['seconds'] * 1e6:.2f} us" for record in launches)
+        lines.append(f"a small launch: {said}")
+    narrow = [record for record in tried if record["what"] == "fp8"]
+    if narrow:
+        said = ", ".join(f"{record['variant']} x {record['m']}: {record['seconds'] * 1e6:.0f} us" for record in narrow)
+        lines.append(f"8-bit floats: {said}")
     split = [record for record in tried if record["what"] == "library" and record["num_kernels"] > 1]
     names = ", ".join(f"{record['variant']} x {record['m']}" for record in split)
     lines.append(f"library products of more than one kernel: {names or 'none'}")

@@ -40,10 +40,12 @@ class Verdict:
 
     @property
     def shortfall(self) -> float:
-        """How far it is from the goal, as a share of the goal; 0 where it is reached or not measured."""
+        """Roughly the share of time that a miss costs: of the goal, what is missing; of a cost, what is too much. 0 where
+        the goal is reached or nothing was measured."""
         if self.value is None or self.reached:
             return 0.0
-        return abs(self.value - self.target.goal) / max(self.target.goal, 1e-9)
+        difference = abs(self.value - self.target.goal)
+        return difference if self.target.at_most else difference / self.target.goal
 
     @property
     def word(self) -> str:

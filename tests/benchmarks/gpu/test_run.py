@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu import records
+from benchmarks.gpu import records, targets
 from benchmarks.gpu.archive import pack
+from benchmarks.gpu.attention_subjects import DECODES, PROMPTS
 from benchmarks.gpu.parts import Outcome, Part, choose, run_part
 from benchmarks.gpu.run import GATE, RESERVED_SECONDS, SIDE_BY_SIDE, all_parts, gate_files, main, more_parts
 from benchmarks.gpu.summary import first_to_fix, library_verdict, suite_counts, summarize
@@ -174,6 +175,20 @@ def test_targets_are_judged_by_the_records() -> None:
     assert of("paged over contiguous") == (pytest.approx((0.05 + 0.2) / 2), "MISSED")
 
 
+def test_cases_that_targets_name_are_measured() -> None:
+    names = {batch.name for batch in (*DECODES, *PROMPTS)}
+    assert {LARGE, ALONE, PROMPT, SHORT} <= names
+    assert targets.ONE_LONG == ALONE
+
+
+def test_the_worst_miss_is_the_one_that_costs_most(tmp_path: Path) -> None:
+    """Four points of idle time are less than a fifth of a kernel's limit."""
+    idle = {"part": "engine", "mode": "full", "what": "idle", "idle": 0.07}
+    slow = kernel("decode attention", LARGE, "triton", 1.0, 0.64)
+    assert first_to_fix([idle, slow], DONE, tmp_path, is_rehearsal=False).startswith("decode attention >= 80 %")
+    assert first_to_fix([idle], DONE, tmp_path, is_rehearsal=False).startswith("GPU idle between steps")
+
+
 DONE = [Outcome("kernels", "done", 2.0, (0,))]
 
 
@@ -274,6 +289,20 @@ def test_a_run_writes_its_result_whatever_happens(
     ]
     with tarfile.open(tmp_path / "results" / "logs.tar.xz") as archive:
         assert {"logs/kernels-0.log", "logs/engine-0.log", "logs/results.jsonl"} <= set(archive.getnames())
+
+
+def test_a_mistake_in_the_summary_costs_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> str:
+        raise KeyError("variant")
+
+    stand_in_parts(monkeypatch, Part("kernels", (prints("one"),), 60), Part("engine", (prints("two"),), 60))
+    monkeypatch.setattr("benchmarks.gpu.run.summarize", fail)
+    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path)])
+    assert main() == 1
+    assert [part["status"] for part in json.loads((tmp_path / "results.json").read_text())["parts"]] == ["done"] * 2
+    assert "KeyError: 'variant'" in capsys.readouterr().out
 
 
 def is_running(pid: int) -> bool:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import breakdown, counted, counters, engine, experiments, kernels, machine, records
+from benchmarks.gpu.parts import Outcome
 from benchmarks.gpu.run import STAND_INS
 from benchmarks.gpu.shapes import TINY
+from benchmarks.gpu.summary import summarize
 from benchmarks.gpu.workloads import Workload, fitting
 from quire.kernels.triton.runtime import recorded_launches
 
@@ -50,6 +52,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[r
         return found
 
     return call
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(STAND_INS / "bin"), prepend=":")
 
 
 Run = Callable[..., list[records.Record]]
@@ -121,15 +128,31 @@ def test_experiments(run: Run, launches: list[str]) -> None:
     assert launches.count("_add_kernel") >= experiments.CHAIN
 
 
+def test_the_summary_of_everything_is_a_page(
+    run: Run, launches: list[str], stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a card, of what the scripts really write. Their times mean nothing."""
+    run(machine)
+    run(kernels)
+    run(engine, "--tasks", "single,ladder,idle,long,ragged,batch")
+    run(breakdown)
+    run(experiments)
+    monkeypatch.setattr(counters, "SCRIPT", (sys.executable, "-c", "pass"))
+    found = run(counters, "--log", str(tmp_path / "ncu.csv"))
+    names = ("machine", "kernels", "engine", "breakdown", "experiments", "counters")
+    found += [{"part": name, "what": "clocks", "before": {}, "after": machine.clocks()} for name in names]
+    found += [{"part": "gate", "what": "missing", "name": "tests/gpu/none.py"}]
+    text = summarize(found, [Outcome(name, "done", 1.0) for name in names], tmp_path)
+    for title in ("First to fix", "Parts", "Targets", "Limits", "Attention", "Engine", "A decode step", "Experiments"):
+        assert f"== {title}" in text, title
+    assert "not there: tests/gpu/none.py" in text
+    assert len(text.splitlines()) <= 90
+
+
 def test_launches_that_are_counted(monkeypatch: pytest.MonkeyPatch, launches: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["counted", "--tiny"])
     counted.main()
     assert {"_split_kernel", "_varlen_kernel", "_norm_kernel", "_matmul_kernel", "_scan_kernel"} <= set(launches)
-
-
-@pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(STAND_INS / "bin"), prepend=":")
 
 
 def test_counters(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
