@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def shortfall(self) -> float:
-        """Roughly the share of time that a miss costs: of the goal, what is missing; of a cost, what is too much. 0 where
+        """Roughly the share of time that a miss costs: of a goal, what is missing; of a cost, what is too much. 0 where
         the goal is reached or nothing was measured."""
         if self.value is None or self.reached:
             return 0.0
