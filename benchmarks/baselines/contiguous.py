@@ -258,7 +258,7 @@ class ContiguousScheduler(ABC):
     def _schedule_prompt(self, builder: PlanBuilder, request: Request, num_blocks: int | None = None) -> Sequence:
         """The whole prompt, in this step; parallel samples fork behind it. Returns the sequence that computes it.
 
-        num_blocks: so many blocks of its region it has in this step, and the rest from the next one on.
+        num_blocks: blocks of its region that it has in this step, and the rest from the next one on.
         """
         leader, *others = request.live_sequences
         leader.blocks = self.kv.blocks(leader.seq_id)
@@ -367,7 +367,7 @@ class ContiguousScheduler(ABC):
         return self.kv.accounts({s.seq_id: s.num_computed_tokens for s in live})
 
     def stats(self) -> EngineStats:
-        """A snapshot. Reserved slots are those that requests will fill, wasted ones those that nobody ever will."""
+        """A snapshot. Reserved slots are those that requests will fill, wasted ones those that no request ever will."""
         stats, accounts = self._stats, self.accounts()
         stats.num_used_blocks = stats.num_logical_blocks = self.kv.num_used_blocks
         stats.num_stored_tokens = accounts.stored

@@ -1,7 +1,7 @@
 """Request-level batching, as a server in front of FasterTransformer does it (paper §6.1, "Baseline 1").
 
 A batch is formed of the requests that arrived first, as many as find a region of the maximum, and runs until its last
-request has ended; nobody joins or leaves meanwhile. All prompts are padded to the longest one, and who has ended is
+request has ended; none joins or leaves meanwhile. All prompts are padded to the longest one, and an ended one is
 computed on (its tokens are thrown away), as a batch of one tensor shape requires.
 
 Padding is a row of its own beside each shorter prompt, which computes as many tokens as are missing, in a part of the

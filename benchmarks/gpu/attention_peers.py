@@ -28,6 +28,8 @@ def peers(device: torch.device) -> dict[str, Peer]:
     if device.type != "cuda":
         return {}
     found: dict[str, Peer] = {"torch varlen, contiguous": torch_varlen}
+    if find_spec("flash_attn_interface") is not None:
+        found["FlashAttention 3, paged"] = flash_attention_paged
     if find_spec("flashinfer") is not None:
         found["FlashInfer, paged"] = flashinfer_paged
     return found
@@ -56,6 +58,31 @@ def torch_varlen(batch: Batch, shape: Shape, device: torch.device) -> Call:
         batch.num_new,
         batch.length,
         **options,
+    )
+
+
+def flash_attention_paged(batch: Batch, shape: Shape, device: torch.device) -> Call:
+    """FlashAttention 3 over scattered pages of our shape: keys and values are strided views of them."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    from benchmarks.gpu.attention_subjects import scattered_tables
+    from benchmarks.gpu.subjects import BLOCK_SIZE
+
+    random = partial(torch.randn, device=device, dtype=getattr(torch, shape.dtype))
+    tables, num_blocks = scattered_tables(batch, BLOCK_SIZE, device)
+    pages = random(num_blocks, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+    query = random(batch.num_seqs * batch.num_new, shape.num_heads, shape.head_dim)
+    starts = torch.arange(batch.num_seqs + 1, dtype=torch.int32, device=device)
+    return partial(
+        flash_attn_with_kvcache,
+        query,
+        pages[:, 0],
+        pages[:, 1],
+        cache_seqlens=torch.full((batch.num_seqs,), batch.length, dtype=torch.int32, device=device),
+        page_table=tables,
+        cu_seqlens_q=starts * batch.num_new,
+        max_seqlen_q=batch.num_new,
+        causal=True,
     )
 
 

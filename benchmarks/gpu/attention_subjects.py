@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -50,6 +50,12 @@ class Prepared:
     positions: torch.Tensor
 
 
+LARGER_BLOCKS = (64, 128)
+"""Block sizes to compare with the default: longer runs of memory, fewer table entries."""
+PLANNED_LEN = 40960
+"""Qwen3-8B's context. Full CUDA graphs plan their splits for the longest sequence that the engine allows."""
+RAGGED = (32768, *[512] * 15)
+"""Lengths of a decode batch that one sequence dominates."""
 DECODES = (Batch(256, 1, 1024), Batch(256, 1, 2048), Batch(32, 1, 8192), Batch(8, 1, 32768), Batch(1, 1, 8192))
 PROMPTS = (Batch(1, 8192, 8192), Batch(4, 2048, 2048), Batch(1, 2048, 16384), Batch(8, 1024, 1024))
 
@@ -64,31 +70,32 @@ class AttentionSubjects:
         self._scale = scale
 
     def all(self) -> Iterator[Subject]:
-        for batch in map(self.scaled, DECODES):
-            yield Subject(
-                "decode attention",
-                batch.name,
-                self.work(batch),
-                {
-                    "triton": partial(self.paged, batch, BLOCK_SIZE),
-                    # One block a sequence: the same kernel over keys and values in one piece.
-                    "contiguous": partial(self.paged, batch, padded(batch.length)),
-                    "torch, contiguous": partial(self.torch_contiguous, batch),
-                    **self._peers(batch),
-                },
-            )
-        for batch in map(self.scaled, PROMPTS):
-            yield Subject(
-                "prefill attention",
-                batch.name,
-                self.work(batch),
-                {
-                    "triton": partial(self.paged, batch, BLOCK_SIZE),
-                    "contiguous": partial(self.paged, batch, padded(batch.length)),
-                    "torch, contiguous": partial(self.torch_contiguous, batch),
-                    **self._peers(batch),
-                },
-            )
+        for kernel, batches in (("decode attention", DECODES), ("prefill attention", PROMPTS)):
+            for batch in map(self.scaled, batches):
+                yield Subject(kernel, batch.name, self.work(batch), self._variants(batch))
+        yield self.ragged()
+
+    def _variants(self, batch: Batch) -> dict[str, Build]:
+        # "contiguous", one block a sequence: the same kernel over keys and values in one piece.
+        sizes = {"triton": BLOCK_SIZE, "contiguous": padded(batch.length)}
+        sizes |= {f"block size {size}": size for size in LARGER_BLOCKS}
+        variants: dict[str, Build] = {name: partial(self.paged, batch, size) for name, size in sizes.items()}
+        if batch.num_new == 1:
+            planned = max(batch.length, PLANNED_LEN // self._scale)
+            variants["planned for 40,960"] = partial(self.paged, batch, BLOCK_SIZE, planned)
+        return variants | {"torch, contiguous": partial(self.torch_contiguous, batch)} | self._peers(batch)
+
+    def ragged(self) -> Subject:
+        """A decode step of one long sequence and many short ones."""
+        lengths = [max(2, length // self._scale) for length in RAGGED]
+        padded_batch = Batch(len(lengths), 1, max(lengths))
+        work = self.work(Batch(1, 1, sum(lengths)))
+        return Subject(
+            "ragged decode attention",
+            "1 x 32768 and 15 x 512 tokens",
+            work,
+            {"triton": partial(self.paged, padded_batch, BLOCK_SIZE, padded_batch.length, lengths)},
+        )
 
     def scaled(self, batch: Batch) -> Batch:
         """Smaller by `scale`, with at least two sequences of two tokens where there were more."""
@@ -109,16 +116,22 @@ class AttentionSubjects:
             4.0 * met * shape.num_heads * shape.head_dim,
         )
 
-    def paged(self, batch: Batch, block_size: int) -> Call:
-        """One layer of the engine: head norms, rotation, the write and attention, over blocks scattered at random."""
-        case = self.prepare(batch, block_size)
+    def paged(
+        self, batch: Batch, block_size: int, planned_len: int | None = None, lengths: list[int] | None = None
+    ) -> Call:
+        """One layer of the engine: head norms, rotation, the write and attention, over blocks scattered at random.
+        planned_len, lengths: as in `prepare`."""
+        case = self.prepare(batch, block_size, planned_len, lengths)
         half = self.shape.head_dim // 2
         frequencies = (1e6 ** -(torch.arange(half) / half)).to(self.device)
         rotation = DeviceRotation(*rotation_angles(case.positions, frequencies, 1.0))
         return lambda: case.step.attend(case.heads, case.qkv, rotation, None)
 
-    def prepare(self, batch: Batch, block_size: int) -> Prepared:
-        """Random pages, and everything that one layer's attention over them takes."""
+    def prepare(
+        self, batch: Batch, block_size: int, planned_len: int | None = None, lengths: list[int] | None = None
+    ) -> Prepared:
+        """Random pages, and everything that one layer's attention over them takes. planned_len: the longest sequence
+        that splits are planned for (that of the batch). lengths: of sequences that are shorter than the batch says."""
         shape = self.shape
         tables, num_blocks = scattered_tables(batch, block_size, self.device)
         spec = FullAttentionSpec(shape.num_kv_heads, shape.head_dim, shape.itemsize)
@@ -132,9 +145,13 @@ class AttentionSubjects:
             num_heads=shape.num_heads,
             dtype=self.dtype,
             max_num_seqs=batch.num_seqs,
-            max_model_len=batch.length,
+            max_model_len=planned_len or batch.length,
         )
         described = device_batch(batch, tables, block_size, self.device)
+        if planned_len is not None:
+            described = replace(described, max_seq_len=planned_len)
+        if lengths is not None:
+            described = shortened(described, lengths, tables, block_size)
         qkv = self._random(described.num_tokens, shape.qkv_width)
         return Prepared(pages, backend.plan(described), self._heads(), qkv, described.positions)
 
@@ -173,7 +190,7 @@ def padded(length: int) -> int:
 
 def scattered_tables(batch: Batch, block_size: int, device: torch.device) -> tuple[torch.Tensor, int]:
     """Block tables [num_seqs, blocks of a sequence] int32 over distinct blocks in random order, and how many blocks the
-    pool has. Block 0 is nobody's."""
+    pool has. Block 0 belongs to no sequence."""
     blocks = -(-batch.length // block_size)
     total = batch.num_seqs * blocks
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0)) + 1
@@ -198,6 +215,15 @@ def device_batch(batch: Batch, tables: torch.Tensor, block_size: int, device: to
         slot_mapping=(slots,),
         block_tables=(tables,),
     )
+
+
+def shortened(batch: DeviceBatch, lengths: list[int], tables: torch.Tensor, block_size: int) -> DeviceBatch:
+    """The decode step of sequences of these lengths, over the first blocks of each table row."""
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=tables.device)
+    positions = seq_lens.long() - 1
+    rows = torch.arange(len(lengths), device=tables.device)
+    slots = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    return replace(batch, seq_lens=seq_lens, positions=positions, slot_mapping=(slots,))
 
 
 def device_limits(device: torch.device) -> DeviceLimits:

@@ -80,24 +80,33 @@ class Sweep:
         self._subjects = AttentionSubjects(shape, device, scale)
         self._shape = shape
         self._device = device
-        self._heads = HeadShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.itemsize)
+        self.heads = HeadShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.itemsize)
         self._layer = LayerAttention(0, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim**-0.5)
-        self._limits = device_limits(device)
+        self.limits = device_limits(device)
 
     def batches(self) -> list[Batch]:
-        return [self._subjects.scaled(batch) for batch in (*DECODES, *PROMPTS)]
+        return [self.scaled(batch) for batch in (*DECODES, *PROMPTS)]
+
+    def scaled(self, batch: Batch) -> Batch:
+        return self._subjects.scaled(batch)
+
+    def run(self, batch: Batch, candidate: Candidate) -> torch.Tensor:
+        """The result [tokens, num_heads * head_dim] over random operands, which torch's seed decides."""
+        call, out = self._prepared(batch, candidate)
+        call()
+        return out
 
     def candidates(self, batch: Batch) -> list[Candidate]:
         """The choice first, then that of batch-invariant mode, then all others."""
-        fixed = fixed_tiles(self._heads, self._limits)
+        fixed = fixed_tiles(self.heads, self.limits)
         if batch.num_new > 1:
-            chosen = varlen_tiles(self._heads, batch.num_new, self._limits)
+            chosen = varlen_tiles(self.heads, batch.num_new, self.limits)
             return [Candidate(tiles, None) for tiles in dict.fromkeys((chosen, fixed, *VARLEN_TILES))]
-        plan = split_plan(self._heads, batch.num_seqs, batch.length, self._limits)
+        plan = split_plan(self.heads, batch.num_seqs, batch.length, self.limits)
         splits = [max(1, round(plan.num_programs * factor)) for factor in SPLITS]
         found = [
             Candidate(plan.tiles, plan),
-            Candidate(fixed, fixed_split_plan(self._heads, batch.num_seqs, batch.length, None, self._limits)),
+            Candidate(fixed, fixed_split_plan(self.heads, batch.num_seqs, batch.length, None, self.limits)),
             *(Candidate(plan.tiles, replace(plan, num_programs=count, capacity=count)) for count in splits),
             *(
                 Candidate(tiles, replace(plan, tiles=tiles, min_keys=max(plan.min_keys, tiles.block_n)))
@@ -115,6 +124,9 @@ class Sweep:
 
     def call(self, batch: Batch, candidate: Candidate) -> Call:
         """Operands of its own, and the launch over them."""
+        return self._prepared(batch, candidate)[0]
+
+    def _prepared(self, batch: Batch, candidate: Candidate) -> tuple[Call, torch.Tensor]:
         shape = self._shape
         tables, num_blocks = scattered_tables(batch, BLOCK_SIZE, self._device)
         described = device_batch(batch, tables, BLOCK_SIZE, self._device)
@@ -124,10 +136,10 @@ class Sweep:
         out = torch.empty_like(query[:, : shape.num_heads * shape.head_dim])
         plan, work = candidate.plan, PagedAttention(query, pages, out, described, 0, self._layer)
         if plan is None:
-            return partial(varlen_attention, work, candidate.tiles)
-        rows = scratch_rows(plan, self._heads, batch.num_seqs)
+            return partial(varlen_attention, work, candidate.tiles), out
+        rows = scratch_rows(plan, self.heads, batch.num_seqs)
         scratch = SplitScratch.allocate(rows, shape.head_dim, self._device)
-        return partial(split_attention, work, plan, scratch)
+        return partial(split_attention, work, plan, scratch), out
 
     def records(self, batch: Batch, ceilings: Ceilings, cache_bytes: int) -> Iterator[records.Record]:
         """One for each candidate. One that does not fit the card is a record, too."""

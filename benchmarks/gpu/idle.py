@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 LONG_GAP_SECONDS = 5e-6
 """Shorter gaps are those between the kernels of one graph, which no host has a part in."""
+
+
+SETTLED_SHARE = 0.75
+T = TypeVar("T")
+
+
+class KernelEvent(NamedTuple):
+    """Of a kernel or copy. start, end: seconds."""
+
+    start: float
+    end: float
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +49,16 @@ def idle_shares(kernels: Iterable[tuple[float, float]], long_gap: float = LONG_G
     return Idle(sum(gaps) / window, sum(gap for gap in gaps if gap > long_gap) / window, len(ordered))
 
 
-def settled(kernels: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def settled(kernels: Sequence[T]) -> list[T]:
     """Without the first quarter: a profiler that starts holds the host up for a while, and the card with it."""
-    return sorted(kernels)[len(kernels) // 4 :]
+    return sorted(kernels)[len(kernels) - round(SETTLED_SHARE * len(kernels)) :]  # type: ignore[type-var]
 
 
 @contextmanager
-def kernel_times(device: torch.device) -> Iterator[list[tuple[float, float]]]:
+def kernel_events(device: torch.device) -> Iterator[list[KernelEvent]]:
     """While it is open, what the card runs (kernels and copies) is noted; the list is filled at its end. On a host
     operators stand for kernels."""
-    found: list[tuple[float, float]] = []
+    found: list[KernelEvent] = []
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profiler:
         yield found
@@ -55,10 +67,10 @@ def kernel_times(device: torch.device) -> Iterator[list[tuple[float, float]]]:
     found += _on_device(profiler.profiler.kineto_results.events(), device)
 
 
-def _on_device(events: Sequence[Any], device: torch.device) -> list[tuple[float, float]]:
+def _on_device(events: Sequence[Any], device: torch.device) -> list[KernelEvent]:
     kind = torch.autograd.DeviceType.CUDA if device.type == "cuda" else torch.autograd.DeviceType.CPU
     return [
-        (event.start_ns() * 1e-9, (event.start_ns() + event.duration_ns()) * 1e-9)
+        KernelEvent(event.start_ns() * 1e-9, (event.start_ns() + event.duration_ns()) * 1e-9, event.name())
         for event in events
         if event.device_type() == kind
     ]

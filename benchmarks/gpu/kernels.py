@@ -18,7 +18,7 @@ from benchmarks.gpu.attention_subjects import AttentionSubjects
 from benchmarks.gpu.limits import Ceilings, measure_ceilings
 from benchmarks.gpu.records import Record
 from benchmarks.gpu.sampling_subjects import SamplingSubjects
-from benchmarks.gpu.shapes import QWEN3_8B, TINY
+from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
 from benchmarks.gpu.subjects import Subject, Subjects
 from benchmarks.gpu.timing import CACHE_BYTES, measure
 
@@ -38,14 +38,21 @@ def main() -> None:
     with torch.inference_mode():
         ceilings = emit_ceilings(device, arguments.tiny, emit)
         shape, scale = (TINY, TINY_SCALE) if arguments.tiny else (QWEN3_8B, 1)
-        kinds = (AttentionSubjects, Subjects, SamplingSubjects)
-        subjects = [subject for kind in kinds for subject in kind(shape, device, scale).all()]
-        for subject in subjects:
+        for subject in in_order(shape, device, scale):
             if time.monotonic() - started > arguments.seconds:
                 emit({"part": "kernels", "what": "skipped", "kernel": subject.kernel, "case": subject.case})
                 continue
             for record in measured(subject, ceilings, device, cache_bytes=1 if arguments.tiny else CACHE_BYTES):
                 emit(record)
+
+
+def in_order(shape: Shape, device: torch.device, scale: int) -> Iterator[Subject]:
+    """Attention, products, sampling, and what is bound by memory: what decides designs comes first."""
+    subjects = Subjects(shape, device, scale)
+    yield from AttentionSubjects(shape, device, scale).all()
+    yield from subjects.products()
+    yield from SamplingSubjects(shape, device, scale).all()
+    yield from subjects.others()
 
 
 def emit_ceilings(device: torch.device, tiny: bool, emit: records.Emit) -> Ceilings:

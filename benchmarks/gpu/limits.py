@@ -47,7 +47,7 @@ PRODUCT_SIZE = 8192
 
 
 def copy_calls(device: torch.device, num_bytes: int) -> Sequence[Callable[[], object]]:
-    """One copy of so many bytes, of random content."""
+    """One copy of `num_bytes` bytes, of random content."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return [lambda: target.copy_(source)]

@@ -12,14 +12,15 @@ Record = dict[str, Any]
 Emit = Callable[[Record], None]
 
 
-def writer(path: Path) -> Emit:
-    """Appends to a file, and prints."""
+def writer(path: Path, *, quiet: bool = False) -> Emit:
+    """Appends to a file, and prints (not if quiet)."""
 
     def emit(record: Record) -> None:
         line = json.dumps(record)
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        print(line, flush=True)
+        if not quiet:
+            print(line, flush=True)
 
     return emit
 

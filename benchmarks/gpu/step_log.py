@@ -17,7 +17,8 @@ from quire.step import StepPlan, StepResult
 @dataclass(slots=True)
 class Step:
     """num_tokens: new ones, of num_seqs sequences. num_sampled: rows of logits. kv_tokens: whose keys and values are
-    read. num_pairs: of a new token with one that it sees. launched, finished: seconds of a clock of the host."""
+    read. num_pairs: of a new token with one that it sees. launched, finished: seconds of a clock of the host.
+    launching, waiting: seconds that the host spent in launching the step and in waiting for its result."""
 
     num_tokens: int
     num_seqs: int
@@ -26,6 +27,8 @@ class Step:
     num_pairs: float
     launched: float
     finished: float = 0.0
+    launching: float = 0.0
+    waiting: float = 0.0
 
     @property
     def is_decode(self) -> bool:
@@ -70,7 +73,7 @@ class ModelCost:
 
 
 STEPS: list[Step] = []
-"""Of the engine of this process, in order. Whoever measures clears it."""
+"""Of the engine of this process, in order. A measurement clears it first."""
 
 
 class RecordingExecutor:
@@ -86,7 +89,9 @@ class RecordingExecutor:
         step = Step.of_plan(plan, time.perf_counter())
         if plan.seq_ids:
             STEPS.append(step)
-        return NotedStep(self._executor.execute(plan), step)
+        future = self._executor.execute(plan)
+        step.launching = time.perf_counter() - step.launched
+        return NotedStep(future, step)
 
 
 class NotedStep:
@@ -97,8 +102,10 @@ class NotedStep:
         self._step = step
 
     def result(self) -> StepResult:
+        asked = time.perf_counter()
         result: StepResult = self._future.result()
         self._step.finished = time.perf_counter()
+        self._step.waiting = self._step.finished - asked
         return result
 
 

@@ -21,6 +21,7 @@ from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 
 BLOCK_SIZE = 16
+PRODUCT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 8192)
 Build = Callable[[], Call]
 """Makes operands of its own, and what computes with them."""
 
@@ -51,11 +52,15 @@ class Subjects:
 
     def all(self) -> Iterator[Subject]:
         """In the order of what is asked first."""
+        yield from self.products()
+        yield from self.others()
+
+    def others(self) -> Iterator[Subject]:
+        """What is bound by memory, or by its launch."""
         yield from self.norms()
         yield from self.activations()
         yield from self.tables()
         yield from self.copies()
-        yield from self.products()
 
     def tokens(self, count: int) -> int:
         return max(1, count // self._scale)
@@ -147,8 +152,15 @@ class Subjects:
     def products(self) -> Iterator[Subject]:
         """The library's matrix products and the batch-invariant ones, over the matrices of a layer."""
         hidden, inner = self.shape.hidden, self.shape.intermediate
-        for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-            for count in (1, 16, 256, 8192):
+        heads = self.shape.num_heads * self.shape.head_dim
+        matrices = (
+            ("gate_up", 2 * inner, hidden),
+            ("down", hidden, inner),
+            ("qkv", self.shape.qkv_width, hidden),
+            ("o", hidden, heads),
+        )
+        for name, n, k in matrices:
+            for count in PRODUCT_ROWS if self._scale == 1 else PRODUCT_ROWS[:: len(PRODUCT_ROWS) - 1]:
                 t = self.tokens(count)
                 yield Subject(
                     f"product {name}",

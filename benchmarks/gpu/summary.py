@@ -1,8 +1,8 @@
-"""What came out, in a few lines: tests, targets, kernels, engine."""
+"""What came out, on one page: what to fix first, parts, tests, targets, and the figures that decide designs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,155 +11,24 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu.parts import Outcome
 from benchmarks.gpu.records import Record
+from benchmarks.gpu.targets import Verdict, kernels, seconds_by_case, verdicts
 
-Value = float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """text: what is asked. value: from the records; None where they do not say. reached: of a value. percent: how it is
-    shown."""
-
-    text: str
-    value: Callable[[Sequence[Record]], Value]
-    reached: Callable[[float], bool]
-    percent: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """value None: not measured."""
-
-    target: Target
-    value: Value
-
-    @property
-    def word(self) -> str:
-        if self.value is None:
-            return "not measured"
-        return "reached" if self.target.reached(self.value) else "MISSED"
-
-    @property
-    def shown(self) -> str:
-        if self.value is None:
-            return "-"
-        return f"{self.value:.1%}" if self.target.percent else f"{self.value:.2f}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"target": self.target.text, "value": self.value, "verdict": self.word}
-
-
-def kernels(found: Sequence[Record], kernel: str, variant: str = "triton") -> list[Record]:
-    """What was measured of a kernel in one way."""
-    return [
-        record
-        for record in found
-        if record.get("what") == "kernel" and (record["kernel"], record["variant"]) == (kernel, variant)
-    ]
-
-
-def least_share(*names: str, large: bool = False) -> Callable[[Sequence[Record]], Value]:
-    """The worst share of its limit that a case of these kernels reached. large: of 8192 tokens only, where a launch
-    does not count."""
-
-    def value(found: Sequence[Record]) -> Value:
-        cases = [record for name in names for record in kernels(found, name)]
-        shares = [record["share"] for record in cases if "share" in record]
-        if large:
-            shares = [r["share"] for r in cases if "share" in r and r["case"] in ("8192 tokens", "64 blocks")]
-        return min(shares, default=None)
-
-    return value
-
-
-def paged_overhead(found: Sequence[Record]) -> Value:
-    """Median over the decode cases: how much longer over scattered blocks than in one piece."""
-    contiguous = {r["case"]: r["seconds"] for r in kernels(found, "decode attention", "contiguous") if "seconds" in r}
-    ratios = [
-        record["seconds"] / contiguous[record["case"]] - 1
-        for record in kernels(found, "decode attention")
-        if "seconds" in record and record["case"] in contiguous
-    ]
-    return median(ratios) if ratios else None
-
-
-def engine(what: str, field: str) -> Callable[[Sequence[Record]], Value]:
-    """A field of the one record of an engine's task in full mode."""
-
-    def value(found: Sequence[Record]) -> Value:
-        values = [
-            record[field]
-            for record in found
-            if record.get("what") == what and record.get("mode", "full") == "full" and field in record
-        ]
-        return values[-1] if values else None
-
-    return value
-
-
-def step_seconds(found: Sequence[Record], mode: str) -> dict[int, float]:
-    """Number of sequences -> seconds of a decode step."""
-    return {
-        record["num_seqs"]: record["step_seconds"]
-        for record in found
-        if record.get("what") == "ladder" and record.get("mode") == mode
-    }
-
-
-def speed_up(fast: str, slow: str) -> Callable[[Sequence[Record]], Value]:
-    """Median over the batch sizes: by how much steps are faster in one mode than in the other."""
-
-    def value(found: Sequence[Record]) -> Value:
-        one, other = step_seconds(found, fast), step_seconds(found, slow)
-        ratios = [other[size] / one[size] - 1 for size in one if size in other]
-        return median(ratios) if ratios else None
-
-    return value
-
-
-def over_transformers(found: Sequence[Record]) -> Value:
-    """Tokens a second on the same work."""
-    ours, theirs = engine("peer work", "tokens_per_second")(found), engine("transformers", "tokens_per_second")(found)
-    return None if ours is None or theirs is None else ours / theirs
-
-
-TARGETS = (
-    Target("decode attention >= 80 % of its limit", least_share("decode attention"), lambda share: share >= 0.8),
-    Target("prefill attention >= 60 % of its limit", least_share("prefill attention"), lambda share: share >= 0.6),
-    Target(
-        "norms, activations, embedding, copies >= 85 % of bandwidth",
-        least_share("RMSNorm", "RMSNorm of a sum", "gated SiLU", "embedding", "block copy", large=True),
-        lambda share: share >= 0.85,
-    ),
-    Target("Qwen3-8B, batch 1 >= 85 % of the weights' bandwidth", engine("single", "share"), lambda s: s >= 0.85),
-    Target("batch 256, 1K in, 1K out >= 70 % of the roofline", engine("batch", "share"), lambda share: share >= 0.7),
-    Target("GPU idle between steps < 3 %", engine("idle", "idle"), lambda share: share < 0.03),
-    Target("full graphs over eager >= 6 % faster", speed_up("full", "eager"), lambda gain: gain >= 0.06),
-    Target("piecewise graphs over eager >= 6 % faster", speed_up("piecewise", "eager"), lambda gain: gain >= 0.06),
-    Target("full over piecewise graphs <= 7 % faster", speed_up("full", "piecewise"), lambda gain: gain <= 0.07),
-    Target("over Transformers' continuous batching >= 5 x", over_transformers, lambda r: r >= 5, percent=False),
-    Target("paged over contiguous attention < 10 % slower", paged_overhead, lambda overhead: overhead < 0.1),
-)
-
-
-def verdicts(found: Sequence[Record], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
-    """All targets, measured or not."""
-    return [Verdict(target, target.value(found)) for target in targets]
+PARTS_OF_TESTS = ("gate", "tests")
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteCounts:
-    """Of all of pytest's reports in a folder. failures: names."""
+    """Of all of pytest's reports of a part. failures: names."""
 
     passed: int
     failures: tuple[str, ...]
     left_out: int
 
 
-def suite_counts(folder: Path) -> SuiteCounts:
+def suite_counts(folder: Path, part: str = "tests") -> SuiteCounts:
     """A report that is missing or broken (its process was ended) counts as a failure."""
     passed, left_out, failures = 0, 0, []
-    for log in sorted(folder.glob("tests-*.log")):
+    for log in sorted(folder.glob(f"{part}-*.log")):
         report = log.with_suffix(".xml")
         try:
             cases = list(ElementTree.parse(report).iter("testcase"))
@@ -177,26 +46,59 @@ def suite_counts(folder: Path) -> SuiteCounts:
     return SuiteCounts(passed, tuple(failures), left_out)
 
 
+def first_to_fix(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path, *, is_rehearsal: bool) -> str:
+    """One thing. What makes all figures worthless comes before what makes one of them small."""
+    for record in found:
+        for need in record.get("needs", ()) if not is_rehearsal else ():
+            if need["missing"]:
+                return f"the machine: {need['name']}: {need['missing']}"
+    for part in PARTS_OF_TESTS:
+        counts = suite_counts(folder, part)
+        if counts.failures:
+            return f"{part}: {counts.failures[0]} ({len(counts.failures)} failed); no figure counts before"
+    for outcome in outcomes:
+        if outcome.status != "done":
+            return f"the part {outcome.name}: {outcome.status}"
+    errors = [record for record in found if "error" in record]
+    if errors:
+        return f"{_title(errors[0])}: {errors[0]['error'][:160]}"
+    missing = [record["name"] for record in found if record["what"] == "missing"]
+    missed = [] if is_rehearsal else sorted(verdicts(found), key=lambda verdict: verdict.shortfall, reverse=True)
+    if missed and missed[0].shortfall:
+        worst = missed[0]
+        return f"{worst.target.text}: {worst.shown}. Look at: {worst.target.look_at}"
+    return f"write the tests {', '.join(missing)}" if missing else "nothing: every target that was measured is reached"
+
+
 def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path, *, is_rehearsal: bool = False) -> str:
     """Short enough for the end of a log. is_rehearsal: say nothing of times."""
-    lines = ["", "== Parts"]
-    lines += [f"{outcome.name:14}{outcome.status:12}{outcome.seconds:6.0f} s" for outcome in outcomes]
-    lines += [f"--- {outcome.name} ---\n{outcome.tail[-1200:]}" for outcome in outcomes if outcome.status == "failed"]
-    if any(outcome.name == "tests" for outcome in outcomes):
-        counts = suite_counts(folder)
-        lines += ["", f"== Tests: {counts.passed} passed, {len(counts.failures)} failed, {counts.left_out} left out"]
-        lines += [f"FAILED {name}" for name in counts.failures[:20]]
+    lines = ["", f"== First to fix: {first_to_fix(found, outcomes, folder, is_rehearsal=is_rehearsal)}", "", "== Parts"]
+    for outcome in outcomes:
+        counts = suite_counts(folder, outcome.name) if outcome.name in PARTS_OF_TESTS else None
+        tests = f"  {counts.passed} passed, {len(counts.failures)} failed, {counts.left_out} left out" if counts else ""
+        lines.append(f"{outcome.name:14}{outcome.status:12}{outcome.seconds:6.0f} s{tests}")
+        lines += [f"  FAILED {name}" for name in (counts.failures[:8] if counts else ())]
+    lines += [f"  not there: {record['name']}" for record in found if record["what"] == "missing"]
+    lines += [f"--- {each.name} ---\n{each.tail[-600:]}" for each in outcomes if each.status == "failed"][:2]
+    errors = [record for record in found if "error" in record]
+    lines += [f"ERROR {_title(record)}: {record['error'][:100]}" for record in errors[:6]]
     if is_rehearsal:
-        errors = sum("error" in record for record in found)
-        lines += [
-            "",
-            f"A rehearsal: {len(found)} records, {errors} of them errors. Times mean nothing, targets are not judged.",
-        ]
+        counted = f"{len(found)} records, {len(errors)} of them errors"
+        lines.append(f"\nA rehearsal: {counted}. Times mean nothing, targets are not judged.")
     else:
-        lines += _limits(found) + _table(found) + _engine(found) + _libraries(found) + ["", "== Targets"]
-        lines += [f"{verdict.word:14}{verdict.shown:>8}  {verdict.target.text}" for verdict in verdicts(found)]
-    lines.append(f"\n{folder / 'results.json'}")
+        lines += ["", "== Targets", *map(_target_line, verdicts(found))]
+        for section in (_limits, _attention, _engine, _breakdown, _experiments, _throttled):
+            lines += section(found)
     return "\n".join(lines)
+
+
+def _title(record: Record) -> str:
+    words = [str(record[key]) for key in ("what", "kernel", "case", "variant") if key in record]
+    return ", ".join(words)
+
+
+def _target_line(verdict: Verdict) -> str:
+    return f"{verdict.word:14}{verdict.shown:>8}  {verdict.target.text}"
 
 
 def _limits(found: Sequence[Record]) -> list[str]:
@@ -207,34 +109,36 @@ def _limits(found: Sequence[Record]) -> list[str]:
     ]
 
 
-def _table(found: Sequence[Record]) -> list[str]:
-    cases = [record for record in found if record.get("what") == "kernel"]
-    lines = ["", "== Kernels (share of the limit, microseconds)"] if cases else []
-    for record in cases:
-        name = f"{record['kernel']}, {record['case']}, {record['variant']}"
-        if "error" in record:
-            lines.append(f"{name:72}  ERROR {record['error'][:80]}")
-        else:
-            lines.append(f"{name:72}{record['share']:7.1%}{record['seconds'] * 1e6:12.1f}")
-    return lines
+def _attention(found: Sequence[Record]) -> list[str]:
+    """One line for each case: ours, and the best of the others that read pages."""
+    lines = []
+    for kernel in ("decode attention", "prefill attention", "ragged decode attention"):
+        for record in kernels(found, kernel):
+            if "share" not in record:
+                continue
+            others = {name: seconds_by_case(found, kernel, name).get(record["case"]) for name in LIBRARIES}
+            beside = "".join(
+                f"; {name} {record['seconds'] / seconds:.2f} x as fast" for name, seconds in others.items() if seconds
+            )
+            times = f"{record['share']:6.1%} {record['seconds'] * 1e6:9.1f} us"
+            lines.append(f"{kernel.split()[0]:8} {record['case']:26}{times}{beside}")
+        lines += [line for name, pages in LIBRARIES.items() if (line := library_verdict(found, kernel, name, pages))]
+    return ["", "== Attention", *lines] if lines else []
 
 
 PICKED_AT = 1.05
-"""So many times as fast, in the median over decode or over prompt cases, a library is picked for them."""
-LIBRARIES = {"FlashInfer, paged": True, "torch varlen, contiguous": False}
+"""A library that is this factor faster, in the median over decode or over prompt cases, is picked for them."""
+LIBRARIES = {"FlashAttention 3, paged": True, "FlashInfer, paged": True, "torch varlen, contiguous": False}
 """Variants of attention that are not ours, and whether they read pages, as what is picked must."""
 
 
-def library_verdict(found: Sequence[Record], kernel: str, variant: str, *, reads_pages: bool) -> str | None:
-    """A line that says whether to pick a library's attention; None where ours was not measured. The library's time is
-    without head norms, rotation and the write, which ours has in it."""
-    ours = {record["case"]: record["seconds"] for record in kernels(found, kernel) if "seconds" in record}
-    theirs = {record["case"]: record["seconds"] for record in kernels(found, kernel, variant) if "seconds" in record}
+def library_verdict(found: Sequence[Record], kernel: str, variant: str, reads_pages: bool) -> str | None:
+    """A line that says whether to pick a library's attention; None where one of the two was not measured. The library's
+    time is without head norms, rotation and the write, which ours has in it."""
+    ours, theirs = seconds_by_case(found, kernel), seconds_by_case(found, kernel, variant)
     ratios = {case: seconds / theirs[case] for case, seconds in ours.items() if case in theirs}
-    if not ours:
-        return None
     if not ratios:
-        return f"{kernel}: {variant}: not measured (not installed, or it failed)"
+        return None
     best, middle = max(ratios, key=ratios.__getitem__), median(ratios.values())
     faster = sum(ratio > 1 for ratio in ratios.values())
     verdict = "pick it" if middle >= PICKED_AT else "keep ours"
@@ -246,23 +150,77 @@ def library_verdict(found: Sequence[Record], kernel: str, variant: str, *, reads
     )
 
 
-def _libraries(found: Sequence[Record]) -> list[str]:
-    lines = [
-        library_verdict(found, kernel, variant, reads_pages=reads_pages)
-        for kernel in ("decode attention", "prefill attention")
-        for variant, reads_pages in LIBRARIES.items()
-    ]
-    given = [line for line in lines if line is not None]
-    return ["", "== Attention of other libraries (docs/decisions/0014)", *given] if given else []
-
-
 def _engine(found: Sequence[Record]) -> list[str]:
-    cases = [record for record in found if record.get("part") in ("engine", "transformers")]
-    lines = ["", "== Engine"] if cases else []
+    cases = [record for record in found if record.get("part") in ("engine", "eager", "piecewise", "transformers")]
+    steps = [record for record in cases if record["what"] == "ladder"]
+    lines = [f"ladder ({mode}): {_ladder(steps, mode)}" for mode in dict.fromkeys(each["mode"] for each in steps)]
     for record in cases:
-        rest = {key: value for key, value in record.items() if key not in ("part", "what", "mode", "detail")}
-        fields = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items()
-        )
-        lines.append(f"{record['what']} ({record.get('mode', '-')}): {fields}")
-    return lines
+        if record["what"] in ("single", "idle", "long", "ragged", "batch", "half batch", "graphs"):
+            rest = {key: value for key, value in record.items() if key not in ("part", "what", "mode")}
+            lines.append(f"{record['what']}: {_fields(rest)}")
+    return ["", "== Engine", *lines] if lines else []
+
+
+def _ladder(steps: Sequence[Record], mode: str) -> str:
+    return ", ".join(
+        f"{record['num_seqs']}: {record['step_seconds'] * 1e3:.2f} ms {record['share']:.0%}"
+        for record in steps
+        if record["mode"] == mode
+    )
+
+
+def _fields(values: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+    )
+
+
+def _breakdown(found: Sequence[Record]) -> list[str]:
+    lines = []
+    for record in found:
+        if record.get("part") == "breakdown" and "kernels" in record:
+            top = ", ".join(
+                f"{row['name'][:28]} {row['microseconds_per_step']:.0f} us" for row in record["kernels"][:5]
+            )
+            what = f"{record['num_seqs']} of {record['max_model_len']}"
+            counts = f"{record['launches_per_step']:.0f} launches, busy {record['busy']:.1%}"
+            lines.append(f"{what}: {counts}, host {record['host'] * 1e3:.2f} ms; {top}")
+    return ["", "== A decode step (sequences, longest allowed)", *lines] if lines else []
+
+
+def _experiments(found: Sequence[Record]) -> list[str]:
+    tried = [record for record in found if record.get("part") == "experiments" and "variant" in record]
+    tried = [record for record in tried if "error" not in record]
+    lines = []
+    for what in ("bits", "attention tiles"):
+        for variant in dict.fromkeys(record["variant"] for record in tried if record["what"] == what):
+            of = [record for record in tried if (record["what"], record["variant"]) == (what, variant)]
+            word = "same bits" if all(record["equal"] for record in of) else "OTHER BITS"
+            times = ", ".join(
+                f"{record.get('m', record.get('case'))}: {record['seconds'] * 1e6:.0f} us" for record in of
+            )
+            lines.append(f"{what}, {variant}: {word}; {times}")
+    launches = [record for record in tried if record["what"] == "launch" and "seconds" in record]
+    if launches:
+        said = ", ".join(f"{record['variant']} {record['seconds'] * 1e6:.2f} us" for record in launches)
+        lines.append(f"a small launch: {said}")
+    narrow = [record for record in tried if record["what"] == "fp8"]
+    if narrow:
+        said = ", ".join(f"{record['variant']} x {record['m']}: {record['seconds'] * 1e6:.0f} us" for record in narrow)
+        lines.append(f"8-bit floats: {said}")
+    split = [record for record in tried if record["what"] == "library" and record["num_kernels"] > 1]
+    names = ", ".join(f"{record['variant']} x {record['m']}" for record in split)
+    lines.append(f"library products of more than one kernel: {names or 'none'}")
+    return ["", "== Experiments", *lines] if tried else []
+
+
+def _throttled(found: Sequence[Record]) -> list[str]:
+    """Parts at whose end the card gave a reason for not running at its clocks; 1 is being idle."""
+    parts = [
+        record["part"]
+        for record in found
+        if record["what"] == "clocks"
+        and (code := record["after"].get("reasons", "")).startswith("0x")
+        and int(code, 16) > 1
+    ]
+    return ["", f"== Throttled after: {', '.join(parts)}"] if parts else []

@@ -15,7 +15,7 @@ SAMPLE_SECONDS = 4e-3
 MAX_CALLS = 512
 MAX_COPIES = 48
 CACHE_BYTES = 60 << 20
-"""Second-level cache of an H200. Operands come in so many copies that they exceed it four times."""
+"""Second-level cache of an H200. Operands come in copies enough to exceed it four times."""
 
 Call = Callable[[], object]
 

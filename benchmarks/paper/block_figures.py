@@ -16,7 +16,7 @@ BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 _RATES_18 = {"sharegpt": 1.8, "alpaca": 28.0}
 """Requests per second: nine tenths of what blocks of 16 sustain."""
 _GOOD = 1.15
-"""A block size is as good as the best one when its latency is at most so many times the best."""
+"""A block size is as good as the best one when its latency is at most this factor times the best."""
 _EDGE = (
     "the paper gives no rate and no tolerance; sizes are powers of two, so that the next one is off by a factor of two"
 )

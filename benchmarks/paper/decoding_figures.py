@@ -17,7 +17,7 @@ DECODINGS: tuple[tuple[str, int, int], ...] = (
 )
 _RATE_15 = {"alpaca": 2.0, "sharegpt": 0.3}
 _REQUESTS_15 = 15
-"""One in so many of a window's requests: the share that sharing saves does not depend on how many run."""
+"""One in this number of a window's requests: the share that sharing saves does not depend on how many run."""
 
 
 def _curve(system: str, n: int, width: int, scale: Scale) -> Curve:

@@ -154,7 +154,7 @@ def drive(
     core: EngineCore, requests: Sequence[TraceRequest], clock: Clock, sleep: Callable[[float], None], vocab_size: int
 ) -> Run:
     """Serve a trace as its requests arrive, by the clock, until all have ended. The same order of doing things as in
-    the simulator: whoever arrived during a step is handed over before the next one."""
+    the simulator: requests that arrived during a step are handed over before the next one."""
     chance = random.Random(0)
     first_step = core.stats().steps_total
     live, waiting = dict[str, TraceRequest](), deque[tuple[TraceRequest, EngineRequest]]()
@@ -276,7 +276,7 @@ def quantities(served: Sequence[Served]) -> tuple[float, float, float, float]:
 
 
 def intervals(served: Sequence[Served]) -> list[tuple[float, float]]:
-    """Of QUANTITIES, what 95 % of samples of so many requests, drawn from these, have."""
+    """Of QUANTITIES, what 95 % of samples of that number of requests, drawn from these, have."""
     chance = random.Random(0)
     drawn = [quantities(chance.choices(served, k=len(served))) for _ in range(RESAMPLES)]
     columns = [sorted(column) for column in zip(*drawn, strict=True)]

@@ -3,8 +3,8 @@
     python benchmarks/simulator/scale.py --model llama-3-70b --gpu h100 --tp 4 --price 3.00 [--requests-per-hour 1e6]
 
 One replica is simulated under a growing rate until the objectives (--slo, for the 99th percentile) no longer hold. With
---ep a group of replicas shares experts; they are all alike, and one of them is simulated. The load then takes so many
-groups, each of which is given --headroom less than it holds; from that follow devices, nodes and, by --price (of a
+--ep a group of replicas shares experts; they are all alike, and one of them is simulated. The load then takes a number
+of groups, each of which is given --headroom less than it holds; from that follow devices, nodes and, by --price (of a
 device, for an hour, in any currency), the cost of a million tokens. Then a replica is simulated at its planned share
 and at up to twice of that, which shows what breaks first: the first column to break its objective (marked), and whether
 memory is full by then.

@@ -59,7 +59,7 @@ class Machine:
         isa, pool = self.runtime.isa, self.runtime.pool
         size = max(READ_BYTES, -(-4 * self.cache_bytes // READ_SLICE) * READ_SLICE)
         buffer = allocate(size)
-        buffer.fill_(1)  # memory that nobody wrote is one page of zeros, and that is in the caches
+        buffer.fill_(1)  # unwritten memory is one page of zeros, and that is in the caches
         slices = cycle(range(0, size, READ_SLICE))
 
         def read() -> int:

@@ -13,7 +13,7 @@ from quire.errors import QuireError
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, seconds: list[float], tokens: list[int]) -> list[Gain]:
-    """Rounds of runs that take so long, and generate so many tokens, in the order in which they are made."""
+    """Rounds of runs that take these times, and generate these numbers of tokens, in the order of the runs."""
     made = iter(zip(seconds, tokens, strict=True))
 
     def run(_core: object, system: str, *_: object) -> tuple[Gain, dict[str, list[int]]]:

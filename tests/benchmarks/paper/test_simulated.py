@@ -46,7 +46,7 @@ def made_up() -> Results:
 
 @pytest.mark.parametrize("system", list(SYSTEMS))
 def test_one_request_alone_takes_its_steps(system: str) -> None:
-    """A prompt's step and a step for each further token, with nobody else there; the same on every system."""
+    """A prompt's step and a step for each further token, with no other request there; the same on every system."""
     server = SERVERS["opt-13b"]
     metrics = Load("opt-13b", system, "sharegpt").replica(Observer()).run([TraceRequest(0.0, 100, 20)])
     expected = simulate([TraceRequest(0.0, 100, 20)], server.cost(), server.settings())

@@ -1,0 +1,240 @@
+"""What decides designs: python -m benchmarks.gpu.experiments --out FILE [--only bits,attention,...] [--tiny]
+
+bits: are a product's rows the same bits in tiles of 64 and 128 rows, of 64 to 256 columns, and with the operands
+swapped (which would let `batch_invariant` choose tiles by the number of rows), and what would each take? attention: the
+same for prompts in tiles of 64 and 128 rows. launch: a chain of small kernels with and without programmatic dependent
+launch. library: which kernels cuBLAS runs for the products of a step, so how many split their sums. fp8: products of
+8-bit floats beside those in bfloat16. --tiny runs small matrices in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from benchmarks.gpu import records
+from benchmarks.gpu.attention_subjects import Batch
+from benchmarks.gpu.attention_sweep import Candidate, Sweep
+from benchmarks.gpu.breakdown import by_kernel
+from benchmarks.gpu.idle import kernel_events
+from benchmarks.gpu.records import Record
+from benchmarks.gpu.shapes import QWEN3_8B, TINY, Shape
+from benchmarks.gpu.timing import CACHE_BYTES, Call, measure, num_copies
+from quire.kernels.triton.attention_tiles import fixed_tiles
+from quire.kernels.triton.matmul import GROUP_M, Tiles, _matmul_kernel
+from quire.kernels.triton.runtime import INTERPRETED, launch
+
+PRODUCT_TILES = tuple(
+    Tiles(block_m, block_n, 64, num_warps, num_stages)
+    for block_m, block_n, num_warps, num_stages in (
+        (64, 64, 4, 5),
+        (64, 128, 4, 4),
+        (64, 256, 4, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 4),
+        (128, 256, 8, 3),
+    )
+)
+"""The first is what `batch_invariant` uses for narrow results."""
+TINY_TILES = (Tiles(16, 16, 16, 4, 1), Tiles(32, 32, 16, 4, 1))
+ROWS = (1, 64, 256, 4096)
+CHAIN = 10
+
+
+class Experiments:
+    """Over the matrices of a shape."""
+
+    def __init__(self, shape: Shape, device: torch.device, *, tiny: bool) -> None:
+        self._shape = shape
+        self._device = device
+        self._tiny = tiny
+        self._cache_bytes = 1 if tiny else CACHE_BYTES
+
+    def bits(self) -> Iterator[Record]:
+        """Each way against the first, on the same operands; `differing` counts elements."""
+        n, k = (32, 40) if self._tiny else (self._shape.hidden, self._shape.hidden)
+        tiles = TINY_TILES if self._tiny else PRODUCT_TILES
+        for m in (1, 5) if self._tiny else ROWS:
+            x, weight = self._random(m, k), self._random(n, k)
+            expected = product(x, weight, tiles[0])
+            for swapped in (False, True):
+                for each in tiles:
+                    name = f"{each.block_m} x {each.block_n}{', swapped' if swapped else ''}"
+                    yield self._attempt("bits", name, partial(self._compare, x, weight, each, swapped, expected), m=m)
+
+    def _compare(
+        self, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, swapped: bool, expected: torch.Tensor
+    ) -> Record:
+        def call(weight: torch.Tensor) -> torch.Tensor:
+            return product(weight, x, tiles).t() if swapped else product(x, weight, tiles)
+
+        found = call(weight)
+        copies = [weight, *(weight.clone() for _ in range(self._num_copies(weight) - 1))]
+        timing = measure([partial(call, copy) for copy in copies], self._device)
+        differing = int((found != expected).sum())
+        return {"equal": differing == 0, "differing": differing, "seconds": timing.median}
+
+    def attention(self) -> Iterator[Record]:
+        """Tiles of batch-invariant mode for prompts: as they are, and with two warp groups of the same instruction.
+        Tiles of the default mode with 64 keys instead of 128, for which two programs fit a multiprocessor."""
+        sweep = Sweep(self._shape, self._device, 512 if self._tiny else 1)
+        fixed = fixed_tiles(sweep.heads, sweep.limits)
+        ways = {
+            "fixed": fixed,
+            "fixed, 128 rows": replace(fixed, block_m=2 * fixed.block_m, num_warps=2 * fixed.num_warps),
+            "128 x 64, 2 stages": replace(fixed, block_m=128, num_warps=8, block_n=64, num_stages=2, fixed_keys=0),
+        }
+        for batch in map(sweep.scaled, (Batch(1, 8192, 8192), Batch(8, 1024, 1024))):
+            torch.manual_seed(0)
+            expected = sweep.run(batch, Candidate(fixed, None))
+            for name, tiles in ways.items():
+                attempt = partial(self._compare_attention, sweep, batch, Candidate(tiles, None), expected)
+                yield self._attempt("attention tiles", name, attempt, case=batch.name)
+
+    def _compare_attention(self, sweep: Sweep, batch: Batch, way: Candidate, expected: torch.Tensor) -> Record:
+        torch.manual_seed(0)
+        differing = int((sweep.run(batch, way) != expected).sum())
+        timing = measure([sweep.call(batch, way)], self._device)
+        return {"equal": differing == 0, "differing": differing, "seconds": timing.median}
+
+    def launch(self) -> Iterator[Record]:
+        """Seconds of one of a chain of small kernels in a graph."""
+        x = torch.zeros(self._shape.hidden, device=self._device)
+        for name, early in (("plain", False), ("programmatic dependent launch", True)):
+            if early and self._tiny:
+                yield {"what": "launch", "variant": name, "left out": "the interpreter has no such launch"}
+                continue
+            yield self._attempt("launch", name, partial(self._chain, x, early))
+
+    def _chain(self, x: torch.Tensor, early: bool) -> Record:
+        def call() -> None:
+            for _ in range(CHAIN):
+                add_one(x, early=early)
+
+        return {"seconds": measure([call], self._device).median / CHAIN}
+
+    def library(self) -> Iterator[Record]:
+        """Kernels of one product each, by the profiler's names."""
+        for name, n, k in self._matrices():
+            for m in (1, 16, 256):
+                yield self._attempt("library", name, partial(self._kernels_of, m, n, k), m=m)
+
+    def _kernels_of(self, m: int, n: int, k: int) -> Record:
+        x, weight = self._random(m, k), self._random(n, k)
+        F.linear(x, weight)
+        with kernel_events(self._device) as events:
+            F.linear(x, weight)
+        return {"kernels": [row.name for row in by_kernel(events)], "num_kernels": len(events)}
+
+    def fp8(self) -> Iterator[Record]:
+        """Row-wise scaled products of 8-bit floats, and the same in bfloat16."""
+        name, n, k = self._matrices()[0]
+        for m in (16,) if self._tiny else (16, 64, 256, 8192):
+            yield self._attempt("fp8", f"{name}, bfloat16", partial(self._product_seconds, m, n, k, False), m=m)
+            yield self._attempt("fp8", f"{name}, float8", partial(self._product_seconds, m, n, k, True), m=m)
+
+    def _product_seconds(self, m: int, n: int, k: int, narrow: bool) -> Record:
+        def build() -> Call:
+            x, weight = self._random(m, k), self._random(n, k)
+            if not narrow:
+                return lambda: F.linear(x, weight)
+            x8, weight8 = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+            rows, columns = torch.ones(m, 1, device=self._device), torch.ones(1, n, device=self._device)
+            return lambda: torch._scaled_mm(
+                x8, weight8.t(), scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        calls = [build() for _ in range(num_copies(n * k * (1 if narrow else 2), self._cache_bytes))]
+        return {"seconds": measure(calls, self._device).median}
+
+    def _matrices(self) -> list[tuple[str, int, int]]:
+        shape = self._shape
+        heads = shape.num_heads * shape.head_dim
+        return [
+            ("gate_up", 2 * shape.intermediate, shape.hidden),
+            ("down", shape.hidden, shape.intermediate),
+            ("qkv", shape.qkv_width, shape.hidden),
+            ("o", shape.hidden, heads),
+        ]
+
+    def _num_copies(self, weight: torch.Tensor) -> int:
+        return num_copies(weight.numel() * weight.itemsize, self._cache_bytes)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self._device).bfloat16()
+
+    def _attempt(self, what: str, variant: str, of: Callable[[], Record], **fields: object) -> Record:
+        """What fails is a record too, and the others are tried all the same."""
+        base = {"what": what, "variant": variant, **fields}
+        try:
+            return base | of()
+        except Exception as error:
+            return base | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """x W^T by the kernel of batch-invariant products, in tiles of any size."""
+    (m, k), n = x.shape, weight.shape[0]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
+    constants = {
+        "K": k,
+        "HAS_BIAS": False,
+        "HAS_RESIDUAL": False,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GROUP": GROUP_M,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    launch(_matmul_kernel, grid, x, weight, None, None, out, m, n, x.stride(0), n, **constants)
+    return out
+
+
+@triton.jit
+def _add_kernel(x, size, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(x + at, value + 1, mask=at < size)
+
+
+def add_one(x: torch.Tensor, *, early: bool) -> None:
+    """x += 1. early: the next such kernel is launched while this one runs, and waits inside."""
+    options: Mapping[str, object] = {"launch_pdl": True} if early else {}
+    launch(_add_kernel, (triton.cdiv(x.numel(), 1024),), x, x.numel(), EARLY=early, BLOCK=1024, num_warps=4, **options)
+
+
+NAMES = ("bits", "attention", "launch", "library", "fp8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    emit = records.writer(arguments.out)
+    assert arguments.tiny == bool(INTERPRETED.value), "tiny shapes are interpreted, all others compiled"
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    experiments = Experiments(TINY if arguments.tiny else QWEN3_8B, device, tiny=arguments.tiny)
+    with torch.inference_mode():
+        for name in arguments.only.split(","):
+            for record in getattr(experiments, name)():
+                emit({"part": "experiments", **record})
+
+
+if __name__ == "__main__":
+    main()

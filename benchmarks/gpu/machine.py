@@ -1,0 +1,120 @@
+"""The machine that a run is on: python -m benchmarks.gpu.machine --out FILE
+
+What must be there for a kernel to be compiled and launched, with the reason where it is not; which other libraries are
+there to compare with; versions. Exits 1 where something is missing that kernels need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu import records
+from benchmarks.gpu.records import Record
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "pytest-xdist")
+PEERS = ("flash_attn_interface", "flashinfer", "vllm")
+TOOLS = ("ncu", "compute-sanitizer")
+CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""Why the card does not run at its highest clocks, by the name of newer drivers and of older ones."""
+SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What kernels cannot do without: where it was found, or why not."""
+
+    name: str
+    found: str
+    missing: str = ""
+
+    def to_json(self) -> Record:
+        return {"name": self.name, "found": self.found, "missing": self.missing}
+
+
+def said(*command: str) -> str:
+    """What a command printed; empty where there is none, or it failed or hung."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+def needs() -> list[Need]:
+    """Triton compiles a launcher in C for each kernel signature: a compiler, Python's headers and the driver's library
+    to link with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    libraries = [line.strip() for line in said("ldconfig", "-p").splitlines() if "libcuda.so.1" in line]
+    return [
+        Need("C compiler", compiler, "" if compiler else "neither gcc nor clang is on the PATH"),
+        Need("Python.h", str(headers) if headers.exists() else "", "" if headers.exists() else f"no {headers}"),
+        Need("libcuda.so.1", "".join(libraries[:1]), "" if libraries else "ldconfig -p does not list it"),
+    ]
+
+
+def assembler() -> str:
+    """The version of the ptxas that Triton runs: its own, or that of TRITON_PTXAS_PATH."""
+    spec = find_spec("triton")
+    own = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas" if spec and spec.origin else Path("ptxas")
+    lines = said(os.environ.get("TRITON_PTXAS_PATH") or str(own), "--version").splitlines()
+    return next((line for line in lines if "release" in line), "not found")
+
+
+def clocks() -> Mapping[str, str]:
+    """Of the card now, and `reasons`: a bit mask whose first bit means idle; others spoil what was measured."""
+    for name in REASONS:
+        answer = said("nvidia-smi", f"--query-gpu={','.join((*CLOCKS, name))}", "--format=csv,noheader,nounits")
+        values = [word.strip() for word in answer.partition("\n")[0].split(",")]
+        if len(values) == len(CLOCKS) + 1:
+            return dict(zip((*CLOCKS, "reasons"), values, strict=True))
+    return {}
+
+
+def describe() -> Record:
+    query = "--query-gpu=name,memory.total,driver_version"
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", ""))
+    return {
+        "what": "machine",
+        "card": said("nvidia-smi", query, "--format=csv,noheader") or "none",
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "peers": [name for name in PEERS if find_spec(name) is not None],
+        "tools": [name for name in TOOLS if shutil.which(name) is not None],
+        "ptxas": assembler(),
+        "cached_kernels": sum(1 for _ in cache.glob("*/*.cubin")) if cache.name else 0,
+        "needs": [need.to_json() for need in needs()],
+    }
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: nothing that a card needs is missed")
+    namespace = parser.parse_args(arguments)
+    record = {"part": "machine", **describe()}
+    records.writer(namespace.out)(record)
+    print(said("nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE"))
+    return 0 if namespace.tiny or not any(need["missing"] for need in record["needs"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
