@@ -3,12 +3,15 @@
     python -m tests.kernels.triton.ahead_of_time 90
     python -m tests.kernels.triton.ahead_of_time 80 products
 
-(the second only what multiplies matrices, where cards differ most) prints a line of JSON for each launch: kernel, bytes
-of shared memory, registers, bytes of stack (spills), and how often the widest loads and the tensor cores' products
-occur. What the interpreter does not see is seen here: types that do not fit, blocks that are no powers of two, shared
-memory or registers that do not suffice. Wrappers are called with tensors of the host, whose memory is never touched.
-Each kernel is also launched, with what would ask the driver for it replaced: by Triton and bound; both must hand over
-the same. Run without TRITON_INTERPRET.
+    python -m tests.kernels.triton.ahead_of_time 90 cache
+
+(the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
+`QUIRE_TRITON_CACHE`, with every kind of tiles that a model of these shapes needs: `make triton-cache`) prints a line of
+JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
+and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
+are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
+whose memory is never touched. Each kernel is also launched, with what would ask the driver for it replaced: by Triton
+and bound; both must hand over the same. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from quire import envs
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
@@ -236,12 +240,23 @@ def attention_calls(capability: int) -> Calls:
     ]
 
 
+def all_attention_calls(capability: int) -> Calls:
+    """Every kind of tiles of Qwen3-8B's heads, which those of Llama 3 8B are too: prompts of one tile, of the middle
+    one and of whole ones, and decoding, in both modes."""
+    lengths = (1, 5, 17, 512)
+    return [attention_call(QWEN3_8B, capability, length, fixed=fixed) for length in lengths for fixed in (False, True)]
+
+
 def main() -> None:
     capability = int(sys.argv[1])
+    if "cache" in sys.argv[2:]:
+        envs.keep_triton_cache()
     driver.set_active(LaunchingGPU(capability))
     calls = product_calls() + attention_calls(capability)
     if "products" not in sys.argv[2:]:
         calls += layer_calls() + row_calls() + sampling_calls()
+    if "cache" in sys.argv[2:]:
+        calls += all_attention_calls(capability)
     with recorded_launches(CompilingRecorder()):
         for call in calls:
             call()
