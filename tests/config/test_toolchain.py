@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from quire import envs
 from quire.config import toolchain
 from quire.config.toolchain import Toolchain, find_toolchain, triton_version
 
@@ -76,3 +78,26 @@ def test_the_installed_triton() -> None:
     version = triton_version()
     assert version is not None
     assert version >= (3, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HOME": "/h"}, "/h/.cache/quire/triton"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/x/quire/triton"),
+        ({"HOME": "/h", "QUIRE_TRITON_CACHE": "~/kernels"}, "/h/kernels"),
+        ({"TRITON_CACHE_DIR": "/theirs"}, "/theirs"),
+        ({"TRITON_CACHE_DIR": "/theirs", "QUIRE_TRITON_CACHE": "/ours"}, "/ours"),
+    ],
+    ids=str,
+)
+def test_where_compiled_kernels_are_kept(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "QUIRE_TRITON_CACHE", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    envs.keep_triton_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == expected
