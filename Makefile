@@ -19,8 +19,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test test-core lint types tests fuzz soak format bench-control bench-paper \
-  bench-kernels clean
+.PHONY: help serve install install-test native sanitize test test-core lint types tests fuzz soak triton-cache format \
+  bench-control bench-paper bench-kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -29,7 +29,7 @@ help:
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
-	  'make lint | types | tests | fuzz | soak | format | bench-control | bench-paper | bench-kernels | clean'
+	  'make lint | types | tests | fuzz | soak | format | triton-cache | bench-control | bench-paper | bench-kernels | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -72,6 +72,15 @@ test-core: install-test
 FUZZ ?=
 fuzz: install-test
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
+
+# Compiled Triton kernels for cards that need not be here, into QUIRE_TRITON_CACHE (default: the user's cache directory):
+# an engine that finds them there starts a minute earlier. CARDS: compute capabilities, 90 is an H100 or H200, 80 an A100.
+CARDS ?= 90
+triton-cache: install-test
+	@for card in $(CARDS); do \
+	  env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.triton.ahead_of_time $$card cache >/dev/null || exit 1; \
+	  printf '==> triton-cache: compiled for %s\n' $$card; \
+	done
 
 # Random traffic through the scheduler for minutes, every step checked. SOAK passes options: SOAK="--steps 100000".
 SOAK ?=

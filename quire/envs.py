@@ -39,6 +39,42 @@ def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def triton_ptxas() -> str | None:
+    """`TRITON_PTXAS_PATH`, Triton's own: an assembler in place of the one that Triton brings. Left as it is."""
+    return os.environ.get("TRITON_PTXAS_PATH") or None
+
+
+def triton_libcuda() -> str | None:
+    """`TRITON_LIBCUDA_PATH`, Triton's own: where the driver's library lies."""
+    return os.environ.get("TRITON_LIBCUDA_PATH") or None
+
+
+def c_compiler() -> str | None:
+    """`CC`: the C compiler that Triton takes."""
+    return os.environ.get("CC") or None
+
+
+def library_path() -> list[Path]:
+    """`LD_LIBRARY_PATH`."""
+    return [Path(part) for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+
+
+def keep_triton_cache() -> None:
+    """Let Triton keep what it compiles in `triton_cache()`, unless the user has set Triton's own `TRITON_CACHE_DIR` and
+    not `QUIRE_TRITON_CACHE`. Takes effect for kernels compiled afterwards."""
+    if os.environ.get("QUIRE_TRITON_CACHE") or not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ["TRITON_CACHE_DIR"] = str(triton_cache())
+
+
+def triton_cache() -> Path:
+    """`QUIRE_TRITON_CACHE`: where compiled kernels are kept, for all processes and later runs; default `quire/triton`
+    in the user's cache directory."""
+    named = os.environ.get("QUIRE_TRITON_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "triton"
+
+
 def api_key() -> str | None:
     """`QUIRE_API_KEY`: the key that `quire serve` asks for when `--api-key` is not given."""
     return os.environ.get("QUIRE_API_KEY") or None

@@ -21,9 +21,9 @@ from quire.kernels.triton.attention_tiles import (
     split_plan,
     varlen_tiles,
 )
-from quire.kernels.triton.decode_attention import SplitScratch, split_attention
-from quire.kernels.triton.paged_attention import PagedAttention, varlen_attention
-from quire.kernels.triton.qkv_write import Rotation, prepare_heads
+from quire.kernels.triton.decode_attention import SplitAttention, SplitScratch
+from quire.kernels.triton.paged_attention import PagedAttention, VarlenAttention
+from quire.kernels.triton.qkv_write import HeadPreparation, Rotation
 from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.operations import HeadWeights
 
@@ -62,6 +62,7 @@ class TritonAttention:
         plans = ((count, self._split_plan(count, max_model_len, None)) for count in range(1, max_num_seqs + 1))
         rows = max((scratch_rows(plan, self.shape, count) for count, plan in plans if plan is not None), default=0)
         self.scratch = SplitScratch.allocate(rows, head_dim, self.pages[0].device)
+        self._layers: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
         """No device is asked and nothing is launched: a plan is as good for the replays of a graph as for one step."""
@@ -80,6 +81,15 @@ class TritonAttention:
             return fixed_tiles(self.shape, self._limits), split
         return varlen_tiles(self.shape, batch.max_query_len, self._limits), split
 
+    def layer(self, heads: HeadWeights) -> _LayerKernels:
+        """The kernels of the layer that `heads` is of: bound to its weights and pages when it first attends, and as
+        long as this back end lives."""
+        bound = self._layers.get(heads.shape.layer)
+        if bound is None or bound.heads is not heads:
+            group, page = self.page_of_layer[heads.shape.layer]
+            bound = self._layers[heads.shape.layer] = _LayerKernels(heads, group, self.pages[page], self.scratch)
+        return bound
+
     def query_lengths_to_compile(self) -> tuple[int, ...]:
         """Values of `max_query_len` that between them need every kernel, in batches of two or more sequences, one of
         them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
@@ -91,6 +101,32 @@ class TritonAttention:
         if self._batch_invariant:
             return fixed_split_plan(self.shape, num_seqs, max_seq_len, window, self._limits)
         return split_plan(self.shape, num_seqs, max_seq_len, self._limits)
+
+
+class _LayerKernels:
+    """The kernels of one layer. group: its KV group; pages: its own."""
+
+    def __init__(self, heads: HeadWeights, group: int, pages: torch.Tensor, scratch: SplitScratch) -> None:
+        self.heads = heads
+        self.group = group
+        self.pages = pages
+        self.prepare = HeadPreparation(heads, pages).run
+        self._scratch = scratch
+        self._varlen: dict[Tiles, VarlenAttention] = {}
+        self._split: dict[tuple[Tiles, int], SplitAttention] = {}
+
+    def varlen(self, tiles: Tiles) -> VarlenAttention:
+        found = self._varlen.get(tiles)
+        if found is None:
+            found = self._varlen[tiles] = VarlenAttention(self.heads.shape, self.pages, None, tiles)
+        return found
+
+    def split(self, plan: SplitPlan) -> SplitAttention:
+        key = plan.tiles, plan.tokens
+        found = self._split.get(key)
+        if found is None:
+            found = self._split[key] = SplitAttention(self.heads.shape, self.pages, None, *key, self._scratch)
+        return found
 
 
 class TritonAttentionStep:
@@ -110,21 +146,17 @@ class TritonAttentionStep:
         out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Rows of padding are left
         as they are. Causal: a token sees positions up to its own, of its own sequence.
         """
-        layer = heads.shape
-        group, page = self._backend.page_of_layer[layer.layer]
-        pages = self._backend.pages[page]
+        shape = heads.shape
+        layer = self._backend.layer(heads)
         if out is None:
-            out = torch.empty(qkv.shape[0], layer.num_heads * layer.head_dim, dtype=qkv.dtype, device=qkv.device)
-        prepare_heads(heads, qkv, rotation, pages, self._batch.slot_mapping[group])
-        self._attend(PagedAttention(qkv, pages, out, self._batch, group, layer))
-        return out
-
-    def _attend(self, work: PagedAttention) -> None:
-        layer = work.layer
-        if layer.window not in self._kernels:
-            self._kernels[layer.window] = self._backend.kernels(self._batch, layer.window)
-        tiles, split = self._kernels[layer.window]
+            out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+        layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
+        if shape.window not in self._kernels:
+            self._kernels[shape.window] = self._backend.kernels(self._batch, shape.window)
+        tiles, split = self._kernels[shape.window]
+        work = PagedAttention(qkv, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
-            split_attention(work, split, self._backend.scratch)
+            layer.split(split).run(work, split)
         if tiles is not None:
-            varlen_attention(work, tiles, skipped=0 if split is None else split.tokens)
+            layer.varlen(tiles).run(work, skipped=0 if split is None else split.tokens)
+        return out

@@ -20,6 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import CACHE_DTYPE_BYTES, DTYPE_BYTES
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.config.toolchain import Toolchain, find_toolchain
 from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.triton.attention_tiles import (
     DeviceLimits,
@@ -74,6 +75,7 @@ class Report:
     cuda: CudaFacts
     native: str | None
     memory: int
+    toolchain: Toolchain | None = None
     computes: dict[str, str] = field(default_factory=dict)
     ladder: tuple[int, ...] = ()
     choices: list[tuple[str, str]] = field(default_factory=list)
@@ -120,6 +122,9 @@ def examine(options: EngineOptions) -> Report:
         _describe_computation(report, config)
         if config.device.is_accelerated:
             _describe_steps(report, config, _limits(cuda))
+    if cuda.is_present:
+        report.toolchain = find_toolchain()
+        report.problems += report.toolchain.problems()
     report.problems += _problems(cuda)
     return report
 
@@ -269,6 +274,10 @@ def as_text(report: Report) -> str:
     rows.append(("CUDA of torch", cuda.torch_cuda or "none"))
     rows.append(("CUDA driver", "none" if cuda.driver is None else _dotted(cuda.driver)))
     rows += [("CUDA device", _device_line(device)) for device in cuda.devices]
+    if report.toolchain is not None:
+        rows.append(("C compiler", report.toolchain.compiler or "none"))
+        rows.append(("Python's headers", report.toolchain.headers or "none"))
+        rows.append(("libcuda", report.toolchain.driver_library or "not found"))
     rows.append(("CPU kernels", f"for {report.native}" if report.native else "not built"))
     rows.append(("host memory", f"{format_bytes(report.memory)} available"))
     rows += list(report.computes.items())

@@ -15,7 +15,13 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.quantization import ROUNDED, QuantizationConfig
-from quire.config.resolve_device import BACKENDS, choose_device, graph_options, triton_model
+from quire.config.resolve_device import (
+    BACKENDS,
+    check_batch_invariant,
+    choose_device,
+    graph_options,
+    triton_model,
+)
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 from quire.utils.sizes import parse_bytes
@@ -84,7 +90,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             matmul_precision=_matmul_precision(options, model, backend),
             cuda_graphs=cuda_graphs,
             cuda_graph_sizes=cuda_graph_sizes,
-            batch_invariant=options.batch_invariant or not is_accelerated,
+            batch_invariant=check_batch_invariant(options, device) if is_accelerated else True,
         ),
         seed=options.seed,
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),

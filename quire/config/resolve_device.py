@@ -12,11 +12,14 @@ from quire.config.graph_sizes import default_ladder
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.scheduler import SchedulerConfig
+from quire.config.toolchain import FENCED_TRITON, triton_version
 from quire.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
+UNFENCED_CAPABILITY = (10, 0)
+"""From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
 
@@ -94,6 +97,23 @@ def graph_options(options: EngineOptions, scheduler: SchedulerConfig, device: st
     if sizes is None:
         return kind, default_ladder(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return kind, checked_sizes(sizes, scheduler.max_num_batched_tokens)
+
+
+def check_batch_invariant(options: EngineOptions, device: str) -> bool:
+    """DeviceConfig's `batch_invariant`, on an accelerator. Raises ConfigError where the installed Triton does not
+    compile kernels whose bits can be relied on."""
+    version = triton_version()
+    if not options.batch_invariant or device != "cuda" or version is None or version >= FENCED_TRITON:
+        return options.batch_invariant
+    found = find_cuda().devices[0]
+    if found.capability >= UNFENCED_CAPABILITY:
+        raise ConfigError(
+            f"batch_invariant is not possible on {found.name} (compute capability {_dotted(found.capability)}) with "
+            f"Triton {'.'.join(map(str, version))}: before {'.'.join(map(str, FENCED_TRITON))} it puts no proxy fence "
+            "between asynchronous copies and matrix products, and there bits were seen to change from run to run",
+            param="batch_invariant",
+        )
+    return True
 
 
 def checked_sizes(sizes: list[int], max_num_batched_tokens: int) -> tuple[int, ...]:

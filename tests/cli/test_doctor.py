@@ -15,10 +15,13 @@ from quire.cli.doctor import TypicalStep, typical_steps
 from quire.cli.main import main
 from quire.config.cuda import CudaDevice, CudaFacts
 from quire.config.graph_sizes import default_ladder
+from quire.config.toolchain import Toolchain
 
 H200 = CudaDevice("NVIDIA H200", 141 * 2**30, (9, 0), 132)
 PRESENT = CudaFacts("13.0", (13, 1), (H200,), None)
 ABSENT = CudaFacts(None, None, (), "torch 2.13.0+cpu was built without CUDA")
+
+COMPLETE = Toolchain("/usr/bin/gcc", "/usr/include/python3.12", "/usr/lib", None)
 
 Run = Callable[..., tuple[int, str]]
 
@@ -27,10 +30,17 @@ Run = Callable[..., tuple[int, str]]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command on a machine with these devices; returns the exit status and what was printed."""
 
-    def call(*arguments: str, facts: CudaFacts = ABSENT, triton: bool = True, node: bool = False) -> tuple[int, str]:
+    def call(
+        *arguments: str,
+        facts: CudaFacts = ABSENT,
+        triton: bool = True,
+        node: bool = False,
+        toolchain: Toolchain = COMPLETE,
+    ) -> tuple[int, str]:
         for place in ("quire.cli.doctor", "quire.config.resolve_device"):
             monkeypatch.setattr(f"{place}.find_cuda", lambda: facts)
             monkeypatch.setattr(f"{place}.has_triton", lambda: triton)
+        monkeypatch.setattr(doctor, "find_toolchain", lambda: toolchain)
         monkeypatch.setenv("TRITON_INTERPRET", "0")
         monkeypatch.setattr(doctor, "DEVICE_NODE", Path("/" if node else "/nowhere"))
         status = main(["doctor", *arguments])
@@ -55,6 +65,10 @@ def test_a_device(run: Run) -> None:
     assert status == 0
     assert "NVIDIA H200, 141.0 GiB, compute capability 9.0, 132 multiprocessors" in text
     assert "CUDA driver       13.1" in text
+    assert (
+        "C compiler        /usr/bin/gcc\nPython's headers  /usr/include/python3.12\nlibcuda           /usr/lib\n"
+        in text
+    )
     assert "  " + " ".join(map(str, default_ladder(256, 8192))) in text
     lines = {line.strip() for line in text.splitlines()}
     assert "3 decoding                      one graph of 4 tokens, 1 of them padding" in lines
@@ -93,6 +107,20 @@ def test_json_has_everything(run: Run) -> None:
         (("--device", "cuda"), {}, "device='cuda' is not possible: torch 2.13.0+cpu was built without CUDA", 1),
         ((), {"node": True}, "there is an NVIDIA driver, and no device can be used: torch 2.13.0+cpu", 0),
         ((), {"facts": CudaFacts("13.0", (13, 0), (CudaDevice("T4", 2**34, (7, 5), 40),), None)}, "T4 is too old", 1),
+        ((), {"facts": PRESENT, "toolchain": Toolchain(None, "x", "x", None)}, "no C compiler (gcc or clang", 0),
+        (
+            (),
+            {"facts": PRESENT, "toolchain": Toolchain("x", None, "x", None)},
+            "Python's headers (Python.h) are not",
+            0,
+        ),
+        ((), {"facts": PRESENT, "toolchain": Toolchain("x", "x", None, None)}, "libcuda.so.1 is not found", 0),
+        (
+            (),
+            {"facts": PRESENT, "toolchain": Toolchain("x", "x", "x", "13.1")},
+            "TRITON_PTXAS_PATH names ptxas 13.1",
+            0,
+        ),
         (("--quantization", "int8"), {"facts": PRESENT}, "quantised weights (int8) are not available", 1),
         (("no/such/model",), {}, "no/such/model", 1),
     ],

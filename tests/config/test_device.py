@@ -36,9 +36,16 @@ def with_device(device: CudaDevice) -> CudaFacts:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Sets what the machine has: by default an H200 and Triton."""
 
-    def set_up(facts: CudaFacts | None = None, *, triton: bool = True, interpret: bool = False) -> None:
+    def set_up(
+        facts: CudaFacts | None = None,
+        *,
+        triton: bool = True,
+        interpret: bool = False,
+        version: tuple[int, ...] = (3, 6, 0),
+    ) -> None:
         monkeypatch.setattr("quire.config.resolve_device.find_cuda", lambda: facts or with_device(H200))
         monkeypatch.setattr("quire.config.resolve_device.has_triton", lambda: triton)
+        monkeypatch.setattr("quire.config.resolve_device.triton_version", lambda: version)
         monkeypatch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
 
     return set_up
@@ -144,6 +151,23 @@ def test_a_device_that_cannot_be_used_is_refused_and_not_passed_over(model: str,
     assert "NVIDIA T4 has compute capability 7.5, and 8.0 is needed" in refusal(model, device=device)[1]
     machine(triton=False)
     assert "Triton is not installed" in refusal(model, device=device)[1]
+
+
+BLACKWELL = CudaDevice("NVIDIA B200", 180 * 2**30, (10, 0), 148)
+
+
+def test_batch_invariant_needs_fences(model: str, machine: Machine) -> None:
+    """From capability 10.0 on, and only before Triton 3.7.1; other modes are not refused."""
+    machine(with_device(BLACKWELL))
+    param, message = refusal(model, batch_invariant=True)
+    assert param == "batch_invariant"
+    assert "NVIDIA B200 (compute capability 10.0) with Triton 3.6.0" in message
+    assert not resolved(model).device.batch_invariant
+    assert resolved(model, device="cpu", batch_invariant=True).device.batch_invariant
+    machine(with_device(BLACKWELL), version=(3, 7, 1))
+    assert resolved(model, batch_invariant=True).device.batch_invariant
+    machine()
+    assert resolved(model, batch_invariant=True).device.batch_invariant
 
 
 def test_what_a_device_cannot_do_yet(model: str, machine: Machine) -> None:

@@ -29,7 +29,13 @@ MIDDLE_ROWS = 64
 ROWS = 128
 """Of a whole tile."""
 RESIDENT_PROGRAMS = 2
-"""Decode programs that a multiprocessor runs at the same time, for which `split_tiles` leaves shared memory."""
+"""Decode programs of a multiprocessor for which shared memory is left, whatever their tiles."""
+SMALL_RESIDENT_PROGRAMS = 3
+"""What registers allow of those with 16 rows and heads of up to 128 (156 registers; wider ones have 196: two)."""
+SCORES_BYTES = 2 << 10
+"""Bytes of shared memory through which a small tile's weights go from one layout of registers to the other."""
+RESERVED_MEMORY = 1 << 10
+"""Bytes that CUDA takes of a multiprocessor for each program, and leaves one program short of."""
 MAX_SPLITS = 64
 """More parts of a sequence are not worth their merging."""
 LONGEST_SPLIT = 16384
@@ -153,13 +159,27 @@ def _fitted(shape: HeadShape, block_m: int, limits: DeviceLimits, shared_memory:
     return Tiles(block_m, 16, num_warps, 1)
 
 
-def num_splits(num_programs: int, max_seq_len: int, block_n: int, limits: DeviceLimits) -> int:
+def shared_bytes(shape: HeadShape, tiles: Tiles) -> int:
+    """Shared memory of one program. Small tiles are multiplied from registers (mma.sync), and what is in registers
+    needs no buffer: there are as many as stages less one. From 64 rows on, products on Hopper read the buffers."""
+    buffers = tiles.num_stages - 1 if tiles.block_m < MIDDLE_ROWS else tiles.num_stages
+    return (tiles.block_m + 2 * tiles.block_n * buffers) * shape.dim * shape.itemsize
+
+
+def resident_programs(shape: HeadShape, tiles: Tiles, limits: DeviceLimits) -> int:
+    """Decode programs that a multiprocessor runs at the same time."""
+    if shape.itemsize == 4 or tiles.block_m > SMALL_ROWS or shape.dim > 128:
+        return RESIDENT_PROGRAMS
+    memory = limits.shared_memory + RESERVED_MEMORY
+    return max(1, min(SMALL_RESIDENT_PROGRAMS, memory // (shared_bytes(shape, tiles) + SCORES_BYTES + RESERVED_MEMORY)))
+
+
+def num_splits(num_programs: int, max_seq_len: int, block_n: int, slots: int) -> int:
     """Into how many parts sequences of up to `max_seq_len` keys are cut so that `num_programs` (sequences x key heads)
-    times that many fill the device: the fewest with which the last round of programs leaves at most a tenth more of it
-    idle than it would with the best number."""
-    slots = RESIDENT_PROGRAMS * limits.num_multiprocessors
+    times that many fill the device, which runs `slots` programs at the same time: the fewest with which the last round
+    of programs leaves at most a tenth more of it idle than it would with the best number."""
     # Of many rounds the last one matters little, and parts of less than two tiles do not pay.
-    most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), 4 * slots // num_programs))
+    most = max(1, min(MAX_SPLITS, -(-max_seq_len // (2 * block_n)), -(-4 * slots // num_programs)))
 
     def busy(splits: int) -> float:
         programs = num_programs * splits
@@ -172,7 +192,8 @@ def num_splits(num_programs: int, max_seq_len: int, block_n: int, limits: Device
 def split_plan(shape: HeadShape, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> SplitPlan:
     """The split kernel over `num_seqs` sequences, tiles and parts chosen for speed."""
     tiles = split_tiles(shape, limits)
-    splits = num_splits(num_seqs * shape.num_kv_heads, max_seq_len, tiles.block_n, limits)
+    slots = resident_programs(shape, tiles, limits) * limits.num_multiprocessors
+    splits = num_splits(num_seqs * shape.num_kv_heads, max_seq_len, tiles.block_n, slots)
     # Where sequences alone fill the device, only the long ones are cut.
     min_keys = LONGEST_SPLIT // 4 if splits == 1 else 2 * tiles.block_n
     splits = max(splits, min(MAX_SPLITS, -(-max_seq_len // LONGEST_SPLIT)))

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.attention.interface import LayerAttention
 from quire.kernels.triton.attention_core import (
     attend_range,
     load_queries,
@@ -19,9 +20,9 @@ from quire.kernels.triton.attention_core import (
     score_constants,
     store_rows,
 )
-from quire.kernels.triton.attention_tiles import SplitPlan
-from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention
-from quire.kernels.triton.runtime import bound, launch
+from quire.kernels.triton.attention_tiles import SplitPlan, Tiles
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, PagedAttention, layer_constants
+from quire.kernels.triton.runtime import bind, bound
 
 UNROLLED = 8
 """Splits that the reduction loads at a time: they are merged one after the other, but fetched together."""
@@ -211,58 +212,73 @@ def _merge_kernel(
     tl.store(out + at + dims, values.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
-    """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
-    layer, batch, tiles = work.layer, work.batch, plan.tiles
-    scale, cap, window = score_constants(layer)
-    shared = work.constants() | {
-        "BLOCK_N": tiles.block_n,
-        "TOKENS": plan.tokens,
-        "FIXED_KEYS": tiles.fixed_keys,
-    }
-    parts = (scratch.values, scratch.maxima, scratch.totals)
-    launch(
-        _split_kernel,
-        (layer.num_kv_heads, batch.num_seqs, plan.num_programs),
-        work.query,
-        work.pages,
-        work.out,
-        *parts,
-        batch.rows,
-        batch.query_start,
-        batch.seq_lens,
-        work.tables,
-        work.sinks,
-        work.query.stride(0),
-        work.out.stride(0),
-        work.tables.stride(0),
-        plan.capacity,
-        plan.min_keys,
-        scale,
-        cap,
-        window,
-        **shared,
-        BLOCK_SIZE=work.pages.shape[2],
-        BLOCK_M=tiles.block_m,
-        SOFT_CAP=layer.soft_cap is not None,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-    if plan.capacity > 1:
-        launch(
-            _merge_kernel,
-            (layer.num_heads, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
-            work.out,
-            *parts,
+class SplitAttention:
+    """Both kernels for one layer with its pages, and one kind of tiles. tokens: as SplitPlan's."""
+
+    def __init__(
+        self,
+        layer: LayerAttention,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+        tiles: Tiles,
+        tokens: int,
+        scratch: SplitScratch,
+    ) -> None:
+        self._num_heads, self._num_kv_heads = layer.num_heads, layer.num_kv_heads
+        scale, cap, window = score_constants(layer)
+        constants = layer_constants(layer, sinks) | {
+            "BLOCK_N": tiles.block_n,
+            "TOKENS": tokens,
+            "FIXED_KEYS": tiles.fixed_keys,
+        }
+        fixed = {
+            "part_values": scratch.values,
+            "part_maxima": scratch.maxima,
+            "part_totals": scratch.totals,
+            "sinks": sinks,
+            "window": window,
+        }
+        self._split = bind(
+            _split_kernel,
+            {**fixed, "pages": pages, "scale": scale, "cap": cap},
+            **constants,
+            BLOCK_SIZE=pages.shape[2],
+            BLOCK_M=tiles.block_m,
+            SOFT_CAP=layer.soft_cap is not None,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        self._merge = bind(_merge_kernel, fixed, **constants, UNROLLED=UNROLLED, num_warps=1)
+
+    def run(self, work: PagedAttention, plan: SplitPlan) -> None:
+        batch, query, out, tables = work.batch, work.query, work.out, work.tables
+        self._split(
+            (self._num_kv_heads, batch.num_seqs, plan.num_programs),
+            query,
+            out,
+            batch.rows,
             batch.query_start,
             batch.seq_lens,
-            work.sinks,
-            work.out.stride(0),
-            plan.num_programs,
+            tables,
+            query.stride(0),
+            out.stride(0),
+            tables.stride(0),
             plan.capacity,
             plan.min_keys,
-            window,
-            **shared,
-            UNROLLED=UNROLLED,
-            num_warps=1,
         )
+        if plan.capacity > 1:
+            self._merge(
+                (self._num_heads, batch.num_seqs, min(plan.tokens, batch.max_query_len)),
+                out,
+                batch.query_start,
+                batch.seq_lens,
+                out.stride(0),
+                plan.num_programs,
+                plan.capacity,
+                plan.min_keys,
+            )
+
+
+def split_attention(work: PagedAttention, plan: SplitPlan, scratch: SplitScratch) -> None:
+    """What `varlen_attention` computes, for sequences with at most `plan.tokens` new tokens; others are left alone."""
+    SplitAttention(work.layer, work.pages, work.sinks, plan.tiles, plan.tokens, scratch).run(work, plan)

@@ -23,7 +23,7 @@ from quire.kernels.triton.attention_core import (
     store_rows,
 )
 from quire.kernels.triton.attention_tiles import Tiles, padded_dim
-from quire.kernels.triton.runtime import bound, launch
+from quire.kernels.triton.runtime import bind, bound
 
 BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
 """Views of one buffer, at any multiple of four bytes: no kernel is compiled anew for another alignment of theirs."""
@@ -140,46 +140,58 @@ class PagedAttention:
     def tables(self) -> torch.Tensor:
         return self.batch.block_tables[self.group]
 
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments that all kernels share."""
-        layer = self.layer
-        return {
-            "NUM_KV_HEADS": layer.num_kv_heads,
-            "GROUP": layer.num_heads // layer.num_kv_heads,
-            "HEAD_DIM": layer.head_dim,
-            "DIM": padded_dim(layer.head_dim),
-            "WINDOW": layer.window is not None,
-            "SINKS": self.sinks is not None,
-        }
+
+def layer_constants(layer: LayerAttention, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """Compile-time arguments that all kernels share."""
+    return {
+        "NUM_KV_HEADS": layer.num_kv_heads,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "HEAD_DIM": layer.head_dim,
+        "DIM": padded_dim(layer.head_dim),
+        "WINDOW": layer.window is not None,
+        "SINKS": sinks is not None,
+    }
+
+
+class VarlenAttention:
+    """The kernel for one layer with its pages, and one kind of tiles."""
+
+    def __init__(self, layer: LayerAttention, pages: torch.Tensor, sinks: torch.Tensor | None, tiles: Tiles) -> None:
+        self._tokens = tiles.tokens(layer.num_heads // layer.num_kv_heads)
+        self._num_kv_heads = layer.num_kv_heads
+        scale, cap, window = score_constants(layer)
+        self._launch = bind(
+            _varlen_kernel,
+            {"pages": pages, "sinks": sinks, "scale": scale, "cap": cap, "window": window},
+            **layer_constants(layer, sinks),
+            BLOCK_SIZE=pages.shape[2],
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            SOFT_CAP=layer.soft_cap is not None,
+            FIXED_KEYS=tiles.fixed_keys,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+    def run(self, work: PagedAttention, skipped: int) -> None:
+        """skipped: sequences with at most that many new tokens are left out."""
+        batch, query, out, tables = work.batch, work.query, work.out, work.tables
+        self._launch(
+            (batch.num_tokens // self._tokens + batch.num_seqs, self._num_kv_heads),
+            query,
+            out,
+            batch.rows,
+            batch.query_start,
+            batch.seq_lens,
+            tables,
+            batch.num_seqs,
+            skipped,
+            query.stride(0),
+            out.stride(0),
+            tables.stride(0),
+        )
 
 
 def varlen_attention(work: PagedAttention, tiles: Tiles, skipped: int = 0) -> None:
     """skipped: sequences with at most that many new tokens are left out."""
-    layer, batch = work.layer, work.batch
-    constants = work.constants()
-    launch(
-        _varlen_kernel,
-        (batch.num_tokens // tiles.tokens(constants["GROUP"]) + batch.num_seqs, layer.num_kv_heads),
-        work.query,
-        work.pages,
-        work.out,
-        batch.rows,
-        batch.query_start,
-        batch.seq_lens,
-        work.tables,
-        work.sinks,
-        batch.num_seqs,
-        skipped,
-        work.query.stride(0),
-        work.out.stride(0),
-        work.tables.stride(0),
-        *score_constants(layer),
-        **constants,
-        BLOCK_SIZE=work.pages.shape[2],
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        SOFT_CAP=layer.soft_cap is not None,
-        FIXED_KEYS=tiles.fixed_keys,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    VarlenAttention(work.layer, work.pages, work.sinks, tiles).run(work, skipped)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.runtime import bind
 from quire.layers.operations import HeadWeights, NormWeights
 
 HEADS = 8
@@ -158,6 +158,28 @@ def _write_kernel(
             tl.store(target[:, None] + dims, values.to(pages.dtype.element_ty), mask=mask)
 
 
+class HeadPreparation:
+    """`prepare_heads` for one layer and its pages, bound once."""
+
+    def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
+        self._norms = (heads.query_norm, heads.key_norm)
+        shape = heads.shape
+        self._pages = pages
+        self._num_heads = shape.num_heads
+        self._sizes = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        self._kernels: dict[int, _WriteKernel] = {}
+
+    def run(self, qkv: torch.Tensor, rotation: Rotation | None, slots: torch.Tensor) -> None:
+        half = 0 if rotation is None else rotation.cos.shape[1]
+        kernel = self._kernels.get(half)
+        if kernel is None:
+            # Without norms and rotation queries are what they are to be.
+            num_heads = self._num_heads if self._norms[0] is not None or rotation is not None else 0
+            kernel = self._kernels[half] = _WriteKernel(self._pages, self._norms, num_heads, half)
+        query, key, value = qkv.split(self._sizes, 1)
+        kernel.run(query, key, value, slots, rotation)
+
+
 def prepare_heads(
     heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -167,68 +189,63 @@ def prepare_heads(
     of the T tokens' positions, or None. pages: of the layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], of
     any float dtype. slots: [T] int64, block * block_size + offset; below 0: the key and value are not written.
     """
-    shape = heads.shape
-    query, key, value = qkv.split(
-        [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)], dim=1
-    )
-    norms = (heads.query_norm, heads.key_norm)
-    # Without norms and rotation queries are what they are to be.
-    num_heads = shape.num_heads if norms[0] is not None or rotation is not None else 0
-    _launch(query, key, value, pages, slots, rotation, norms, num_heads)
+    HeadPreparation(heads, pages).run(qkv, rotation, slots)
 
 
 def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Reshape and cache alone. key, value: [T, num_kv_heads, head_dim], each token's heads contiguous."""
-    _launch(key.flatten(1), key.flatten(1), value.flatten(1), pages, slots, None, (None, None), 0)
+    _WriteKernel(pages, (None, None), 0, 0).run(key.flatten(1), key.flatten(1), value.flatten(1), slots, None)
 
 
-def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    rotation: Rotation | None,
-    norms: tuple[NormWeights | None, NormWeights | None],
-    num_heads: int,
-) -> None:
-    block_size, num_kv_heads, head_dim = pages.shape[2:]
-    half = 0 if rotation is None else rotation.cos.shape[1]
-    query_norm, key_norm = norms
-    if query_norm is not None and key_norm is not None:
-        assert query_norm.epsilon == key_norm.epsilon, "one epsilon for queries and keys"
-    rest = head_dim - 2 * half
-    heads = min(HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
-    tokens = max(1, ELEMENTS // (heads * triton.next_power_of_2(head_dim)))
-    num_tokens = key.shape[0]
-    launch(
-        _write_kernel,
-        (-(-num_tokens // tokens), -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)),
-        query,
-        key,
-        value,
-        pages,
-        slots,
-        # Pointers that are not followed.
-        slots if rotation is None else rotation.cos,
-        slots if rotation is None else rotation.sin,
-        slots if query_norm is None else query_norm.weight,
-        slots if key_norm is None else key_norm.weight,
-        num_tokens,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        0.0 if query_norm is None else query_norm.epsilon,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-        REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
-        DIM_BLOCK=triton.next_power_of_2(head_dim),
-        NORM=query_norm is not None,
-        TOKENS=tokens,
-        HEADS=heads,
-        num_warps=2,
-    )
+class _WriteKernel:
+    """The kernel over one layer's pages. num_heads: query heads, 0 if queries stay as they are. half: angles of a
+    token, 0 for no rotation."""
+
+    def __init__(
+        self, pages: torch.Tensor, norms: tuple[NormWeights | None, NormWeights | None], num_heads: int, half: int
+    ) -> None:
+        block_size, num_kv_heads, head_dim = pages.shape[2:]
+        query_norm, key_norm = norms
+        if query_norm is not None and key_norm is not None:
+            assert query_norm.epsilon == key_norm.epsilon, "one epsilon for queries and keys"
+        rest = head_dim - 2 * half
+        heads = min(HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
+        self._tokens = max(1, ELEMENTS // (heads * triton.next_power_of_2(head_dim)))
+        self._num_parts = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
+        self._launch = bind(
+            _write_kernel,
+            {
+                "pages": pages,
+                # Pages in place of weights, which are then not followed.
+                "query_weight": pages if query_norm is None else query_norm.weight,
+                "key_weight": pages if key_norm is None else key_norm.weight,
+                "epsilon": 0.0 if query_norm is None else query_norm.epsilon,
+            },
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            HALF=half,
+            HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
+            REST_BLOCK=triton.next_power_of_2(max(rest, 1)),
+            DIM_BLOCK=triton.next_power_of_2(head_dim),
+            NORM=query_norm is not None,
+            TOKENS=self._tokens,
+            HEADS=heads,
+            num_warps=2,
+        )
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> None:
+        num_tokens = key.shape[0]
+        # Slots in place of angles, which are then not followed.
+        cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
+        grid = -(-num_tokens // self._tokens), self._num_parts
+        strides = query.stride(0), key.stride(0), value.stride(0)
+        self._launch(grid, query, key, value, slots, cos, sin, num_tokens, *strides)

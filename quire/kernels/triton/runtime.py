@@ -1,5 +1,5 @@
-"""What all Triton kernels share: whether they run compiled or interpreted, products that are right in both, and the one
-call that starts a kernel.
+"""What all Triton kernels share: whether they run compiled or interpreted, products that are right in both, and what
+starts a kernel.
 
 Compiled, a kernel runs on tensors of a GPU. With `TRITON_INTERPRET=1`, set before this is imported, Triton runs the
 same source block by block in NumPy on host tensors, which is how its correctness is tested where there is no GPU.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quire import envs
+from quire.kernels.triton.bound_launch import CompiledLaunches
 
 INTERPRETED = tl.constexpr(envs.triton_interpret())
 
@@ -35,21 +37,64 @@ _RECORDER: ContextVar[LaunchRecorder | None] = ContextVar("launch recorder", def
 
 
 def launch(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """`kernel[grid](*args, **constants)`: all launches of Triton kernels go through here, so that they can be recorded.
+    """`kernel[grid](*args, **constants)`: all launches of Triton kernels go through here or through `bind`, so that
+    they can be recorded.
 
     grid: numbers of programs, up to three. args: tensors and numbers, in the kernel's order. constants: compile-time
     arguments and launch settings (`num_warps`, `num_stages`).
     """
-    recorder = _RECORDER.get()
-    if recorder is None:
-        kernel[grid](*args, **constants)
-    else:
-        recorder.launch(kernel, grid, args, constants)
+    _unfixed(kernel, **constants)(grid, *args)
+
+
+class BoundKernel:
+    """A kernel with its compile-time arguments, and with those others that are the same at every launch.
+
+    Calling it with a grid and the remaining arguments, in the kernel's order, is `kernel[grid](...)`. Fixed tensors
+    stay alive and must stay where they are.
+    """
+
+    __slots__ = ("_compiled", "_fixed", "_open", "constants", "kernel")
+
+    def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        """fixed, constants: by the names of the kernel's parameters; constants may have launch settings as well."""
+        self.kernel = kernel
+        self.constants = dict(constants)
+        names = [name for name in kernel.arg_names if name not in constants]
+        self._open = [index for index, name in enumerate(names) if name not in fixed]
+        self._fixed = [fixed.get(name) for name in names]
+        assert fixed.keys() <= set(names), "a fixed argument is one of the kernel's"
+        self._compiled = None if INTERPRETED else CompiledLaunches(kernel, fixed, constants)
+
+    def __call__(self, grid: Grid, /, *args: Any) -> None:
+        recorder = _RECORDER.get()
+        if recorder is not None:
+            recorder.launch(self.kernel, grid, self._completed(args), self.constants)
+        elif self._compiled is None:
+            self.kernel[grid](*self._completed(args), **self.constants)
+        elif not self._compiled.launch(grid, args):
+            self._compiled.add(args, self.kernel[grid](*self._completed(args), **self.constants))
+
+    def _completed(self, args: Sequence[Any]) -> list[Any]:
+        """All arguments in the kernel's order."""
+        completed = list(self._fixed)
+        for index, arg in zip(self._open, args, strict=True):
+            completed[index] = arg
+        return completed
+
+
+def bind(kernel: Any, fixed: Mapping[str, Any], /, **constants: Any) -> BoundKernel:
+    """For callers that launch a kernel again and again: see BoundKernel."""
+    return BoundKernel(kernel, fixed, constants)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _unfixed(kernel: Any, **constants: Any) -> BoundKernel:
+    return BoundKernel(kernel, {}, constants)
 
 
 @contextmanager
-def recorded_launches(recorder: LaunchRecorder) -> Iterator[None]:
-    """While this is open, launches of this thread go to `recorder`."""
+def recorded_launches(recorder: LaunchRecorder | None) -> Iterator[None]:
+    """While this is open, launches of this thread go to `recorder`; None: they run."""
     token = _RECORDER.set(recorder)
     try:
         yield

@@ -1,7 +1,8 @@
 """The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
-All three run the same function of the model. A graph is captured when its size is first used, behind the pass that runs
-eagerly then, or in idle time.
+All three run the same function of the model. Full graphs and the largest piecewise ones are captured at the start: a
+decode that had to capture would be late by tens of milliseconds, and the largest first leave memory that the others fit
+into. Other piecewise sizes follow in idle time, or when a size is first used, behind the pass that runs eagerly then.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ class ForwardPasses:
         self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
         self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
         self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
+        piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
+        full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
         # Largest first: the others then find room in its memory.
-        self._all = (
-            *(Execution("full", size, size) for size in reversed(settings.full_sizes)),
-            *(Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)),
-        )
+        self._at_start = (*piecewise[:1], *full)
+        self._all = (*self._at_start, *piecewise[1:])
         self._wanted = list(self._all)
 
     @property
@@ -111,6 +112,11 @@ class ForwardPasses:
             return hidden
         captured.replay(batch, token_ids)
         return self._hidden[: execution.num_tokens]
+
+    def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
+        """Capture what steps must not wait for, as far as memory goes. As `capture_next`."""
+        while self._wanted and self._wanted[0] in self._at_start:
+            self.capture_next(padded_inputs)
 
     def capture_next(self, padded_inputs: PaddedInputs) -> bool:
         """Capture one more size, if any is left; returns whether there was one. For idle time: nothing of a step may be

@@ -26,6 +26,9 @@ BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend
 
 SAMPLER_COPIES = 3
 """Of the logits, in float32: what the sampler's kernels keep at once, beside the logits themselves."""
+CONTEXT_BYTES = 640 << 20
+"""Most that the CUDA context of this process has taken before anything could be measured: of what was in use then, so
+much counts as this engine's; the rest is others'."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
 """An estimate of what the driver keeps for one layer's kernels in one graph."""
 
@@ -56,7 +59,8 @@ def profile_device(
     In Triton's interpreter, where the device is the host, activations are estimated instead. Raises
     InsufficientMemoryError when the pass itself does not fit.
     """
-    available = memory.free()
+    available, total = memory.free(), memory.total()
+    context = min(CONTEXT_BYTES, max(0, total - free_at_start)) if memory.is_measured else 0
     activations = estimate_activations(config, limits.max_num_tokens, limits.max_num_seqs)
     if memory.is_measured:
         purpose = f"a step of {limits.max_num_tokens} tokens (max_num_batched_tokens; about)"
@@ -67,8 +71,8 @@ def profile_device(
         activations=activations,
         weights=model.weight_bytes(),
         device=DeviceShare(
-            total=memory.total(),
-            used=max(0, free_at_start - available),
+            total=total,
+            used=context + max(0, free_at_start - available),
             graphs=graph_bytes(config, settings, activations, limits.max_num_tokens),
             tables=table_bytes(limits, len(group_layers(model.kv_specs())[0])),
             host_available=available_memory(),

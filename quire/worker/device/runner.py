@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
@@ -18,7 +19,7 @@ from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import StepPlan, StepResult
 from quire.worker.device.block_copies import copy_rounds
 from quire.worker.device.device_rows import DeviceRows
-from quire.worker.device.execution_choice import ExecutionSettings, choose_execution
+from quire.worker.device.execution_choice import Execution, ExecutionSettings, choose_execution
 from quire.worker.device.graphs import ForwardPasses
 from quire.worker.device.inputs import HostColumns, add_columns, host_columns
 from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
@@ -107,10 +108,16 @@ class DeviceModelRunner:
         launched = Launched(plan, samples, self._prompt_scorer.score(hidden, columns))
         return self._collecting(launched)
 
+    def capture_at_start(self) -> None:
+        """Capture the graphs that steps must not wait for, before the first one."""
+        self._passes.capture_at_start(self._padding)
+
     def capture_next(self) -> bool:
         """Capture one more graph, while nothing is under way; returns whether there was one left."""
-        inputs = self._state.inputs
-        return self._passes.capture_next(lambda execution: inputs.padding(execution.num_seqs, execution.num_tokens))
+        return self._passes.capture_next(self._padding)
+
+    def _padding(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+        return self._state.inputs.padding(execution.num_seqs, execution.num_tokens)
 
     def _move_blocks(self, plan: StepPlan, copies: list[Section]) -> None:
         """Swapping begins, and copy-on-write is done."""

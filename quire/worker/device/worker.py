@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 import triton
 
+from quire import envs
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
@@ -69,6 +70,8 @@ class DeviceWorker:
         self.streams = make_streams(torch.device(config.device.device))
         self._memory = make_memory(self.streams.device)
         self._compiles = self.streams.device.type == "cuda"  # the interpreter does not
+        if self._compiles:
+            envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
         self._parked: ParkedWeights | None = None
@@ -136,6 +139,7 @@ class DeviceWorker:
         )
         if self._compiles:
             self._warm_up(self._runner, backend, sampler, state, layout)
+            self._runner.capture_at_start()
         self.streams.synchronize()
 
     @_enqueues

@@ -3,11 +3,15 @@
     python -m tests.kernels.triton.ahead_of_time 90
     python -m tests.kernels.triton.ahead_of_time 80 products
 
-(the second only what multiplies matrices, where cards differ most) prints a line of JSON for each launch: kernel, bytes
-of shared memory, registers, bytes of stack (spills), and how often the widest loads and the tensor cores' products
-occur. What the interpreter does not see is seen here: types that do not fit, blocks that are no powers of two, shared
-memory or registers that do not suffice. Wrappers are called with tensors that have no memory (torch's device "meta").
-Run without TRITON_INTERPRET.
+    python -m tests.kernels.triton.ahead_of_time 90 cache
+
+(the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
+`QUIRE_TRITON_CACHE`, with every kind of tiles that a model of these shapes needs: `make triton-cache`) prints a line of
+JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
+and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
+are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
+whose memory is never touched. Each kernel is also launched, with what would ask the driver for it replaced: by Triton
+and bound; both must hand over the same. Run without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -17,29 +21,31 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from quire import envs
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.activation import activation
-from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
-from quire.kernels.triton.runtime import recorded_launches
+from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
 from quire.layers.device import DeviceRotation
@@ -50,7 +56,10 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class AbsentGPU:
-    """What Triton asks a driver for while it compiles."""
+    """What Triton asks a driver for while it compiles, and while it launches if `launcher_cls` is a launcher."""
+
+    launcher_cls: Any = None
+    utils: Any = None
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -65,8 +74,43 @@ class AbsentGPU:
         return self._target
 
 
+class NotingLauncher:
+    """Stands for a launcher that Triton has compiled. calls: what kernels were enqueued with, compile-time arguments
+    as None."""
+
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._is_read = [kind != "constexpr" for kind in source.signature.values()]
+        self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+
+    def __call__(self, *args: Any) -> None:
+        self.launch(*args[:5], self.launch_cooperative_grid, self.launch_pdl, None, None, *args[5:])
+
+    def launch(self, *args: Any) -> None:
+        settings, values = (*args[:7], args[9]), args[13:]
+        pointers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
+        read = [value if is_read else None for value, is_read in zip(pointers, self._is_read, strict=True)]
+        self.calls.append((*settings, *read))
+
+
+class LoadingUtilities:
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[9, 0] << 10}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        """Module, function, registers, spills and most threads."""
+        return 1, zlib.crc32(binary), 0, 0, 1024
+
+
+class LaunchingGPU(AbsentGPU):
+    launcher_cls = NotingLauncher
+    utils = LoadingUtilities()
+
+
 class CompilingRecorder:
-    """Compiles what is launched, and prints what came of it."""
+    """Compiles what is launched, launches it in two ways, and prints what came of it."""
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any]) -> None:
         compiled = kernel.warmup(*args, grid=grid, **constants)
@@ -74,6 +118,17 @@ class CompilingRecorder:
         wide = Counter(re.findall(r"\b(?:ld|st)\.global\.v4|\bwgmma\.mma_async|\bmma\.sync|\bcp\.async\.c\w", ptx))
         line = {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
         print(json.dumps(line | wide), flush=True)
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        literal = {each.name for each in kernel.params if each.is_constexpr}
+        # Every other argument is fixed. A second launch finds the kernel.
+        fixed = {name: value for name, value in list(given.items())[::2] if name not in literal}
+        left = [value for name, value in given.items() if name not in fixed]
+        bound = BoundKernel(kernel, fixed, constants)
+        with recorded_launches(None):
+            bound(grid, *left)
+            bound(grid, *left)
+        tritons, ours = NotingLauncher.calls[-2:]
+        assert tritons == ours, f"{kernel.__name__}: {tritons} is not {ours}"
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -87,7 +142,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(*shape, dtype=dtype)
 
 
 Calls = list[Callable[[], object]]
@@ -141,7 +196,12 @@ WIDE_HEADS = LayerAttention(0, 8, 4, 256, 0.1, window=4096, soft_cap=50.0)
 
 
 def attention_call(
-    layer: LayerAttention, capability: int, new_tokens: int, *, dtype: torch.dtype = torch.bfloat16, fixed: bool = False
+    layer: LayerAttention,
+    capability: int,
+    new_tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    fixed: bool = False,
 ) -> Callable[[], object]:
     """One layer of the back end over four sequences, with norms and rotation."""
     spec = FullAttentionSpec(layer.num_kv_heads, layer.head_dim, dtype.itemsize)
@@ -163,7 +223,8 @@ def attention_call(
     norms = [NormWeights(layer.head_dim, empty(layer.head_dim, dtype=dtype), None, 1e-6, False) for _ in range(2)]
     qkv = empty(num_tokens, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim, dtype=dtype)
     rotation = DeviceRotation(*float32(2, num_tokens, layer.head_dim // 2).unbind())
-    return lambda: backend.plan(batch).attend(HeadWeights(layer, *norms), qkv, rotation, None)
+    heads, step = HeadWeights(layer, *norms), backend.plan(batch)
+    return lambda: step.attend(heads, qkv, rotation, None)
 
 
 def attention_calls(capability: int) -> Calls:
@@ -179,12 +240,23 @@ def attention_calls(capability: int) -> Calls:
     ]
 
 
+def all_attention_calls(capability: int) -> Calls:
+    """Every kind of tiles of Qwen3-8B's heads, which those of Llama 3 8B are too: prompts of one tile, of the middle
+    one and of whole ones, and decoding, in both modes."""
+    lengths = (1, 5, 17, 512)
+    return [attention_call(QWEN3_8B, capability, length, fixed=fixed) for length in lengths for fixed in (False, True)]
+
+
 def main() -> None:
     capability = int(sys.argv[1])
-    driver.set_active(AbsentGPU(capability))
+    if "cache" in sys.argv[2:]:
+        envs.keep_triton_cache()
+    driver.set_active(LaunchingGPU(capability))
     calls = product_calls() + attention_calls(capability)
     if "products" not in sys.argv[2:]:
         calls += layer_calls() + row_calls() + sampling_calls()
+    if "cache" in sys.argv[2:]:
+        calls += all_attention_calls(capability)
     with recorded_launches(CompilingRecorder()):
         for call in calls:
             call()

@@ -16,14 +16,14 @@ VOCAB, ROWS, FILTERED = 151936, 8, Feature.FILTERS
 
 
 def sampling_calls() -> list[Callable[[], object]]:
-    meta = torch.device("meta")
-    int32 = partial(torch.empty, dtype=torch.int32, device=meta)
-    logits = torch.empty(ROWS, VOCAB, dtype=torch.bfloat16, device=meta)
-    scores = torch.empty(ROWS, VOCAB, dtype=torch.float32, device=meta)
+    host = torch.device("cpu")
+    int32 = partial(torch.empty, dtype=torch.int32, device=host)
+    logits = torch.empty(ROWS, VOCAB, dtype=torch.bfloat16, device=host)
+    scores = torch.empty(ROWS, VOCAB, dtype=torch.float32, device=host)
     rows, words, lists = int32(ROWS), int32(256, NUM_WORDS), int32(4096)
     histories = Histories(int32(ROWS), int32(ROWS), int32(256, 40964))
     shapes = SamplingShapes()
-    buffers = allocate_buffers(ROWS, VOCAB, shapes, meta, filtered=True)
+    buffers = allocate_buffers(ROWS, VOCAB, shapes, host, filtered=True)
     both = (rows, words, histories, buffers, shapes)
     result = int32(ROWS, logprobs.result_words(20))
     return [

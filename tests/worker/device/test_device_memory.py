@@ -17,6 +17,7 @@ from quire.kv_cache.spec import layer_specs
 from quire.worker.device.execution_choice import ExecutionSettings
 from quire.worker.device.memory import HostMemory, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.profile import (
+    CONTEXT_BYTES,
     GRAPH_BYTES_PER_LAYER,
     StepLimits,
     graph_bytes,
@@ -86,9 +87,27 @@ def test_the_largest_steps_are_run_and_everything_is_counted(config: ModelConfig
     assert profile.available == 60 * GIB
     assert profile.weights == passes.model.weight_bytes()
     assert profile.device is not None
-    assert (profile.device.total, profile.device.used) == (80 * GIB, 15 * GIB)
+    assert (profile.device.total, profile.device.used) == (80 * GIB, 15 * GIB + CONTEXT_BYTES)
     assert profile.device.graphs == graph_bytes(config, SETTINGS["both"], profile.activations, 60)
     assert profile.device.tables == table_bytes(LIMITS, 1)
+
+
+def test_the_context_counts_as_this_engines(config: ModelConfig) -> None:
+    """What was in use when the engine began to measure, up to what a context takes; more of it is others'."""
+    passes = Passes(config, SETTINGS["eager"])
+
+    def used(free_at_start: int) -> int:
+        factory = backend_factory(config, [])
+        with torch.inference_mode():
+            memory = Card(20 * GIB)
+            settings = SETTINGS["eager"]
+            profile = profile_device(passes.model, factory, config, LIMITS, settings, memory, free_at_start, CPU)
+        assert profile.device is not None
+        return profile.device.used
+
+    assert used(80 * GIB) == 20 * GIB
+    assert used(80 * GIB - 5 * 2**20) == 20 * GIB
+    assert used(75 * GIB) == 15 * GIB + CONTEXT_BYTES
 
 
 def test_a_step_that_does_not_fit_says_which(config: ModelConfig) -> None:

@@ -19,10 +19,12 @@ from tests.fakes.graph_capture import CaptureError, RecordingCapture
 from tests.kernels.triton.test_launch import _add_index
 from tests.worker.device.passes import (
     BLOCK_SIZE,
+    FULL,
     LONGEST,
     NUM_BLOCKS,
     NUM_ROWS,
     NUM_TOKENS,
+    PIECEWISE,
     SETTINGS,
     Buffers,
     Passes,
@@ -72,6 +74,34 @@ def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: 
     replayed = [each for each in graphs.capture.graphs if each.num_replays]
     assert replayed
     assert not graphs.passes.has_uncaptured
+
+
+@pytest.mark.parametrize(
+    ("kind", "captured", "left"),
+    [
+        ("full", [("full", size) for size in reversed(FULL)], 0),
+        ("piecewise", [("piecewise", PIECEWISE[-1])], len(PIECEWISE) - 1),
+        ("both", [("piecewise", PIECEWISE[-1]), *(("full", size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("eager", [], 0),
+    ],
+)
+def test_no_decode_waits_for_a_capture(config: ModelConfig, kind: str, captured: list[object], left: int) -> None:
+    """At the start the largest sizes come first, so that the memory they share is large enough for all; the other
+    piecewise sizes are for idle time."""
+    passes = Passes(config, SETTINGS[kind])
+    with torch.inference_mode():
+        passes.passes.capture_at_start(passes.buffers.padded)
+        assert list(passes.passes._captured) == captured
+        while passes.passes.capture_next(passes.buffers.padded):
+            left -= 1
+    assert left == 0
+
+
+def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
+    passes = Passes(config, SETTINGS["full"], fail_after=2)
+    with torch.inference_mode():
+        passes.passes.capture_at_start(passes.buffers.padded)
+    assert list(passes.passes._captured) == [("full", 8), ("full", 4)]
 
 
 @pytest.mark.parametrize("kind", ["full", "piecewise", "both"])

@@ -1,0 +1,184 @@
+"""Launches of compiled kernels without Triton's work of finding out each time which compiled kernel is meant.
+
+Triton compiles a kernel for its arguments: for their types, for pointers and integers that 16 divides, for integers
+that are 1 or that need 64 bits. `kernel[grid](...)` works all of that out anew at each launch, looks the compiled
+kernel up by a string of it, and asks the driver about every pointer: 10 to 30 us of the host. Here the compiled kernels
+that a call site has met are kept by a key at least as fine as Triton's own, so that arguments which would mean another
+compiled kernel never get the one at hand; what is found goes straight to the launcher that Triton made for the kernel.
+What is not found is launched by Triton, and then kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import attrgetter, itemgetter, or_
+from typing import Any, TypeAlias
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+ALIGNMENT = 16
+"""Bytes, and integers: Triton tells apart what is a multiple of it."""
+Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
+"""What enqueues a compiled kernel, and settings: the call is (the three sizes of the grid, stream, *settings, an
+argument for each parameter; compile-time ones are ignored)."""
+_BELOW = ALIGNMENT - 1
+_POINTERS_OF = torch.Tensor.data_ptr
+_DTYPE_OF = attrgetter("dtype")
+_HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+
+
+class CompiledLaunches:
+    """The compiled kernels of one call site, and how its arguments are handed over.
+
+    A pointer is not asked about: after a first launch of its kind a tensor of the host is not refused, the kernel
+    faults. Profilers that hook into Triton's launches get what they expect: Triton launches as long as there is a hook.
+    """
+
+    __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters")
+
+    def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        """kernel: a JITFunction. As BoundKernel."""
+        self._parameters = list(kernel.params)
+        self._fixed: dict[int, Any] = {}
+        self._open: list[int] = []
+        for index, parameter in enumerate(self._parameters):
+            if parameter.name in constants:
+                self._fixed[index] = None
+            elif parameter.name in fixed:
+                value = fixed[parameter.name]
+                self._fixed[index] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            else:
+                self._open.append(index)
+        self._kinds: dict[tuple[type, ...], _Kind] = {}
+        self._last: _Kind | None = None
+
+    def launch(self, grid: Sequence[int], args: tuple[Any, ...]) -> bool:
+        """Enqueue the kernel, if a compiled one for such arguments is known; returns whether it is."""
+        kinds = (*map(type, args),)
+        kind = self._last
+        if kind is None or kind.kinds != kinds:
+            kind = self._kinds.get(kinds)
+            if kind is None:
+                return False
+            self._last = kind
+        if _HOOKS[0].calls or _HOOKS[1].calls:
+            return False
+        tensors, numbers = kind.tensors(args), kind.numbers(args)
+        pointers = (*map(_POINTERS_OF, tensors),)
+        active = driver.active
+        device = active.get_current_device()
+        key = kind.key(device, tensors, pointers, numbers)
+        known, launcher = kind.last
+        if known != key:
+            launcher = kind.compiled.get(key)
+            if launcher is None:
+                return False
+            kind.last = key, launcher
+        enqueue, settings = launcher
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        enqueue(x, y, z, active.get_current_stream(device), *settings, *kind.order(kind.fixed + pointers + numbers))
+        return True
+
+    def add(self, args: tuple[Any, ...], compiled: Any) -> None:
+        """Keep `compiled`, which Triton has launched with `args`."""
+        kinds = tuple(map(type, args))
+        if kinds not in self._kinds:
+            self._kinds[kinds] = _Kind(self._parameters, self._fixed, self._open, kinds)
+        kind = self._kinds[kinds]
+        tensors = kind.tensors(args)
+        pointers = tuple(map(_POINTERS_OF, tensors))
+        key = kind.key(driver.active.get_current_device(), tensors, pointers, kind.numbers(args))
+        kind.compiled[key] = launcher_of(compiled)
+
+
+class _Kind:
+    """Arguments of one combination of types.
+
+    tensors, numbers: pick those out of the open arguments (None counts as a number). fixed: values of the other
+    parameters. order: brings fixed + pointers + numbers into the order of the kernel's parameters. compiled: what
+    starts a compiled kernel, by `key`; last: the entry used last, which a comparison finds sooner than a hash.
+    """
+
+    __slots__ = (
+        "_aligned",
+        "_literal",
+        "_numbers",
+        "compiled",
+        "fixed",
+        "kinds",
+        "last",
+        "numbers",
+        "order",
+        "tensors",
+    )
+
+    def __init__(
+        self, parameters: Sequence[Any], fixed: Mapping[int, Any], unfixed: Sequence[int], kinds: Sequence[type]
+    ) -> None:
+        self.kinds = tuple(kinds)
+        is_tensor = [issubclass(kind, torch.Tensor) for kind in kinds]
+        tensors = [index for index, tensor in zip(unfixed, is_tensor, strict=True) if tensor]
+        numbers = [index for index, tensor in zip(unfixed, is_tensor, strict=True) if not tensor]
+        self.tensors = _picker([unfixed.index(index) for index in tensors])
+        self.numbers = _picker([unfixed.index(index) for index in numbers])
+        self.fixed = tuple(fixed.values())
+        places = [*fixed, *tensors, *numbers]
+        self.order = _picker([places.index(index) for index in range(len(parameters))])
+        self._aligned = _picker(
+            [at for at, index in enumerate(tensors) if not parameters[index].do_not_specialize_on_alignment]
+        )
+        self._literal = tuple(parameters[index].is_constexpr for index in numbers)
+        self._numbers: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+        self.compiled: dict[tuple[Any, ...], Launcher] = {}
+        self.last: tuple[object, Any] = (None, None)
+
+    def key(
+        self, device: int, tensors: tuple[Any, ...], pointers: tuple[int, ...], numbers: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Equal for two calls only if Triton compiles the same kernel for both."""
+        # Numbers are the same as last time, as a rule: the layers of a model differ in pointers alone. One assignment,
+        # so that a thread never sees the numbers of another with classes of its own.
+        last, classes = self._numbers
+        if numbers != last:
+            classes = (*map(_class_of, numbers, self._literal),)
+            self._numbers = numbers, classes
+        aligned = self._aligned(pointers)
+        if reduce(or_, aligned, 0) & _BELOW:
+            return device, classes, *map(_DTYPE_OF, tensors), *map(_BELOW.__and__, aligned)
+        return device, classes, *map(_DTYPE_OF, tensors)
+
+
+def _class_of(number: Any, is_literal: bool) -> object:
+    """All of a number that a kernel may be compiled for."""
+    if is_literal:
+        return number
+    if type(number) is not int:
+        return None  # its type says all
+    if number == 1:
+        return 1
+    return number % ALIGNMENT == 0, -(2**31) <= number < 2**31, number < 2**63
+
+
+def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What picks the items at `indices` out of a tuple."""
+    if not indices:
+        return lambda items: ()
+    if len(indices) == 1:
+        (index,) = indices
+        return lambda items: (items[index],)
+    return itemgetter(*indices)
+
+
+def launcher_of(compiled: Any) -> Launcher:
+    """compiled: Triton's CompiledKernel, which has been launched once."""
+    launcher = compiled.run
+    scratch = launcher.global_scratch_size, launcher.profile_scratch_size
+    if any(scratch):
+        raise NotImplementedError(f"{compiled.name} wants scratch memory of {scratch} bytes, which no kernel here does")
+    # No scratch memory; what is handed to hooks, and no hooks.
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    settings = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch, compiled.packed_metadata, *no_hooks
+    return launcher.launch, (compiled.function, *settings)
