@@ -29,7 +29,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 RESERVED_SECONDS = 15.0
 """For the archive and the summary."""
 NUM_TEST_PROCESSES = 14
-GATE = ("test_shapes", "test_production_tiles", "test_determinism", "test_memcheck")
+GATE = ("test_shapes", "test_bits")
 """Of tests/gpu: the shapes that the engine launches, which the interpreter never saw. Nothing else counts before."""
 LEFT_TO_A_HOST = ("tests/kernels/triton/test_ahead_of_time.py",)
 """It compiles for a card that is not there."""
