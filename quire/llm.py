@@ -171,8 +171,8 @@ class LLM:
         return request.request_id
 
     def unregister_prefix(self, prefix_id: str) -> int:
-        """Let go of a registered prefix; returns how many blocks are pinned no more. What it computed stays cached as
-        long as nobody needs the memory. Raises UserError for an id that is not registered."""
+        """Let go of a registered prefix; returns how many blocks no longer belong to a registered prefix. What it
+        computed stays cached as long as nobody needs the memory. Raises UserError for an id that is not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -247,10 +247,10 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _raise_refusal(self, outputs: EngineOutputs, requests: list[EngineRequest]) -> None:
-        for refusal in outputs.refusals:
-            index = next(i for i, request in enumerate(requests) if request.request_id == refusal.request_id)
+        for rejected in outputs.rejections:
+            index = next(i for i, request in enumerate(requests) if request.request_id == rejected.request_id)
             with _naming(index, "prompt", of=len(requests)):
-                raise refusal.error()
+                raise rejected.error()
 
     def _abandon(self, requests: list[EngineRequest]) -> None:
         """Forget what is unfinished here and in the core."""

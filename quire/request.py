@@ -14,8 +14,8 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
-    from quire.kv_cache.manager import SequenceBlocks
-    from quire.kv_cache.offload import Fetch
+    from quire.kv_cache.connector import Fetch
+    from quire.kv_cache.manager import BlockTable
 
 
 MAX_PRIORITY = 100
@@ -43,8 +43,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is earlier; see `Request.order_key`."""
     first_index: int = 0
     """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
-    pin: bool = False
-    """Keep the prompt's blocks, as the pinned prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
+    register_prefix: bool = False
+    """Keep the prompt's blocks, as the registered prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
 
 
 class FinishReason(enum.StrEnum):
@@ -76,16 +76,16 @@ class Sequence:
     __slots__ = (
         "blocks",
         "chain",
-        "described_until",
+        "fast_path_until",
         "finish_reason",
         "index",
         "max_total_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
+        "report_times_until",
         "request",
         "sampling",
         "seq_id",
-        "steady_until",
         "swapped",
         "token_ids",
     )
@@ -99,15 +99,15 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
-        self.described_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
+        self.report_times_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
         """The updates up to so many tokens tell times. A stop string may end it at any token, which only the front end
         sees."""
-        self.steady_until = 0
+        self.fast_path_until = 0
         """While fewer tokens than this are computed, every step computes the one that the step before sampled, and
         there is nothing to decide about it: its slot is there, it is nobody else's, and it is not the last."""
-        self.blocks: SequenceBlocks | None = None
+        self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
-        self.swapped: SequenceBlocks | None = None
+        self.swapped: BlockTable | None = None
         """The same handle while the blocks are in the host pool: their `num_computed_tokens` need not be recomputed."""
         self.chain: HashChain | None = None
         """Hashes of the known full blocks; outlives a preemption."""
@@ -128,21 +128,22 @@ class Sequence:
 class Wait(NamedTuple):
     """What a waiting request waits for besides a place: blocks that another sequence computes."""
 
-    leader: SequenceBlocks
+    leader: BlockTable
     num_blocks: int
     """The wait ends when the leader has committed so many."""
-    claimed_blocks: int
+    reserved_blocks: int
     """Set aside for the request meanwhile."""
 
 
-class TierWait(NamedTuple):
-    """What a waiting request waits for: blocks of its prefix from below the device (quire/scheduler/prefetch.py)."""
+class LoadDeferral(NamedTuple):
+    """What a waiting request waits for: blocks of its prefix from below the device
+    (quire/scheduler/connector_loads.py)."""
 
     fetch: Fetch | None
     """On their way from disk; None: the last plan swaps them in."""
     deadline: float
     """When to go on without them."""
-    claimed_blocks: int
+    reserved_blocks: int
     """Set aside for the request meanwhile."""
 
 
@@ -163,6 +164,7 @@ class Request:
         "eos_token_ids",
         "first_scheduled_time",
         "fork_position",
+        "load_deferral",
         "max_tokens",
         "num_cached_tokens",
         "num_lost_tokens",
@@ -172,17 +174,16 @@ class Request:
         "num_prompt_tokens",
         "order_key",
         "params",
-        "pin",
+        "pending_forks",
         "priority",
         "prompt_token_ids",
+        "register_prefix",
         "request_id",
         "sequences",
         "status",
         "stop_token_ids",
-        "tier_wait",
-        "unforked",
         "wait",
-        "was_fetched",
+        "was_loaded",
     )
 
     def __init__(
@@ -202,7 +203,7 @@ class Request:
         self.cache_salt = request.cache_salt
         self.arrival_time = arrival_time
         self.priority = request.priority
-        self.pin = request.pin
+        self.register_prefix = request.register_prefix
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """Who is served first: the smallest. A level of priority is worth so many seconds of waiting, so requests age
         without being sorted again, and one is overtaken only by those that arrive soon enough after it."""
@@ -220,16 +221,16 @@ class Request:
         """Prompt positions whose logprobs were already reported (recomputation does not report them again)."""
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
-        self.unforked: list[Sequence] = []
+        self.pending_forks: list[Sequence] = []
         """Live sequences without a row, which has its claim nevertheless: those that wait for the first one to compute
         what they share, and places of a beam search that hold no beam."""
         self.fork_position: int | None = None
         """Tokens after which siblings fork from the first sequence; None when none waits for that."""
         self.beam_search: BeamSearch | None = None
         self.wait: Wait | None = None
-        """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/sharing.py)."""
-        self.tier_wait: TierWait | None = None
-        self.was_fetched = False
+        """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/deferred.py)."""
+        self.load_deferral: LoadDeferral | None = None
+        self.was_loaded = False
         """It has waited for the disk since it last ran."""
         self.num_prefix_swap_ins = 0
         """Times that blocks were swapped in for it since it last ran."""

@@ -1,7 +1,7 @@
 """Counters and gauges of the engine core, sent to the front end as one snapshot, and the shares that follow from them.
 
 The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_slots`, `num_wasted_slots`,
-`num_logical_blocks` and `shares`. What counts as what is said in quire/scheduler/accounts.py.
+`num_logical_blocks` and `shares`. What counts as what is said in quire/scheduler/kv_usage.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_blocks: int = 0
     """Usable blocks of the pool."""
     num_used_blocks: int = 0
-    """Blocks that a live sequence or a pinned prefix refers to."""
+    """Blocks that a live sequence or a registered prefix refers to."""
     num_cached_blocks: int = 0
     """Free blocks whose content can still be hit by a prefix (evictable). Not among the used ones."""
     num_shared_blocks: int = 0
     """Blocks with more than one owner."""
-    num_pinned_blocks: int = 0
+    num_registered_blocks: int = 0
     """Blocks of registered prefixes; they count as used."""
     num_logical_blocks: int = 0
-    """Blocks that the live sequences and the pinned prefixes would use if they shared none: the entries of all block
-    tables."""
+    """Blocks that the live sequences and the registered prefixes would use if they shared none: the entries of all
+    block tables."""
     num_stored_tokens: int = 0
     """Slots of used blocks that hold a token's keys and values; shared ones count once, every KV group counts."""
     num_reserved_slots: int = 0

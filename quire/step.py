@@ -6,7 +6,7 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; create `branches`; write `chosen_tokens`;
+Order of effects of one plan: drop `released` rows; create `new_sequences`; create `branches`; write `token_overrides`;
 run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over
 the scheduled tokens; create `forks`; sample.
 
@@ -49,7 +49,7 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
     bad_token_sequences: list[list[int]]
     num_candidates: int = 0
     """Of a beam: the best next tokens to return with their scores. The first of them is the row's token until
-    `StepPlan.chosen_tokens` names another."""
+    `StepPlan.token_overrides` names another."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):
@@ -93,9 +93,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block)"""
-    branches: list[SequenceFork] = []
+    beam_reorders: list[SequenceFork] = []
     """Beams that begin as copies of others. A child may have the id of a sequence that this plan releases."""
-    chosen_tokens: list[tuple[int, int]] = []
+    token_overrides: list[tuple[int, int]] = []
     """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
     disk_stores: list[tuple[int, int, bytes]] = []
     """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
@@ -180,6 +180,6 @@ class StepResult(msgspec.Struct, array_like=True):
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     disk: DiskReport | None = None
     """Set when the disk tier has something to report."""
-    damaged: list[int] = []
+    nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they
     asked for besides is left out."""

@@ -363,7 +363,7 @@ def test_a_registered_prefix_is_hit_to_the_last_token_and_kept(llm: LLM) -> None
     llm.reset_prefix_cache()
     prefix_id = llm.register_prefix(prefix)
     salted = llm.register_prefix({"prompt_token_ids": prefix}, cache_salt="tenant")
-    assert llm.stats()["num_pinned_blocks"] == llm.stats()["num_used_blocks"] == 6
+    assert llm.stats()["num_registered_blocks"] == llm.stats()["num_used_blocks"] == 6
     first_tokens(llm, [[60 + index % 30] * 100 for index in range(20)])
     llm.reset_prefix_cache()
     [output] = llm.generate([prompt], GREEDY)

@@ -20,7 +20,7 @@ from quire.engine.messages import (
     EngineFailed,
     EngineOutputs,
     EngineReady,
-    Refusal,
+    RequestRejected,
     Shutdown,
 )
 from quire.kv_cache import snapshot
@@ -75,7 +75,7 @@ REQUEST = EngineRequest(
     cache_salt="tenant",
     priority=-2,
     first_index=6,
-    pin=True,
+    register_prefix=True,
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -89,7 +89,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
-REFUSAL = Refusal("r-2", "too long", param="prompt", is_asleep=True)
+REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True)
 DISK_REPORT = DiskReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
@@ -123,8 +123,8 @@ EXAMPLES: list[msgspec.Struct] = [
         released=[3],
         swap_out=[(4, 2)],
         swap_in=[(3, 5)],
-        branches=[SequenceFork(8, 10, SAMPLING)],
-        chosen_tokens=[(8, 77), (10, 78)],
+        beam_reorders=[SequenceFork(8, 10, SAMPLING)],
+        token_overrides=[(8, 77), (10, 78)],
         disk_stores=[(2, 1, b"\x01" * 32)],
         disk_loads=[(0, b"\xff" * 32, 7)],
         awaits_disk=True,
@@ -139,7 +139,7 @@ EXAMPLES: list[msgspec.Struct] = [
         prompt_logprobs={8: PROMPT_LOGPROBS},
         candidates={0: CANDIDATES},
         disk=DISK_REPORT,
-        damaged=[42],
+        nonfinite=[42],
     ),
     UPDATE,
     TIMING,
@@ -154,7 +154,7 @@ EXAMPLES: list[msgspec.Struct] = [
     SNAPSHOT,
     RESULT,
     REFUSAL,
-    EngineOutputs([UPDATE], stats=STATS, results=[RESULT], refusals=[REFUSAL]),
+    EngineOutputs([UPDATE], stats=STATS, results=[RESULT], rejections=[REFUSAL]),
     EngineReady(max_model_len=128, num_blocks=40, block_size=16, seconds={"load": 0.5}, backend="native"),
     EngineFailed("bad value", is_user_error=True, error_type="ConfigError", param="dtype", summary="bad"),
 ]

@@ -23,11 +23,11 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.manager import SequenceBlocks
+from quire.kv_cache.manager import BlockTable
 from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.branching import Branching, hypothesis_updates
+from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
@@ -55,10 +55,10 @@ class _Copy(NamedTuple):
 class _OwnRegions:
     """Stands for the KV cache while beams fork. Nothing is shared: `_follow` then gives each child its own region."""
 
-    def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
+    def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         return parent
 
-    def free(self, blocks: SequenceBlocks) -> None:
+    def free(self, blocks: BlockTable) -> None:
         """The place keeps its region for the next beam."""
 
 
@@ -79,7 +79,7 @@ class ContiguousScheduler(ABC):
         self._rows: list[Request] = []
         """Requests that have regions, in their order."""
         self._deadlines = Deadlines()
-        self._branching = Branching()
+        self._beam_reorder = BeamReorder()
         self._copies: list[_Copy] = []
         """Of children that begin with their parent's table on the workers, due with the next plan."""
         self._untold: dict[Sequence, list[int]] = {}
@@ -101,12 +101,12 @@ class ContiguousScheduler(ABC):
 
     def add(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises UserError (PromptTooLongError when it could never run), also for what these systems
-        do not have: priorities and pinned prefixes."""
+        do not have: priorities and registered prefixes."""
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         if source.priority:
             raise UserError("the baseline serves in order of arrival: it knows no priority", param="priority")
-        if source.pin:
+        if source.register_prefix:
             raise UserError("the baseline has no prefix cache to pin in", param="prefix_id")
         request = Request(source, now, arrival_number=next(self._arrivals))
         self._refuse_impossible(request)
@@ -182,7 +182,7 @@ class ContiguousScheduler(ABC):
         assert not self.has_requests, "rows of live requests"
         self._released = []
 
-    def unpin(self, name: str) -> int:
+    def unregister_prefix(self, name: str) -> int:
         raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
 
     def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
@@ -210,7 +210,7 @@ class ContiguousScheduler(ABC):
 
     def _drop(self, sequence: Sequence) -> None:
         """Give back a sequence's region, and its row if the workers know it."""
-        if sequence.blocks is not None and self._branching.forget(sequence):
+        if sequence.blocks is not None and self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
         sequence.blocks = None
         self.kv.release(sequence.seq_id)
@@ -231,7 +231,7 @@ class ContiguousScheduler(ABC):
                 builder.new_blocks[sequence.seq_id] = [blocks]
         for due in copies:
             self._copy(builder, due)
-        plan = builder.build(self._released, *self._branching.take())
+        plan = builder.build(self._released, *self._beam_reorder.take())
         self._released = []
         self._in_flight[plan.step_id] = _Flight(builder.sequences, builder.samples)
         self._stats.steps_total += 1
@@ -305,8 +305,8 @@ class ContiguousScheduler(ABC):
         """Take the result of the oldest plan in flight: append tokens, stop, give regions back."""
         flight = self._in_flight.pop(result.step_id)
         updates: list[SequenceUpdate] = []
-        if result.damaged:
-            for request in live_requests(flight.sequences + flight.samples, result.damaged):
+        if result.nonfinite:
+            for request in live_requests(flight.sequences + flight.samples, result.nonfinite):
                 updates += early_end(request, FinishReason.ERROR, now)
                 self._end(request, request.live_sequences, FinishReason.ERROR)
         for position, (sequence, token_id) in enumerate(zip(flight.samples, result.token_ids, strict=True)):
@@ -348,7 +348,7 @@ class ContiguousScheduler(ABC):
                 describe(update, request, now)
             self._end(request, request.live_sequences, updates[0].finish_reason or FinishReason.STOP)
             return updates
-        self._released += [each.seq_id for each in self._branching.follow(search, children, _OwnRegions())]
+        self._released += [each.seq_id for each in self._beam_reorder.follow(search, children, _OwnRegions())]
         for sequence in search.sequences:
             own = self.kv.blocks(sequence.seq_id)
             if sequence.blocks is not None and sequence.blocks is not own:
@@ -406,7 +406,7 @@ class ContiguousScheduler(ABC):
         self.kv.check({sequence.seq_id for sequence in holders})
         with_rows = [sequence for sequence in holders if sequence.blocks is not None]
         assert all(s.blocks is self.kv.blocks(s.seq_id) for s in with_rows), "a sequence writes to another's region"
-        self._branching.check(with_rows)
+        self._beam_reorder.check(with_rows)
         assert len(holders) <= self._max_num_seqs
         assert len(self._requests) == len(self._waiting) + sum(bool(r.live_sequences) for r in self._rows)
         accounts = self.accounts()

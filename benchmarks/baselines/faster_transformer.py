@@ -16,7 +16,7 @@ from benchmarks.baselines.contiguous import ContiguousScheduler
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.manager import SequenceBlocks
+from quire.kv_cache.manager import BlockTable
 from quire.request import Request, RequestStatus, Sequence
 from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder
@@ -78,7 +78,7 @@ class FasterTransformerScheduler(ContiguousScheduler):
         padding = Sequence(next(self._seq_ids), 0, leader.request, _PADDING)
         padding.token_ids = [PAD_TOKEN] * (num_tokens + 1)  # one is left over, so that nothing is sampled
         used = unused[: -(-num_tokens // size)]
-        padding.blocks = SequenceBlocks([used], len(used) * size, None)
+        padding.blocks = BlockTable([used], len(used) * size, None)
         builder.add_row(padding)
         builder.new_sequences[padding.seq_id].num_prompt_tokens = len(padding.token_ids)
         builder.schedule(padding, num_tokens)

@@ -12,7 +12,7 @@ from benchmarks.baselines.buddy import BuddyAllocator, Chunk
 from quire.errors import ConfigError
 from quire.kv_cache.block_pool import FREE_STATE
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.manager import SequenceBlocks
+from quire.kv_cache.manager import BlockTable
 from quire.kv_cache.spec import SlidingWindowSpec
 
 
@@ -24,7 +24,7 @@ class Region:
     chunk: Chunk
     num_reserved: int
     num_final: int
-    blocks: SequenceBlocks
+    blocks: BlockTable
 
 
 @dataclass(slots=True)
@@ -86,11 +86,11 @@ class Regions:
         for seq_id, chunk in zip(seq_ids, chunks, strict=True):
             first = NULL_BLOCK + 1 + chunk.start
             table = list(range(first, first + chunk.requested))
-            blocks = SequenceBlocks([table], len(table) * self.block_size, None)
+            blocks = BlockTable([table], len(table) * self.block_size, None)
             self._regions[seq_id] = Region(chunk, num_slots, num_final, blocks)
         return True
 
-    def blocks(self, seq_id: int) -> SequenceBlocks:
+    def blocks(self, seq_id: int) -> BlockTable:
         """The table of a sequence's own region."""
         return self._regions[seq_id].blocks
 

@@ -163,8 +163,8 @@ def _run(
     started = time.perf_counter()
     while core.has_work:
         outputs = core.step()
-        for refusal in outputs.refusals:
-            raise QuireError(f"the engine refused {refusal.request_id}: {refusal.message}")
+        for rejected in outputs.rejections:
+            raise QuireError(f"the engine refused {rejected.request_id}: {rejected.message}")
         for update in outputs.updates:
             tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
         stats = core.stats()

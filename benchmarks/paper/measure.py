@@ -109,8 +109,8 @@ def run(
     usage, stats = Usage(), before
     while core.has_work:
         outputs = core.step()
-        for refusal in outputs.refusals:
-            raise QuireError(f"the engine refused {refusal.request_id}: {refusal.message}")
+        for rejected in outputs.rejections:
+            raise QuireError(f"the engine refused {rejected.request_id}: {rejected.message}")
         num_finished, stats = stats.finished_requests_total, core.stats()
         on_done(stats.finished_requests_total - num_finished)
         if stats.num_used_blocks:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 

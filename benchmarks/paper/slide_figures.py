@@ -8,7 +8,7 @@ from benchmarks.paper.launches import EAGER, FULL, PIECEWISE, decode, step_secon
 from quire.kv_cache.layout import group_layers
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import find_shape
 
 _TIMINGS = (KernelTiming(16, 256), KernelTiming(4, 1024))

@@ -175,8 +175,8 @@ def drive(
             continue
         outputs = core.step()
         now = clock.now() - began
-        if outputs.refusals:
-            raise SystemExit(f"the engine refused a request: {outputs.refusals[0].message}")
+        if outputs.rejections:
+            raise SystemExit(f"the engine refused a request: {outputs.rejections[0].message}")
         for update in outputs.updates:
             first.setdefault(update.request_id, now)
             if update.finish_reason is not None:

@@ -20,8 +20,8 @@ from typing import Any
 from quire.simulator.cost import CostModel
 from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
 from quire.simulator.hardware import Hardware, find
-from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
+from quire.simulator.parallel_config import Layout
 from quire.simulator.replica import EngineSettings, simulate
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.trace import TraceRequest

@@ -22,7 +22,7 @@ from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, profiles
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes

@@ -131,7 +131,7 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError for what contradicts itself."""
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
-    from quire.simulator.layout import Layout
+    from quire.simulator.parallel_config import Layout
     from quire.simulator.scenario import Scenario
     from quire.simulator.shape import find_shape
 

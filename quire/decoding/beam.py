@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.manager import SequenceBlocks
+from quire.kv_cache.manager import BlockTable
 from quire.request import FinishReason, Request, Sequence
 from quire.step import Candidates, SequenceFork, TokenLogprobs
 
@@ -187,9 +187,9 @@ class BeamSearch:
 class BlockSharing(Protocol):
     """What beams need of the KV cache (KVCacheManager)."""
 
-    def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks: ...
+    def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable: ...
 
-    def free(self, blocks: SequenceBlocks) -> None: ...
+    def free(self, blocks: BlockTable) -> None: ...
 
 
 class Followed(NamedTuple):
@@ -199,7 +199,7 @@ class Followed(NamedTuple):
     """Had a row, whose beam died. The row goes before the forks come."""
     forks: list[SequenceFork]
     """Places that were taken, by a copy of another row."""
-    chosen_tokens: dict[int, int]
+    token_overrides: dict[int, int]
     """seq_id of every live beam -> its new token."""
 
 
@@ -237,12 +237,12 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
     live = set(holder_of.values())
     request.sequences.sort(key=lambda sequence: (sequence not in live, sequence.seq_id))
     has_rows = search.beams[0].sequence.blocks is not None
-    request.unforked = [each for each in request.sequences if each not in live] if has_rows else []
+    request.pending_forks = [each for each in request.sequences if each not in live] if has_rows else []
     chosen = {beam.sequence.seq_id: beam.sequence.token_ids[-1] for beam in search.beams} if has_rows else {}
     return Followed(dropped, forks, chosen)
 
 
-def _copy(parent: Sequence, kv: BlockSharing) -> tuple[list[int], SequenceBlocks | None, HashChain | None, int]:
+def _copy(parent: Sequence, kv: BlockSharing) -> tuple[list[int], BlockTable | None, HashChain | None, int]:
     """Tokens, blocks, hash chain and number of computed tokens of a beam that begins as `parent` is."""
     blocks, chain = None, parent.chain
     if parent.blocks is not None:

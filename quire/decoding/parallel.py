@@ -57,9 +57,9 @@ def num_shared_tokens(request: Request) -> int:
 def waiting_siblings(request: Request) -> list[Sequence]:
     """Those of the sequences without a row that will fork from the first: not the places that hold no beam."""
     if request.beam_search is None:
-        return list(request.unforked)
+        return list(request.pending_forks)
     beams = request.beam_search.sequences
-    return [sequence for sequence in request.unforked if sequence in beams]
+    return [sequence for sequence in request.pending_forks if sequence in beams]
 
 
 def fork_siblings(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, SequenceFork]]:
@@ -77,6 +77,6 @@ def fork_siblings(parent: Sequence, kv: KVCacheManager) -> list[tuple[Sequence, 
         child.num_computed_tokens = num_shared
         history = list(child.token_ids) if child.num_output_tokens else None
         forks.append((child, SequenceFork(parent.seq_id, child.seq_id, child.sampling, history)))
-        request.unforked.remove(child)
+        request.pending_forks.remove(child)
     request.fork_position = None
     return forks

@@ -247,8 +247,8 @@ class AsyncLLM:
         return name
 
     async def unregister_prefix(self, prefix_id: str) -> int:
-        """Let go of a registered prefix; returns how many blocks are pinned no more. Raises UserError for an id that is
-        not registered."""
+        """Let go of a registered prefix; returns how many blocks no longer belong to a registered prefix. Raises
+        UserError for an id that is not registered."""
         value = await self.call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
         return value
@@ -513,11 +513,11 @@ class AsyncLLM:
                 failed.last.request_id = stream.request_id
                 delivery.failures.append((stream, failed.error))
                 delivery.last_outputs.append(failed.last)
-            for refusal in outputs.refusals:
-                refused = self._forget(refusal.request_id)
+            for rejected in outputs.rejections:
+                refused = self._forget(rejected.request_id)
                 if refused is not None:
                     self._front_end.output_processor.abort(refused.key)
-                    delivery.failures.append((refused, refusal.error()))
+                    delivery.failures.append((refused, rejected.error()))
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:

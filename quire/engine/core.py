@@ -15,7 +15,7 @@ from quire.engine.messages import (
     ClientMessage,
     EngineOutputs,
     EngineReady,
-    Refusal,
+    RequestRejected,
     Shutdown,
 )
 from quire.engine.sleep import Sleep
@@ -63,7 +63,7 @@ class EngineCore:
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
         self._in_flight: deque[Future[StepResult]] = deque()
-        self._refusals: list[Refusal] = []
+        self._rejections: list[RequestRejected] = []
         self._next_check = 0.0
         self._is_stepping = False
 
@@ -113,7 +113,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._in_flight or self._refusals or self.scheduler.has_requests or self.scheduler.has_transfers)
+        return bool(self._in_flight or self._rejections or self.scheduler.has_requests or self.scheduler.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
         """Take one message. A Call is answered by the return value; a refused request by the next `step`."""
@@ -123,9 +123,9 @@ class EngineCore:
                     self._sleep.check_awake()
                     self.scheduler.add(request, self._clock.now())
                 except UserError as error:
-                    self._refusals.append(Refusal(request.request_id, error.message, error.param))
+                    self._rejections.append(RequestRejected(request.request_id, error.message, error.param))
                 except EngineAsleepError as error:
-                    self._refusals.append(Refusal(request.request_id, str(error), is_asleep=True))
+                    self._rejections.append(RequestRejected(request.request_id, str(error), is_asleep=True))
             case Abort(request_id, index):
                 self.scheduler.abort(request_id, index)
             case Call(call_id, method, argument):
@@ -140,13 +140,13 @@ class EngineCore:
         Nobody needs to wake the loop for a time limit: while a request lives, waiting or running, there is work.
         """
         self._is_stepping = True
-        outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), refusals=self._refusals)
+        outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), rejections=self._rejections)
         while len(self._in_flight) < self._queue_depth:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
             self._in_flight.append(self._executor.execute(plan))
-        self._refusals = []
+        self._rejections = []
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
@@ -217,7 +217,7 @@ class EngineCore:
             case "reset_prefix_cache":
                 return CallResult(call_id, self.scheduler.kv.reset_prefix_cache())
             case "unregister_prefix":
-                return CallResult(call_id, self.scheduler.unpin(argument))
+                return CallResult(call_id, self.scheduler.unregister_prefix(argument))
             case "sleep":
                 self._sleep.fall_asleep(argument)
                 return CallResult(call_id, self._sleep.level)

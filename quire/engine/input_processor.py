@@ -124,7 +124,7 @@ class InputProcessor:
         )
 
     def process_prefix(self, request_id: str, prefix: Prompt, *, cache_salt: str = "") -> EngineRequest:
-        """Make the request that computes a prefix and pins it under `request_id`. Raises as `process`.
+        """Make the request that computes a prefix and registers it as `request_id`. Raises as `process`.
 
         It takes no number of its own, so that the seeds of other requests are what they were without it.
         """
@@ -137,7 +137,7 @@ class InputProcessor:
             max_tokens=1,
             seed=0,
             cache_salt=cache_salt,
-            pin=True,
+            register_prefix=True,
         )
 
     def render_chat(

@@ -59,7 +59,7 @@ class CallResult(msgspec.Struct, array_like=True):
         raise UserError(self.error, param=param)
 
 
-class Refusal(msgspec.Struct, array_like=True):
+class RequestRejected(msgspec.Struct, array_like=True):
     """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
     Nothing was queued."""
 
@@ -80,8 +80,8 @@ class EngineOutputs(msgspec.Struct, tag="outputs", array_like=True):
     stats: EngineStats | None = None
     """Attached to every message that an engine sends (quire/engine/loop.py)."""
     results: list[CallResult] = []
-    refusals: list[Refusal] = []
-    """Answer the caller with `Refusal.error`; the front end drops its state of the request."""
+    rejections: list[RequestRejected] = []
+    """Answer the caller with `RequestRejected.error`; the front end drops its state of the request."""
 
 
 class EngineReady(msgspec.Struct, tag="ready", array_like=True):

@@ -76,7 +76,7 @@ class Sleep:
             raise UserError(
                 f"the engine cannot sleep while requests live: {stats.num_running} run and {stats.num_waiting} wait"
             )
-        if stats.num_pinned_blocks:
+        if stats.num_registered_blocks:
             raise UserError("the engine cannot sleep while prefixes are registered: unregister them first")
         if not self._finish_transfers():
             raise UserError("the engine cannot sleep yet: blocks are still on their way to disk")

@@ -28,7 +28,7 @@ class InProcessExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._lane: Lane = ThreadLane("quire-worker") if config.scheduler.queue_depth > 1 else InlineLane()
+        self._lane: Lane = WorkerThread("quire-worker") if config.scheduler.queue_depth > 1 else InlineWorkerThread()
         self._worker: Worker | None = Worker(config)
 
     def load(self) -> list[LayerSpec]:
@@ -83,7 +83,7 @@ class Lane(Protocol):
         ...
 
 
-class InlineLane:
+class InlineWorkerThread:
     """Runs each call at once, on the caller's thread."""
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
@@ -97,7 +97,7 @@ class InlineLane:
         """Nothing is ever outstanding."""
 
 
-class ThreadLane:
+class WorkerThread:
     """Runs the calls on one daemon thread, which holds a reference to nothing but the call it runs."""
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.layout import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from quire.kv_cache.manager import SequenceBlocks
+    from quire.kv_cache.manager import BlockTable
     from quire.kv_cache.prefix_index import PrefixIndex
 
 
@@ -32,7 +32,7 @@ class Footprint(NamedTuple):
 class HostPool:
     """Block ids from 1 to `num_blocks`; `NULL_BLOCK` means the same in host tables as in device tables.
 
-    While a sequence is here, its `SequenceBlocks.tables` name host blocks. All else that it keeps (capacity, hash
+    While a sequence is here, its `BlockTable.tables` name host blocks. All else that it keeps (capacity, hash
     chain, whether its tail is shared) stays as it was.
     """
 
@@ -44,18 +44,18 @@ class HostPool:
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
         """indexes: what is cached on the device; host_indexes: what is here, in blocks that no swapped sequence needs
-        (quire/kv_cache/offload.py)."""
+        (quire/kv_cache/connector.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)
-        self._swapped: dict[int, SequenceBlocks] = {}
+        self._swapped: dict[int, BlockTable] = {}
 
     @property
     def num_sequences(self) -> int:
         """Sequences whose blocks are here."""
         return len(self._swapped)
 
-    def swap_out(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]] | None:
+    def swap_out(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]] | None:
         """Move all blocks of a request here. Returns (device block, host block) of each, or None, having changed
         nothing, when there is no room for all of them."""
         sources = _distinct_blocks(sequences)
@@ -78,18 +78,18 @@ class HostPool:
             self._swapped[id(blocks)] = blocks
         return [(block, host_of[block]) for block in sources]
 
-    def reused_blocks(self, sequences: Sequence[SequenceBlocks]) -> set[int]:
+    def reused_blocks(self, sequences: Sequence[BlockTable]) -> set[int]:
         """The device blocks that `swap_in` would take instead of copying."""
         return set(self._cached(sequences).values())
 
-    def blocks_to_return(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int, int]:
+    def blocks_to_return(self, sequences: Sequence[BlockTable]) -> tuple[int, int, int]:
         """What `swap_in` would do: (device blocks allocated, evictable ones taken besides, blocks held afterwards)."""
         found = self._cached(sequences)
         reused = set(found.values())
         num_fresh = len(_distinct_blocks(sequences)) - len(found)
         return num_fresh, sum(self._device.is_evictable(block) for block in reused), num_fresh + len(reused)
 
-    def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
+    def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
         """Give a request device blocks again, shared as they were. Returns (host block, device block) of those whose
         content has to be copied; a block that the prefix index still holds on the device is owned again instead.
 
@@ -116,7 +116,7 @@ class HostPool:
             self._device.release(block)
         return list(fresh.items())
 
-    def free(self, blocks: SequenceBlocks) -> None:
+    def free(self, blocks: BlockTable) -> None:
         """A sequence that is here has ended."""
         del self._swapped[id(blocks)]
         for table in blocks.tables:
@@ -125,10 +125,10 @@ class HostPool:
                     self.blocks.release(block)
         blocks.tables = []
 
-    def __contains__(self, blocks: SequenceBlocks) -> bool:
+    def __contains__(self, blocks: BlockTable) -> bool:
         return id(blocks) in self._swapped
 
-    def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
+    def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
         """What swapping a request that is on the device would move (see Footprint). Changes nothing."""
         distinct = _distinct_blocks(sequences)
         owned = dict.fromkeys(distinct, 0)
@@ -151,9 +151,9 @@ class HostPool:
             owners[block] = owners.get(block, 0) + 1
         self.blocks.check(owners)
         for blocks in self._swapped.values():
-            assert blocks.promised is None, "a swapped sequence promises a block"
+            assert blocks.pending_hash is None, "a swapped sequence promises a block"
 
-    def _cached(self, sequences: Sequence[SequenceBlocks]) -> dict[int, int]:
+    def _cached(self, sequences: Sequence[BlockTable]) -> dict[int, int]:
         """Host block -> device block of equal content, where the prefix index has one."""
         found: dict[int, int] = {}
         for blocks in sequences:
@@ -168,17 +168,17 @@ class HostPool:
         return found
 
 
-def _blocks(sequences: Iterable[SequenceBlocks]) -> Iterator[int]:
+def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
     """The blocks of every table, as often as they occur."""
     return (block for blocks in sequences for table in blocks.tables for block in table if block != NULL_BLOCK)
 
 
-def _distinct_blocks(sequences: Iterable[SequenceBlocks]) -> list[int]:
+def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
     """The blocks of every table, each once, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))
 
 
-def _num_leading(blocks: SequenceBlocks, known: Iterable[int]) -> int:
+def _num_leading(blocks: BlockTable, known: Iterable[int]) -> int:
     """Leading committed blocks that are `known` in every group, where they were not given up."""
     for number in range(blocks.num_committed):
         for table in blocks.tables:

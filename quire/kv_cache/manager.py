@@ -1,4 +1,4 @@
-"""The one face of the KV cache that the scheduler sees: match, begin, append, fork, commit, swap, free, check.
+"""The one face of the KV cache that the scheduler sees: match, allocate, fork, cache, swap, free, check.
 
 Block ids are opaque to the scheduler; it passes them into the plan. All calls either succeed or change nothing.
 """
@@ -10,21 +10,21 @@ from collections.abc import Iterable, Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
 from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.offload import LowerTiers, NoTiers, OffloadTiers
-from quire.kv_cache.pins import PinnedPrefix, Pins
+from quire.kv_cache.pending_blocks import PendingBlocks
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.prefix_loader import PrefixLoader
-from quire.kv_cache.promises import Promises
+from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
 from quire.kv_cache.spec import SlidingWindowSpec
 
 
-class SequenceBlocks:
+class BlockTable:
     """The block tables of one sequence: per group, logical index -> physical block. Owned by the manager."""
 
-    __slots__ = ("capacity", "chain", "num_committed", "promised", "tables", "tail_shared")
+    __slots__ = ("capacity", "chain", "num_committed", "pending_hash", "tables", "tail_shared")
 
     def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
         self.tables = tables
@@ -33,14 +33,14 @@ class SequenceBlocks:
         self.chain = chain
         self.num_committed = 0
         """Leading blocks whose content was offered to the prefix index."""
-        self.promised: bytes | None = None
+        self.pending_hash: bytes | None = None
         """Hash of the block that this sequence offers next, if its tokens are known already."""
         self.tail_shared = False
         """The last, partly filled block may have other owners: copy before writing (paper §4.4)."""
 
 
-class Growth:
-    """What `append` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
+class BlockAllocation:
+    """What `allocate_slots` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
 
     __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
@@ -70,13 +70,13 @@ class KVCacheManager:
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
-        self.tiers: LowerTiers = NoTiers()
+        self.connector: KVConnector = NoConnector()
         if enable_offload:
-            self.tiers = OffloadTiers(self._indexes, self.host.blocks, host_indexes)
-        self.loader = PrefixLoader(self.pool, self._indexes, self._rules, self.tiers, layout.block_size)
-        self._live: dict[int, SequenceBlocks] = {}
-        self._promises = Promises()
-        self._pins = Pins(layout.block_size)
+            self.connector = OffloadConnector(self._indexes, self.host.blocks, host_indexes)
+        self.loader = PrefixLoader(self.pool, self._indexes, self._rules, self.connector, layout.block_size)
+        self._live: dict[int, BlockTable] = {}
+        self._pending_blocks = PendingBlocks()
+        self._registered = RegisteredPrefixes(layout.block_size)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -85,19 +85,19 @@ class KVCacheManager:
         return HashChain(self.block_size, salt) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Tokens (at most `max_tokens`) whose KV is cached in every group: whole blocks, or a longer pinned prefix with
-        its partial last one. Changes nothing."""
+        """Tokens (at most `max_tokens`) whose KV is cached in every group: whole blocks, or a longer registered prefix
+        with its partial last one. Changes nothing."""
         num_blocks = max_tokens // self.block_size
         if chain is None:
             return 0
         chain.extend(token_ids, num_blocks)
         num_tokens = agreed_hit(self._rules, self._indexes, chain.hashes[1:], num_blocks) * self.block_size
-        pin = self._pins.longest(chain, token_ids, max_tokens, num_tokens + 1)
-        return num_tokens if pin is None else pin.num_tokens
+        prefix = self._registered.longest(chain, token_ids, max_tokens, num_tokens + 1)
+        return num_tokens if prefix is None else prefix.num_tokens
 
-    def find_computing(
+    def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
-    ) -> tuple[SequenceBlocks, int] | None:
+    ) -> tuple[BlockTable, int] | None:
         """Who computes the block right behind a hit, and how many leading blocks it shares with the chain.
 
         `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when nobody does.
@@ -105,19 +105,20 @@ class KVCacheManager:
         block, limit = num_cached_tokens // self.block_size, max_tokens // self.block_size
         if chain is None or block >= limit:
             return None
-        leader = self._promises.find(chain.block_hash(block))
+        leader = self._pending_blocks.find(chain.block_hash(block))
         if leader is None or leader.chain is None:
             return None
         return leader, min(limit, leader.chain.num_shared(chain))
 
-    def is_computing(self, blocks: SequenceBlocks, num_blocks: int) -> bool:
+    def is_pending_in(self, blocks: BlockTable, num_blocks: int) -> bool:
         """Whether a sequence lives and has yet to commit some of its first `num_blocks` blocks."""
-        return blocks.promised is not None and blocks.num_committed < num_blocks
+        return blocks.pending_hash is not None and blocks.num_committed < num_blocks
 
     def room_after_match(
         self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int] = ()
     ) -> tuple[int, int]:
-        """(allocatable blocks left after `begin` with this hit, blocks that the hit itself holds for good)."""
+        """(allocatable blocks left after `allocate_prefix` with this hit, blocks that the hit itself holds for
+        good)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
             for table in self._hit_tables(chain, num_tokens, token_ids):
@@ -129,13 +130,13 @@ class KVCacheManager:
         return free, held
 
     def hit_blocks(self, chain: HashChain | None, num_tokens: int, token_ids: Sequence[int]) -> set[int]:
-        """The device blocks that a hit of `num_tokens` (as for `begin`) would own."""
+        """The device blocks that a hit of `num_tokens` (as for `allocate_prefix`) would own."""
         if chain is None or not num_tokens:
             return set()
         tables = self._hit_tables(chain, num_tokens, token_ids)
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
-    def num_freed_by(self, sequences: Iterable[SequenceBlocks], kept: set[int]) -> int:
+    def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
         """Blocks, those in `kept` not counted, that nobody else would own if these sequences gave theirs up."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
@@ -148,31 +149,33 @@ class KVCacheManager:
 
     # -- owning -----------------------------------------------------------------------------------------------------
 
-    def begin(self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()) -> SequenceBlocks:
+    def allocate_prefix(
+        self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()
+    ) -> BlockTable:
         """Start a sequence that owns the blocks of a hit (`num_cached_tokens` as `match_prefix` returned it).
 
-        token_ids: as for `match_prefix`; needed where prefixes are pinned. The partial last block of one is shared
-        until the first `append`, which copies it.
+        token_ids: as for `match_prefix`; needed where prefixes are registered. The partial last block of one is shared
+        until the first `allocate_slots`, which copies it.
         """
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens, token_ids)
             for group, table in enumerate(tables):
                 first = table.count(NULL_BLOCK)
-                self.tiers.reuse(group, chain.hashes[first + 1 : len(table) + 1])
+                self.connector.reuse(group, chain.hashes[first + 1 : len(table) + 1])
         else:
             tables = [[] for _ in self._rules]
         for table in tables:
             for block in table:
                 if block != NULL_BLOCK:
                     self.pool.share(block)
-        blocks = SequenceBlocks(tables, len(tables[0]) * self.block_size, chain)
+        blocks = BlockTable(tables, len(tables[0]) * self.block_size, chain)
         blocks.num_committed = num_cached_tokens // self.block_size
         blocks.tail_shared = num_cached_tokens < blocks.capacity
         self._live[id(blocks)] = blocks
-        self._promises.renew(blocks)
+        self._pending_blocks.renew(blocks)
         return blocks
 
-    def append(self, blocks: SequenceBlocks, start: int, end: int) -> Growth | None:
+    def allocate_slots(self, blocks: BlockTable, start: int, end: int) -> BlockAllocation | None:
         """Make slots for positions start .. end - 1 writable by this sequence alone.
 
         Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
@@ -191,9 +194,9 @@ class KVCacheManager:
                 if tail < len(table) and pool.ref_counts[table[tail]] > 1
             ]
         needed = num_new * len(blocks.tables) + len(copied_groups)
-        if needed > pool.num_allocatable and not (self.loader.let_go() and needed <= pool.num_allocatable):
+        if needed > pool.num_allocatable and not (self.loader.release() and needed <= pool.num_allocatable):
             return None
-        growth = Growth([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
+        growth = BlockAllocation([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
         blocks.tail_shared = False
         for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
             table.extend(new)
@@ -206,8 +209,8 @@ class KVCacheManager:
             growth.copies.append((source, table[tail]))
         return growth
 
-    def undo(self, blocks: SequenceBlocks, growth: Growth) -> None:
-        """Take back the last `append` of a sequence, whose plan is given up; the latest one first where several
+    def rollback(self, blocks: BlockTable, growth: BlockAllocation) -> None:
+        """Take back the last `allocate_slots` of a sequence, whose plan is given up; the latest one first where several
         sequences grew. What had left a window stays given back."""
         for (group, index, copy), (source, _) in zip(growth.replaced, growth.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
@@ -221,7 +224,7 @@ class KVCacheManager:
         blocks.capacity -= len(growth.new_blocks[0]) * self.block_size
         blocks.tail_shared = growth.tail_was_shared
 
-    def fork(self, parent: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
+    def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
         assert parent.capacity - self.block_size < num_tokens <= parent.capacity, "fork in the middle of a table"
         for table in parent.tables:
@@ -232,21 +235,21 @@ class KVCacheManager:
         chain = parent.chain
         if chain is not None:
             chain = chain.fork(min(num_full, len(chain.hashes) - 1))
-        child = SequenceBlocks([list(table) for table in parent.tables], parent.capacity, chain)
+        child = BlockTable([list(table) for table in parent.tables], parent.capacity, chain)
         child.num_committed = min(parent.num_committed, num_full)
         if num_tokens % self.block_size:
             child.tail_shared = parent.tail_shared = True
         self._live[id(child)] = child
         return child
 
-    def commit(self, blocks: SequenceBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+    def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index."""
         chain = blocks.chain
         num_full = num_computed // self.block_size
         if chain is None or num_full <= blocks.num_committed:
             return
         chain.extend(token_ids, num_full)
-        offer, hashes = self.tiers.offer, chain.hashes
+        offer, hashes = self.connector.offer, chain.hashes
         groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, strict=True))
         for block in range(blocks.num_committed, num_full):
             block_hash = hashes[block + 1]
@@ -255,12 +258,10 @@ class KVCacheManager:
                     index.add(block_hash, table[block])
                     offer((group, block_hash))
         blocks.num_committed = num_full
-        if blocks.promised is not None:
-            self._promises.renew(blocks)
+        if blocks.pending_hash is not None:
+            self._pending_blocks.renew(blocks)
 
-    def swap_out(
-        self, sequences: Sequence[SequenceBlocks], num_computed: Sequence[int]
-    ) -> list[tuple[int, int]] | None:
+    def swap_out(self, sequences: Sequence[BlockTable], num_computed: Sequence[int]) -> list[tuple[int, int]] | None:
         """Move a request's sequences to the host pool; num_computed: tokens of each whose KV is there to be moved.
 
         Returns (device block, host block) for each block to copy. The device blocks can be handed out at once; until
@@ -269,122 +270,123 @@ class KVCacheManager:
         for blocks, position in zip(sequences, num_computed, strict=True):
             self._release_outside_windows(blocks, position)
         copies = self.host.swap_out(sequences)
-        if copies is None and self.tiers.give_way():
+        if copies is None and self.connector.release_held():
             copies = self.host.swap_out(sequences)
         if copies is not None:
             for blocks in sequences:
                 del self._live[id(blocks)]
-                self._promises.drop(blocks)
+                self._pending_blocks.drop(blocks)
         return copies
 
-    def swap_in(self, sequences: Sequence[SequenceBlocks]) -> list[tuple[int, int]]:
+    def swap_in(self, sequences: Sequence[BlockTable]) -> list[tuple[int, int]]:
         """Bring a request back; the caller has looked at `room_after_swap_in`.
 
         Returns (host block, device block) for each block to copy. Blocks whose content was still on the device are
-        not among them. The others are offered to the prefix index by a `commit` after the copies.
+        not among them. The others are offered to the prefix index by a `cache_blocks` after the copies.
         """
         copies = self.host.swap_in(sequences)
         for blocks in sequences:
             self._live[id(blocks)] = blocks
-            self._promises.renew(blocks)
+            self._pending_blocks.renew(blocks)
         return copies
 
-    def room_after_swap_in(self, sequences: Sequence[SequenceBlocks]) -> tuple[int, int]:
+    def room_after_swap_in(self, sequences: Sequence[BlockTable]) -> tuple[int, int]:
         """(allocatable blocks left after `swap_in`, which must not be negative; blocks that the request then holds)."""
         fresh, evictable, held = self.host.blocks_to_return(sequences)
         return self.pool.num_allocatable - fresh - evictable, held
 
-    def footprint(self, sequences: Sequence[SequenceBlocks]) -> Footprint:
+    def footprint(self, sequences: Sequence[BlockTable]) -> Footprint:
         """What swapping these sequences would move, and what of them recomputation would find. Changes nothing."""
         return self.host.footprint(sequences)
 
-    def free(self, blocks: SequenceBlocks) -> None:
+    def free(self, blocks: BlockTable) -> None:
         """Give up all blocks, last first: of a cached chain the tail is then evicted before its prefix. Also of a
         sequence that is swapped out."""
         if blocks in self.host:
             self.host.free(blocks)
             return
         del self._live[id(blocks)]
-        self._promises.drop(blocks)
+        self._pending_blocks.drop(blocks)
         self._release_all(blocks)
 
-    def forget(self, chain: HashChain | None) -> None:
+    def evict(self, chain: HashChain | None) -> None:
         """Let nobody hit what a sequence has read or computed: its content is in doubt. Who owns such blocks keeps
-        them, and a pinned prefix stays."""
+        them, and a registered prefix stays."""
         for block_hash in () if chain is None else chain.hashes[1:]:
             for group, index in enumerate(self._indexes):
                 block = index.find(block_hash)
-                if block is not None and not self._pins.holds(block):
+                if block is not None and not self._registered.holds(block):
                     self.pool.forget(block)
-                self.tiers.forget((group, block_hash))
+                self.connector.forget((group, block_hash))
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content (blocks in use stay in use). Returns the number of blocks set free."""
         # What is computed now will still be committed, but never be hit without the blocks before it.
         for blocks in self._live.values():
-            self._promises.drop(blocks)
+            self._pending_blocks.drop(blocks)
         self.loader.reset()
         num_dropped = self.pool.drop_cached()
-        for pin in self._pins:
-            self._enter(pin.blocks)
+        for prefix in self._registered:
+            self._enter(prefix.blocks)
         return num_dropped
 
     # -- pinning ----------------------------------------------------------------------------------------------------
 
-    def pin(self, name: str, blocks: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Keep a sequence that has computed exactly `token_ids`, with full blocks committed, as a pinned prefix."""
+    def register_prefix(self, name: str, blocks: BlockTable, token_ids: Sequence[int]) -> None:
+        """Keep a sequence that has computed exactly `token_ids`, with full blocks committed, as a registered prefix."""
         num_tokens = len(token_ids)
         assert blocks.chain is not None
-        assert name not in self._pins
+        assert name not in self._registered
         assert blocks.capacity - self.block_size < num_tokens <= blocks.capacity, "computed more than the prefix"
         del self._live[id(blocks)]
-        self._promises.drop(blocks)
+        self._pending_blocks.drop(blocks)
         num_full = num_tokens // self.block_size
         # Also who shares the full blocks alone shall find what it reads.
         self._release_outside_windows(blocks, num_full * self.block_size)
         self._enter(blocks)
-        self._pins.add(name, PinnedPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :])))
+        self._registered.add(name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :])))
 
-    def unpin(self, name: str) -> int:
-        """Give a pinned prefix up; its full blocks stay cached. Returns how many blocks are pinned no more.
+    def unregister_prefix(self, name: str) -> int:
+        """Give a registered prefix up; its full blocks stay cached. Returns how many blocks no longer belong to a
+        registered prefix.
 
         Raises KeyError for an unknown name.
         """
-        before = self.num_pinned_blocks
-        self._release_all(self._pins.remove(name).blocks)
-        return before - self.num_pinned_blocks
+        before = self.num_registered_blocks
+        self._release_all(self._registered.remove(name).blocks)
+        return before - self.num_registered_blocks
 
-    def pinned_prefixes(self) -> list[tuple[str, PinnedPrefix]]:
-        return self._pins.items()
+    def registered_prefixes(self) -> list[tuple[str, RegisteredPrefix]]:
+        return self._registered.items()
 
-    def is_pinned(self, name: str) -> bool:
-        return name in self._pins
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        return self._pins.num_blocks
+    def is_registered(self, name: str) -> bool:
+        return name in self._registered
 
     @property
-    def num_unpinned_blocks(self) -> int:
+    def num_registered_blocks(self) -> int:
+        return self._registered.num_blocks
+
+    @property
+    def num_unregistered_blocks(self) -> int:
         """Blocks of the pool that sequences can have."""
-        return self.pool.num_usable - self._pins.num_blocks
+        return self.pool.num_usable - self._registered.num_blocks
 
     @property
-    def num_pinned_empty_slots(self) -> int:
-        """Slots of pinned blocks that hold no token, over all groups."""
-        return self._pins.num_empty_slots * self.num_groups
+    def num_registered_empty_slots(self) -> int:
+        """Slots of registered blocks that hold no token, over all groups."""
+        return self._registered.num_empty_slots * self.num_groups
 
     def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:
-        """Blocks that a prompt need never allocate, because it starts with all of a pinned prefix.
+        """Blocks that a prompt need never allocate, because it starts with all of a registered prefix.
 
         Only layers that keep every block count: a window leaves the shared ones behind.
         """
-        if not self.enable_prefix_caching or not self._pins.num_blocks:
+        if not self.enable_prefix_caching or not self._registered.num_blocks:
             return 0
         chain, max_tokens = HashChain(self.block_size, salt), len(token_ids) - 1
         chain.extend(token_ids, max_tokens // self.block_size)
-        pin = self._pins.longest(chain, token_ids, max_tokens)
-        num_full = 0 if pin is None else pin.num_tokens // self.block_size
+        prefix = self._registered.longest(chain, token_ids, max_tokens)
+        num_full = 0 if prefix is None else prefix.num_tokens // self.block_size
         return num_full * self.num_groups_kept
 
     @property
@@ -401,7 +403,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert every invariant of tables, counts, lists and indexes. O(blocks)."""
         owners: dict[int, int] = {}
-        for blocks in (*self._live.values(), *(pin.blocks for pin in self._pins)):
+        for blocks in (*self._live.values(), *(prefix.blocks for prefix in self._registered)):
             assert len(blocks.tables) == len(self._rules)
             for table in blocks.tables:
                 assert len(table) * self.block_size == blocks.capacity, "table and capacity disagree"
@@ -412,18 +414,20 @@ class KVCacheManager:
         self.loader.check(owners)
         self.pool.check(owners)
         host_owners: dict[int, int] = {}
-        self.tiers.check(host_owners)
+        self.connector.check(host_owners)
         self.host.check(host_owners)
-        for pin in self._pins:
-            assert pin.blocks.chain is not None
-            for index, table in zip(self._indexes, pin.blocks.tables, strict=True):
-                for number, block in enumerate(table[: pin.num_tokens // self.block_size]):
-                    found = index.find(pin.blocks.chain.block_hash(number))
-                    assert block in (NULL_BLOCK, found), "a pinned block is not the one that is found"
-        for block_hash, blocks in self._promises.items():
+        for prefix in self._registered:
+            assert prefix.blocks.chain is not None
+            for index, table in zip(self._indexes, prefix.blocks.tables, strict=True):
+                for number, block in enumerate(table[: prefix.num_tokens // self.block_size]):
+                    found = index.find(prefix.blocks.chain.block_hash(number))
+                    assert block in (NULL_BLOCK, found), "a registered block is not the one that is found"
+        for block_hash, blocks in self._pending_blocks.items():
             assert id(blocks) in self._live, "a sequence that is gone promises a block"
             assert blocks.chain is not None
-            assert blocks.promised == block_hash == blocks.chain.block_hash(blocks.num_committed), "a promise is stale"
+            assert blocks.pending_hash == block_hash == blocks.chain.block_hash(blocks.num_committed), (
+                "a promise is stale"
+            )
 
     @property
     def num_live_sequences(self) -> int:
@@ -432,13 +436,13 @@ class KVCacheManager:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _hit_tables(self, chain: HashChain, num_tokens: int, token_ids: Sequence[int]) -> list[list[int]]:
-        pin = self._pins.longest(chain, token_ids, num_tokens, num_tokens) if token_ids else None
-        if pin is not None:
+        prefix = self._registered.longest(chain, token_ids, num_tokens, num_tokens) if token_ids else None
+        if prefix is not None:
             return [
                 [NULL_BLOCK if index < rules.first_needed_block(num_tokens) else block for index, block in enumerate(t)]
-                for rules, t in zip(self._rules, pin.blocks.tables, strict=True)
+                for rules, t in zip(self._rules, prefix.blocks.tables, strict=True)
             ]
-        assert num_tokens % self.block_size == 0, "a hit of a pinned prefix needs the tokens"
+        assert num_tokens % self.block_size == 0, "a hit of a registered prefix needs the tokens"
         num_blocks = num_tokens // self.block_size
         hashes = chain.hashes[1 : num_blocks + 1]
         return [
@@ -446,7 +450,7 @@ class KVCacheManager:
             for rules, index in zip(self._rules, self._indexes, strict=True)
         ]
 
-    def _enter(self, blocks: SequenceBlocks) -> None:
+    def _enter(self, blocks: BlockTable) -> None:
         """Make the full blocks of a prefix the ones that the indexes find, or where there are others, use those."""
         assert blocks.chain is not None
         for index, table in zip(self._indexes, blocks.tables, strict=True):
@@ -461,14 +465,14 @@ class KVCacheManager:
                     self.pool.release(block)
                     table[number] = found
 
-    def _release_all(self, blocks: SequenceBlocks) -> None:
+    def _release_all(self, blocks: BlockTable) -> None:
         for table in blocks.tables:
             for block in reversed(table):
                 if block != NULL_BLOCK:
                     self.pool.release(block)
         blocks.tables = []
 
-    def _release_outside_windows(self, blocks: SequenceBlocks, start: int) -> None:
+    def _release_outside_windows(self, blocks: BlockTable, start: int) -> None:
         for rules, table in zip(self._rules, blocks.tables, strict=True):
             for index in range(min(rules.first_needed_block(start), len(table)) - 1, -1, -1):
                 if table[index] == NULL_BLOCK:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.connector import KVConnector
 from quire.kv_cache.disk_index import BlockKey
 from quire.kv_cache.groups import FullAttentionRules, agreed_hit
 from quire.kv_cache.layout import NULL_BLOCK
-from quire.kv_cache.offload import LowerTiers
 from quire.kv_cache.prefix_index import PrefixIndex
 
 MIN_BLOCKS = 2
@@ -42,10 +42,10 @@ class PrefixLoader:
         pool: BlockPool,
         indexes: Sequence[PrefixIndex],
         rules: Sequence[FullAttentionRules],
-        tiers: LowerTiers,
+        tiers: KVConnector,
         block_size: int,
     ) -> None:
-        self.tiers = tiers
+        self.connector = tiers
         self._pool = pool
         self._indexes = indexes
         self._rules = rules
@@ -63,7 +63,7 @@ class PrefixLoader:
         num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far
         as it can be fetched now.
         """
-        if chain is None or not self.tiers.has_content:
+        if chain is None or not self.connector.has_content:
             return None
         least, limit = num_cached_tokens // self._block_size + MIN_BLOCKS, max_tokens // self._block_size
         views = [_View(self, group, fetch=fetch) for group in range(len(self._indexes))]
@@ -72,7 +72,7 @@ class PrefixLoader:
             if limit < least:
                 break
             reach = self._sort(chain, limit)
-            excess = len(reach.on_disk) - self.tiers.num_loadable if reach.on_disk else 0
+            excess = len(reach.on_disk) - self.connector.num_loadable if reach.on_disk else 0
             if excess <= 0:
                 return reach
             limit -= -(-excess // len(views))
@@ -98,7 +98,7 @@ class PrefixLoader:
             block = self._arriving.get(key)
             if block is None:
                 block = self._arriving[key] = pool.allocate()
-                self.tiers.bring(key, block)
+                self.connector.bring(key, block)
             else:
                 pool.share(block)
             self._held.append(block)
@@ -114,7 +114,7 @@ class PrefixLoader:
 
     def reset(self) -> None:
         """Forget all content below the device, and what is on its way: who waits for it finds no hit."""
-        self.tiers.reset()
+        self.connector.reset()
         self._arriving.clear()
 
     @property
@@ -122,7 +122,7 @@ class PrefixLoader:
         """Whether blocks are owned for requests that have not begun (or are gone since)."""
         return bool(self._held or self._due)
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Give up what requests own since the pass before; those that began have shares of their own. Whether there was
         anything."""
         due, self._due = self._due, []
@@ -141,8 +141,8 @@ class PrefixLoader:
         if block is None:
             block = self._arriving.get(key)
         if block is None:
-            block = self.tiers.find(key)
-        if block is None and fetch and self.tiers.is_on_disk(key):
+            block = self.connector.find(key)
+        if block is None and fetch and self.connector.is_on_disk(key):
             return NULL_BLOCK
         return block
 
@@ -154,7 +154,7 @@ class PrefixLoader:
                 key = (group, chain.block_hash(number))
                 if index.find(key[1]) is not None:
                     reach.on_device.append(key)
-                elif key in self._arriving or self.tiers.find(key) is not None:
+                elif key in self._arriving or self.connector.find(key) is not None:
                     reach.on_host.append(key)
                 else:
                     reach.on_disk.append(key)

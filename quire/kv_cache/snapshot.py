@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.pins import PinnedPrefix
+from quire.kv_cache.registered_prefixes import RegisteredPrefix
 from quire.request import Request, Sequence
 
 
@@ -61,13 +61,13 @@ class KVSnapshot(msgspec.Struct):
     host_states: bytes
     """The same for the blocks of the host pool, which holds what is swapped out; one byte when there is none."""
     requests: list[RequestView]
-    """Running ones in their order, then the queue in its order, then pinned prefixes."""
+    """Running ones in their order, then the queue in its order, then registered prefixes."""
 
 
 def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Iterable[Request]) -> KVSnapshot:
     """Copy what is to be shown. O(blocks + table entries)."""
     views = [_view_request(request, kv) for requests in (running, waiting) for request in requests]
-    views += [_view_pin(name, pin, kv) for name, pin in kv.pinned_prefixes()]
+    views += [_view_prefix(name, prefix, kv) for name, prefix in kv.registered_prefixes()]
     return KVSnapshot(
         block_size=kv.block_size,
         windows=list(kv.windows),
@@ -77,11 +77,11 @@ def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Itera
     )
 
 
-def _view_pin(name: str, pin: PinnedPrefix, kv: KVCacheManager) -> RequestView:
-    tables = [list(table) for table in pin.blocks.tables]
-    num_filled_slots = pin.num_tokens - (pin.blocks.capacity - kv.block_size)
-    sequence = SequenceView(0, 0, pin.num_tokens, num_filled_slots, tables, [])
-    return RequestView(name, "pinned", pin.num_tokens, 0, 0, waits_for_prefix=False, sequences=[sequence])
+def _view_prefix(name: str, prefix: RegisteredPrefix, kv: KVCacheManager) -> RequestView:
+    tables = [list(table) for table in prefix.blocks.tables]
+    num_filled_slots = prefix.num_tokens - (prefix.blocks.capacity - kv.block_size)
+    sequence = SequenceView(0, 0, prefix.num_tokens, num_filled_slots, tables, [])
+    return RequestView(name, "pinned", prefix.num_tokens, 0, 0, waits_for_prefix=False, sequences=[sequence])
 
 
 def _view_request(request: Request, kv: KVCacheManager) -> RequestView:

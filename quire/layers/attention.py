@@ -7,7 +7,7 @@ from typing import Any
 from quire.attention.interface import LayerAttention
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots, prefixed
-from quire.layers.linear import ColumnLinear, RowLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import HeadWeights
 
@@ -40,8 +40,8 @@ class Attention:
             soft_cap=shape.soft_cap,
         )
         query, key = shape.num_heads * dim, shape.num_kv_heads * dim
-        self._qkv = ColumnLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
-        self._output = RowLinear(query, hidden_size, bias=output_bias, context=context)
+        self._qkv = ColumnParallelLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
+        self._output = RowParallelLinear(query, hidden_size, bias=output_bias, context=context)
         self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
         query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
         self._heads = HeadWeights(local, query_norm, key_norm)

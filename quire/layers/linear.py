@@ -13,7 +13,7 @@ from quire.quantization.integer_weight import LoadWeight, WeightTensor
 from quire.quantization.interface import LinearShape
 
 
-class ColumnLinear:
+class ColumnParallelLinear:
     """y = activation(x W^T + b) with the outputs shared out over the ranks. `parts` are the output sizes of the
     matrices that are kept as one (query, key and value; gate and up), each a multiple of the number of ranks.
     gated: of two equal parts, gate and up; y = activation(gate) * up."""
@@ -70,7 +70,7 @@ class ColumnLinear:
         return load
 
 
-class RowLinear:
+class RowParallelLinear:
     """y = residual + x W^T + b with the inputs shared out over the ranks: each computes a partial sum over its inputs,
     and the sums are added up. The bias is the first rank's alone, so that it is added once."""
 

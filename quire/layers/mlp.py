@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlots
-from quire.layers.linear import ColumnLinear, RowLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP:
@@ -12,10 +12,10 @@ class GatedMLP:
     down_proj. activation: a name of `kernels/activation.py`."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
-        self._gate_up = ColumnLinear(
+        self._gate_up = ColumnParallelLinear(
             size, (intermediate, intermediate), bias=bias, context=context, activation=activation, gated=True
         )
-        self._down = RowLinear(intermediate, size, bias=bias, context=context)
+        self._down = RowParallelLinear(intermediate, size, bias=bias, context=context)
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""
@@ -29,8 +29,8 @@ class MLP:
     """x -> residual + down(activation(up(x)))."""
 
     def __init__(self, size: int, intermediate: int, activation: str, *, bias: bool, context: LayerContext) -> None:
-        self._up = ColumnLinear(size, (intermediate,), bias=bias, context=context, activation=activation)
-        self._down = RowLinear(intermediate, size, bias=bias, context=context)
+        self._up = ColumnParallelLinear(size, (intermediate,), bias=bias, context=context, activation=activation)
+        self._down = RowParallelLinear(intermediate, size, bias=bias, context=context)
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""

@@ -71,7 +71,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_requests_swapped": ("num_swapped", "Preempted requests whose KV blocks are in the host pool."),
     "kv_blocks_used": ("num_used_blocks", "KV blocks that a running sequence refers to."),
     "kv_blocks_cached": ("num_cached_blocks", "Free KV blocks whose content a prefix can still hit."),
-    "kv_blocks_pinned": ("num_pinned_blocks", "KV blocks of registered prefixes; they count as used."),
+    "kv_blocks_pinned": ("num_registered_blocks", "KV blocks of registered prefixes; they count as used."),
     "offload_blocks": ("num_offloaded_blocks", "KV blocks on disk that this engine can use."),
     "offload_bytes": ("offload_bytes", "Bytes in kv_offload_dir, those of other models and engines included."),
     "kv_blocks_shared": ("num_shared_blocks", "KV blocks with more than one owner."),

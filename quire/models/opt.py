@@ -12,7 +12,7 @@ from quire.kernels.value import Indices, Value
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.linear import ColumnLinear
+from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.models.checkpoint_names import CheckpointNames
@@ -82,8 +82,8 @@ class OPTForCausalLM(Decoder):
             self.slots |= prefixed("model.decoder.final_layer_norm", self._norm.slots())
         if embedding_size != size:
             whole = context.replicated()
-            self._project_in = ColumnLinear(embedding_size, (size,), bias=False, context=whole)
-            self._project_out = ColumnLinear(size, (embedding_size,), bias=False, context=whole)
+            self._project_in = ColumnParallelLinear(embedding_size, (size,), bias=False, context=whole)
+            self._project_out = ColumnParallelLinear(size, (embedding_size,), bias=False, context=whole)
             self.slots |= self._project_in.slots(("model.decoder.project_in",))
             self.slots |= self._project_out.slots(("model.decoder.project_out",))
         for index, layer in enumerate(self._layers):

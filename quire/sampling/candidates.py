@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.sampling.chooser import Chooser
+from quire.sampling.backend import SamplerBackend
 from quire.sampling.logprobs import log_probabilities
 from quire.sampling.rules import BANNED_SCORE
 from quire.step import Candidates
@@ -22,7 +22,7 @@ def normalize(logits: np.ndarray) -> np.ndarray:
     return log_probabilities(torch.from_numpy(logits)).numpy()
 
 
-def best_candidates(scores: np.ndarray, num_candidates: Sequence[int], chooser: Chooser) -> list[Candidates]:
+def best_candidates(scores: np.ndarray, num_candidates: Sequence[int], chooser: SamplerBackend) -> list[Candidates]:
     """scores: [N, vocab_size] float32, without NaN or plus infinity. num_candidates: for each row, how many at most;
     a row has one even if everything is forbidden."""
     # Best first and ties in a fixed order: a narrow row's are the first of a wide one's.

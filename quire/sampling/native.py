@@ -15,8 +15,8 @@ from quire.sampling.plain import best_tokens
 from quire.step import TokenLogprobs
 
 
-class NativeChooser:
-    """See `quire.sampling.chooser.Chooser`."""
+class NativeSampler:
+    """See `quire.sampling.backend.SamplerBackend`."""
 
     def __init__(self, rows: SamplingRows, runtime: NativeRuntime) -> None:
         self._kernels = VocabularyKernels(runtime, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)

@@ -24,8 +24,8 @@ SLICE_ELEMENTS = 2**20
 """Random rows are drawn by slices of about this many weights, which bounds memory and stays in the cache."""
 
 
-class PlainChooser:
-    """See `quire.sampling.chooser.Chooser`."""
+class PlainSampler:
+    """See `quire.sampling.backend.SamplerBackend`."""
 
     def __init__(self, rows: SamplingRows) -> None:
         self._rows = rows
@@ -78,7 +78,7 @@ class PlainChooser:
 
 
 def best_tokens(scores: np.ndarray, num_best: int) -> np.ndarray:
-    """See `quire.sampling.chooser.Chooser.best`."""
+    """See `quire.sampling.backend.SamplerBackend.best`."""
     num_rows, vocab_size = scores.shape
     width = min(num_best, vocab_size)
     lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
 from quire.sampling.candidates import best_candidates, normalize
-from quire.sampling.chooser import Chooser
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.parameters import EDITS, NEEDS_INDEX_OF_ROW, Feature, SamplingRows
 from quire.sampling.penalties import apply_output_penalties, apply_repetition_penalty
@@ -30,13 +30,13 @@ class SampledTokens:
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs]
     candidates: dict[int, Candidates]
-    damaged: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
 
 
 class Sampler:
     """Chooses one token per row. Holds no state of its own: all of it is in the rows and the batch."""
 
-    def __init__(self, rows: SamplingRows, chooser: Chooser) -> None:
+    def __init__(self, rows: SamplingRows, chooser: SamplerBackend) -> None:
         self._rows = rows
         self._chooser = chooser
 
@@ -61,7 +61,7 @@ class Sampler:
             for index in damaged:
                 sampled.logprobs.pop(index, None)
                 sampled.candidates.pop(index, None)
-            return replace(sampled, damaged=tuple(sorted(damaged)))
+            return replace(sampled, nonfinite=tuple(sorted(damaged)))
 
     def _sample(self, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:
         """Raises NonFiniteLogitsError when a row is damaged, not necessarily with all that are."""

@@ -1,4 +1,4 @@
-"""Who may start: the refusal at the door, and the memory test before a waiting request runs."""
+"""Who may start: the rejected at the door, and the memory test before a waiting request runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refuse_impossible(
     request: Request, kv: KVCacheManager, num_usable: int, *, max_num_seqs: int, max_chunk: int
 ) -> None:
     """Raise PromptTooLongError when the request could not finish even alone, with `num_usable` blocks to itself, the
-    pool without what pinned prefixes hold or are to hold.
+    pool without what registered prefixes hold or are to hold.
 
     Whatever passes can always run: preempting everybody else makes room for it, so nothing starves.
     """
@@ -36,7 +36,7 @@ def refuse_impossible(
 
 
 def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Blocks that the request can come to hold, less those of a pinned prefix that it shares whatever happens."""
+    """Blocks that the request can come to hold, less those of a registered prefix that it shares whatever happens."""
     n = request.params.num_sequences
     # The last sampled token needs no KV.
     total = request.num_prompt_tokens + request.max_tokens - 1
@@ -67,7 +67,7 @@ def blocks_to_resume(request: Request, kv: KVCacheManager, max_chunk: int) -> in
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:
     """Whether a request that takes `num_blocks` may start when the pool has `room` blocks for it."""
-    reserve = 0 if is_alone else int(WATERMARK * kv.num_unpinned_blocks)
+    reserve = 0 if is_alone else int(WATERMARK * kv.num_unregistered_blocks)
     return num_blocks + reserve <= room
 
 

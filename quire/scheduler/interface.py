@@ -78,8 +78,8 @@ class EngineScheduler(Protocol):
         """Take the result of the oldest plan in flight."""
         ...
 
-    def unpin(self, name: str) -> int:
-        """Give up a pinned prefix. Raises UserError for unknown ones."""
+    def unregister_prefix(self, name: str) -> int:
+        """Give up a registered prefix. Raises UserError for unknown ones."""
         ...
 
     def forget_rows(self) -> None:

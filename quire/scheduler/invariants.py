@@ -33,9 +33,9 @@ def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
         assert sequence.num_computed_tokens <= sequence.blocks.capacity
         waste = sequence.blocks.capacity - sequence.num_computed_tokens
         assert waste < kv.block_size, f"{waste} slots reserved and unused"
-        if sequence.num_computed_tokens < sequence.steady_until:
+        if sequence.num_computed_tokens < sequence.fast_path_until:
             assert known == sequence.num_computed_tokens + 1, "more than one token is to be computed, or none"
-            assert sequence.steady_until <= min(sequence.blocks.capacity, sequence.max_total_tokens - 1)
+            assert sequence.fast_path_until <= min(sequence.blocks.capacity, sequence.max_total_tokens - 1)
             assert not sequence.blocks.tail_shared
             assert sequence.request.beam_search is None
 

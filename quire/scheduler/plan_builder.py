@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.kv_cache.manager import Growth, SequenceBlocks
-from quire.kv_cache.offload import NO_ORDERS
+from quire.kv_cache.connector import NO_ORDERS
+from quire.kv_cache.manager import BlockAllocation, BlockTable
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -18,7 +18,7 @@ class PlanBuilder:
         self.sequences: list[Sequence] = []
         self.start_positions: list[int] = []
         self.num_tokens: list[int] = []
-        self.filled: list[tuple[Sequence, SequenceBlocks, int]] = []
+        self.filled: list[tuple[Sequence, BlockTable, int]] = []
         """See `InFlight.filled`."""
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
@@ -26,7 +26,7 @@ class PlanBuilder:
         self.new_blocks: dict[int, list[list[int]]] = {}
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
-        self.grown: list[tuple[Sequence, Growth]] = []
+        self.grown: list[tuple[Sequence, BlockAllocation]] = []
         """What the KV manager did for sequences that have a row, to be undone by who rolls back."""
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -38,7 +38,7 @@ class PlanBuilder:
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
-    def grow(self, sequence: Sequence, growth: Growth) -> None:
+    def grow(self, sequence: Sequence, growth: BlockAllocation) -> None:
         """Record what the KV manager did for a sequence that has a row already."""
         self.grown.append((sequence, growth))
         if growth.new_blocks[0]:
@@ -86,12 +86,12 @@ class PlanBuilder:
 
     def place_steady(self, running: list[Sequence], index: int) -> int:
         """`place` the sequences from `index` on, up to the first that something is to be decided about
-        (`Sequence.steady_until`); returns its index."""
+        (`Sequence.fast_path_until`); returns its index."""
         first, limit = index, len(running)
         add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
         while index < limit:
             sequence = running[index]
-            start, until = sequence.num_computed_tokens, sequence.steady_until
+            start, until = sequence.num_computed_tokens, sequence.fast_path_until
             if start >= until:
                 break
             add_sequence(sequence)
@@ -114,7 +114,7 @@ class PlanBuilder:
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
 
-    def rollback(self, request: Request) -> list[tuple[Sequence, Growth]]:
+    def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         """Take back everything scheduled for a request, which is being preempted; its entries are the last ones.
         Returns what the KV manager did for it, to be undone in this order."""
         assert all(parent.request is not request for parent, _ in self.forked), "who forks in this step is preempted"
@@ -138,7 +138,7 @@ class PlanBuilder:
         return undone
 
     def build(
-        self, released: list[int], branches: list[SequenceFork], chosen_tokens: list[tuple[int, int]]
+        self, released: list[int], branches: list[SequenceFork], token_overrides: list[tuple[int, int]]
     ) -> StepPlan:
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
@@ -157,8 +157,8 @@ class PlanBuilder:
             released=released,
             swap_out=self.swap_out + self.transfers.swap_out,
             swap_in=self.swap_in + self.transfers.swap_in,
-            branches=branches,
-            chosen_tokens=chosen_tokens,
+            beam_reorders=branches,
+            token_overrides=token_overrides,
             disk_stores=self.transfers.disk_stores,
             disk_loads=self.transfers.disk_loads,
             awaits_disk=self.awaits_disk,

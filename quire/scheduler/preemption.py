@@ -11,7 +11,7 @@ from typing import Protocol
 
 from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.host_pool import Footprint
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.request import Request, Sequence
 
 
@@ -65,7 +65,7 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
     if kv.host.blocks.num_usable == 0 or not any(num_computed):
         return None
     in_flight = any(sequence.num_pending_tokens for sequence in sequences)
-    if in_flight and (request.pin or request.beam_search is not None):
+    if in_flight and (request.register_prefix or request.beam_search is not None):
         # What these samples decide is done with the blocks: they are pinned, or beams fork and die.
         return None
     footprint = kv.footprint(handles)
@@ -86,7 +86,7 @@ def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[
     return sequences, copies
 
 
-def swapped_blocks(request: Request) -> list[SequenceBlocks]:
+def swapped_blocks(request: Request) -> list[BlockTable]:
     """The handles of those of a request's sequences that are in the host pool; none: it is not swapped."""
     return [sequence.swapped for sequence in request.live_sequences if sequence.swapped is not None]
 

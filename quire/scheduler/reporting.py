@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from quire.outputs import RequestTiming, SequenceUpdate
 from quire.request import FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.branching import hypothesis_updates
+from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 
 

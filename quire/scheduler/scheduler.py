@@ -20,20 +20,20 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.accounts import InFlight, describe_kv
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
-from quire.scheduler.branching import Branching, hypothesis_updates
+from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
+from quire.scheduler.connector_loads import ConnectorLoads, stop_waiting
 from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.deferred import DeferredRequests, waits_on
 from quire.scheduler.invariants import check_running, check_waiting
-from quire.scheduler.overtaking import way_for
-from quire.scheduler.pinning import Pinning
+from quire.scheduler.kv_usage import InFlight, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
-from quire.scheduler.prefetch import Prefetcher, stop_waiting
+from quire.scheduler.prefix_registration import PrefixRegistration
+from quire.scheduler.priority_preemption import plan_preemption
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
 from quire.scheduler.running import RunningSet
-from quire.scheduler.sharing import PassedOver, waits_on
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, StepPlan, StepResult
@@ -60,9 +60,9 @@ class Scheduler:
         self._waiting = RequestQueue()
         self._running = RunningSet()
         self._deadlines = Deadlines()
-        self._pinning = Pinning(kv, self._max_chunk)
+        self._registration = PrefixRegistration(kv, self._max_chunk)
         self._released: list[int] = []
-        self._branching = Branching()
+        self._beam_reorder = BeamReorder()
         self._refused: Request | None = None
         """The waiting request that did not fit ..."""
         self._refused_room = 0
@@ -82,16 +82,16 @@ class Scheduler:
 
     def add(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id or for a
-        prefix that may not be pinned.
+        prefix that may not be registered.
         """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
-        num_usable = self._pinning.num_usable
+        num_usable = self._registration.num_usable
         refuse_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
-        if request.pin:
-            self._pinning.refuse(request, self._requests.values())
-            self._pinning.begin(request)
+        if request.register_prefix:
+            self._registration.refuse(request, self._requests.values())
+            self._registration.begin(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
@@ -123,27 +123,28 @@ class Scheduler:
     def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
         """End some or all sequences of a request before their time."""
         self._refused = None  # with a sequence fewer it may fit
-        lost_leader = bool(request.unforked) and any(s.blocks is not None for s in ended)
+        lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
-            self._running.forget_claim(sequence)
+            self._running.drop_reservation(sequence)
             self._finish(sequence, reason)
-        if lost_leader and request.unforked:
+        if lost_leader and request.pending_forks:
             # The others were waiting for its prompt: start the request again with another leader.
-            self._running.forget_claims(request)
+            self._running.drop_reservations(request)
             request.status = RequestStatus.PREEMPTED
             self._waiting.put_back(request)
         self._running.drop_finished()
 
-    def unpin(self, name: str) -> int:
-        """Give up a pinned prefix; returns how many blocks that leaves to others. Raises UserError for unknown ones."""
-        if not self.kv.is_pinned(name):
+    def unregister_prefix(self, name: str) -> int:
+        """Give up a registered prefix; returns how many blocks that leaves to others. Raises UserError for unknown
+        ones."""
+        if not self.kv.is_registered(name):
             raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
         self._refused = None
-        return self.kv.unpin(name)
+        return self.kv.unregister_prefix(name)
 
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the pool can hold beside what is pinned."""
-        usable = self._pinning.num_usable
+        """The longest sequence, up to `limit` tokens, that the pool can hold beside what is registered."""
+        usable = self._registration.num_usable
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, usable, key=lambda n: self.kv.most_blocks(n, self._max_chunk))
 
@@ -157,7 +158,7 @@ class Scheduler:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
         self.kv.loader.arrive()
-        preempted = self._schedule_running(builder, self._make_way(builder, now))
+        preempted = self._schedule_running(builder, self._preempt_for_first(builder, now))
         if not preempted and self._waiting.first is not None:
             self._admit_waiting(builder, now)
         return self._finish_plan(builder)
@@ -175,12 +176,12 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """Whether there are blocks to be stored or let go of, although no request may be here."""
-        return self.kv.tiers.has_backlog or self.kv.loader.is_holding
+        return self.kv.connector.has_backlog or self.kv.loader.is_holding
 
     @property
     def can_transfer(self) -> bool:
         """The same, without waiting for earlier ones."""
-        return self.has_transfers and not self.kv.tiers.must_wait
+        return self.has_transfers and not self.kv.connector.must_wait
 
     def forget_rows(self) -> None:
         """The workers have dropped all rows, while no request lives."""
@@ -189,8 +190,8 @@ class Scheduler:
 
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
         """Add what the tiers below the device have to move; None when the plan is then still empty."""
-        tiers = self.kv.tiers
-        self.kv.loader.let_go()
+        tiers = self.kv.connector
+        self.kv.loader.release()
         builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
         is_idle = builder.is_idle
         if is_idle:
@@ -201,7 +202,7 @@ class Scheduler:
                 return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
-        plan = builder.build(self._released, *self._branching.take())
+        plan = builder.build(self._released, *self._beam_reorder.take())
         self._released = []
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
@@ -225,10 +226,10 @@ class Scheduler:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
         sequences, samples = in_flight.sequences, in_flight.samples
-        updates = self._end_damaged(in_flight, result.damaged, now) if result.damaged else []
+        updates = self._end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         self._commit(in_flight)
         if result.disk is not None:
-            self.kv.tiers.update(result.disk)
+            self.kv.connector.update(result.disk)
         any_finished = False
         num_more_tokens = -len(updates)  # than one in each update
         all_logprobs = result.logprobs
@@ -243,7 +244,7 @@ class Scheduler:
                 num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
                 updates += ended
                 continue
-            if request.pin and sequence.blocks is None:
+            if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: without its blocks there is nothing to pin, so it runs again
             token_ids.append(token_id)
             update = SequenceUpdate(request.request_id, sequence.index, [token_id])
@@ -255,7 +256,7 @@ class Scheduler:
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
                 describe(update, request, now)
-            elif num_known <= sequence.described_until:
+            elif num_known <= sequence.report_times_until:
                 describe(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
@@ -267,33 +268,33 @@ class Scheduler:
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
-    def _make_way(self, builder: PlanBuilder, now: float) -> int:
-        """Preempt what has to give way to the first request that waits (quire/scheduler/overtaking.py).
+    def _preempt_for_first(self, builder: PlanBuilder, now: float) -> int:
+        """Preempt what has to give way to the first request that waits (quire/scheduler/priority_preemption.py).
 
         Returns how many of the step's tokens are left to it by the running sequences behind it in the order.
         """
         request = self._waiting.first
         if request is None or waits_on(request, self.kv):
             return 0
-        prefetcher = Prefetcher(self.kv, PassedOver(self.kv), now)
-        if prefetcher.waits_on(request):
+        loads = ConnectorLoads(self.kv, DeferredRequests(self.kv), now)
+        if loads.waits_on(request):
             return 0
-        way = way_for(
+        preemption = plan_preemption(
             request,
             self._running.sequences,
-            self._running.num_claimed,
+            self._running.num_reserved,
             self.kv,
             max_num_seqs=self._max_num_seqs,
             max_num_tokens=self._max_num_batched_tokens,
             max_chunk=self._max_chunk,
         )
-        if way.victims and prefetcher.fetch_before_start(request, self._max_chunk):
+        if preemption.victims and loads.fetch_before_start(request, self._max_chunk):
             return 0
-        for victim in way.victims:
+        for victim in preemption.victims:
             self._preempt(builder, victim)
-        if way.num_tokens or way.victims:
+        if preemption.num_tokens or preemption.victims:
             self._refused = None  # it fits now
-        return way.num_tokens
+        return preemption.num_tokens
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
         """Hand tokens to running sequences, first in order first; preempt the last in order if blocks run out.
@@ -328,7 +329,7 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             if start + num_tokens > blocks.capacity or blocks.tail_shared:
-                growth = kv.append(blocks, start, start + num_tokens)
+                growth = kv.allocate_slots(blocks, start, start + num_tokens)
                 while growth is None:
                     victim = running[-1].request
                     preempted = True
@@ -337,37 +338,37 @@ class Scheduler:
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
-                    growth = kv.append(blocks, start, start + num_tokens)
+                    growth = kv.allocate_slots(blocks, start, start + num_tokens)
                 builder.grow(sequence, growth)
             builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
             if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
-                sequence.steady_until = min(blocks.capacity, sequence.max_total_tokens - 1)
+                sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
 
         One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
-        (quire/scheduler/sharing.py, quire/scheduler/prefetch.py), unless it was preempted: while such a one waits
-        nobody new starts.
+        (quire/scheduler/deferred.py, quire/scheduler/connector_loads.py), unless it was preempted: while such a one
+        waits nobody new starts.
         """
-        passed = PassedOver(self.kv)
-        prefetcher = Prefetcher(self.kv, passed, now)
+        deferred = DeferredRequests(self.kv)
+        loads = ConnectorLoads(self.kv, deferred, now)
         started = []
         for request in self._waiting:
-            if passed.has_preempted:
+            if deferred.has_preempted:
                 break
             sequences = request.live_sequences
-            rows = self._running.num_rows + passed.num_rows + len(sequences)
+            rows = self._running.num_rows + deferred.num_rows + len(sequences)
             if builder.budget <= 0 or rows > self._max_num_seqs:
                 break
             if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: its value comes with the next update
-            if passed.still(request) or prefetcher.still(request):
+            if deferred.keeps_waiting(request) or loads.keeps_waiting(request):
                 continue
-            room = self.kv.pool.num_allocatable - passed.num_blocks
+            room = self.kv.pool.num_allocatable - deferred.num_blocks
             if request is self._refused and room <= self._refused_room and self._running.sequences:
                 break  # its prefix need not be looked up again in every step
             if swapped_blocks(request):
@@ -381,17 +382,17 @@ class Scheduler:
             end = num_shared_tokens(request)
             num_cached = self.kv.match_prefix(leader.chain, leader.token_ids, end - 1)
             num_blocks = blocks_to_start(request, self.kv, num_cached, self._max_chunk)
-            if passed.begin(request, num_cached, end - 1, num_blocks):
+            if deferred.defer(request, num_cached, end - 1, num_blocks):
                 self._stats.prefix_cache_waits_total += 1
                 continue
-            if prefetcher.fetch(request, num_cached, end - 1, num_blocks):
+            if loads.fetch(request, num_cached, end - 1, num_blocks):
                 continue
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
-            if passed and num_cached + num_tokens < end:
+            if deferred and num_cached + num_tokens < end:
                 break
             if not self._has_room(request, num_blocks, room):
                 break
-            if prefetcher.swap_in(request, num_cached, end - 1, num_blocks):
+            if loads.swap_in(request, num_cached, end - 1, num_blocks):
                 continue
             started.append(request)
             self._start(request, leader, num_cached, now)
@@ -410,8 +411,8 @@ class Scheduler:
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
         self._running.enter(request, [leader])
-        request.was_fetched, request.num_prefix_swap_ins = False, 0
-        leader.blocks = self.kv.begin(leader.chain, num_cached, leader.token_ids)
+        request.was_loaded, request.num_prefix_swap_ins = False, 0
+        leader.blocks = self.kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
@@ -438,9 +439,9 @@ class Scheduler:
         """Schedule the first tokens of a sequence that has no row yet; admission made sure that they fit."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
-        growth = self.kv.append(leader.blocks, start, start + num_tokens)
+        growth = self.kv.allocate_slots(leader.blocks, start, start + num_tokens)
         assert growth is not None, "admitted without room"
-        builder.block_copies += growth.copies  # of a pinned prefix's last block; the new row names the copy already
+        builder.block_copies += growth.copies  # of a registered prefix's last block; the new row names the copy already
         builder.add_row(leader)
         builder.schedule(leader, num_tokens)
         if leader.num_computed_tokens == leader.request.fork_position:
@@ -461,7 +462,7 @@ class Scheduler:
         """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
         for sequence, growth in builder.rollback(request):
             assert sequence.blocks is not None
-            self.kv.undo(sequence.blocks, growth)
+            self.kv.rollback(sequence.blocks, growth)
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take back all blocks and rows of a running request; it is swapped out, or recomputes."""
@@ -489,17 +490,17 @@ class Scheduler:
         """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
         for sequence, blocks, end in in_flight.filled:
             if sequence.blocks is blocks:
-                self.kv.commit(blocks, sequence.token_ids, end)
+                self.kv.cache_blocks(blocks, sequence.token_ids, end)
         for sequence, num_computed in in_flight.resumed:
             if sequence.blocks is not None:
-                self.kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+                self.kv.cache_blocks(sequence.blocks, sequence.token_ids, num_computed)
 
-    def _end_damaged(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
+    def _end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
         """End the requests of sequences whose logits were no numbers. Nobody is to hit what they have computed."""
         updates = []
         for request in live_requests(in_flight.sequences + in_flight.samples, seq_ids):
             for sequence in request.live_sequences:
-                self.kv.forget(sequence.chain)
+                self.kv.evict(sequence.chain)
             updates += early_end(request, FinishReason.ERROR, now)
             self._end(request, request.live_sequences, FinishReason.ERROR)
         return updates
@@ -510,8 +511,8 @@ class Scheduler:
         request = sequence.request
         if sequence.blocks is not None:
             self._drop_row(sequence)
-            if request.pin and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.kv.pin(request.request_id, sequence.blocks, request.prompt_token_ids)
+            if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             else:
                 self.kv.free(sequence.blocks)
             sequence.blocks = None
@@ -522,16 +523,16 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
             self._waiting.remove(request)
             self._deadlines.discard(request)
-            if request.pin:
-                self._pinning.end(request)
+            if request.register_prefix:
+                self._registration.end(request)
             stop_waiting(request, self.kv)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
     def _drop_row(self, sequence: Sequence) -> None:
         """Let the workers drop a sequence's row with the next plan."""
-        sequence.steady_until = 0
-        if self._branching.forget(sequence):
+        sequence.fast_path_until = 0
+        if self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
 
     def _take_candidates(
@@ -545,17 +546,17 @@ class Scheduler:
             return []
         children = search.expand()
         if search.is_done:
-            self._running.forget_claims(request)
+            self._running.drop_reservations(request)
             updates = hypothesis_updates(request)
             for update in updates:
                 describe(update, request, now)
             for sequence in request.sequences:
                 self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
             return updates
-        former, num_claimed = search.running_sequences, len(request.unforked)
-        dropped = self._branching.follow(search, children, self.kv)
+        former, num_reserved = search.running_sequences, len(request.pending_forks)
+        dropped = self._beam_reorder.follow(search, children, self.kv)
         self._released += [sequence.seq_id for sequence in dropped]
-        self._running.replace_beams(search, former, num_claimed)
+        self._running.replace_beams(search, former, num_reserved)
         return []
 
     # -- looking in -------------------------------------------------------------------------------------------------
@@ -588,12 +589,12 @@ class Scheduler:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
         running = self._running.sequences
-        self._branching.check(running)
+        self._beam_reorder.check(running)
         with_blocks = [s for r in self._requests.values() for s in r.live_sequences if s.blocks is not None]
         assert {s.seq_id for s in with_blocks} == {s.seq_id for s in running}, "rows and blocks disagree"
         assert self.kv.num_live_sequences == len(running), "the KV cache holds a sequence nobody runs"
         assert self._running.num_rows <= self._max_num_seqs
-        assert self._running.num_claimed == sum(len(r.unforked) for r in self._requests.values())
+        assert self._running.num_reserved == sum(len(r.pending_forks) for r in self._requests.values())
         num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
         assert len(self._deadlines) == num_timed, "a time limit is watched in vain, or not at all"
         assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), "the host pool holds one that runs"

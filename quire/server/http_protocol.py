@@ -37,9 +37,10 @@ class HttpServer(uvicorn.Server):
 
 
 def make_http_server(
-    app: FastAPI, settings: ServerSettings, *, farewell_seconds: int, clock: Clock | None = None
+    app: FastAPI, settings: ServerSettings, *, shutdown_grace_seconds: int, clock: Clock | None = None
 ) -> HttpServer:
-    """farewell_seconds: what open connections get to finish once `should_exit` is set. clock: for the timeouts."""
+    """shutdown_grace_seconds: what open connections get to finish once `should_exit` is set. clock: for the
+    timeouts."""
     limits = ConnectionLimits.of(settings, clock or SystemClock())
     protocol: Any = functools.partial(BoundedHttpProtocol, limits)
     # Errors are logged where they become answers; uvicorn would log them again, and what any client can provoke.
@@ -56,7 +57,7 @@ def make_http_server(
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=farewell_seconds,
+            timeout_graceful_shutdown=shutdown_grace_seconds,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
         )

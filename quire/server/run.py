@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEATH_POLL_SECONDS = 0.1
 OBITUARY_SECONDS = 1.0
 """How long /health says 503 after the engine died, before the process exits."""
-FAREWELL_SECONDS = 2
+SHUTDOWN_GRACE_SECONDS = 2
 """What answers that are complete get to reach slow clients at the end."""
 
 
@@ -61,7 +61,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
             report.engine_phases(engine.ready.seconds)
             num_connections = make_room_for_connections(settings.max_connections)
             limited = msgspec.structs.replace(settings, max_connections=num_connections)
-            server = make_http_server(app, limited, farewell_seconds=FAREWELL_SECONDS)
+            server = make_http_server(app, limited, shutdown_grace_seconds=SHUTDOWN_GRACE_SECONDS)
             service = _Service(engine, app.state.context, server)
             url = f"{settings.scheme}://{_host(settings.host)}:{listener.getsockname()[1]}"
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:

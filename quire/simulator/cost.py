@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from quire.errors import UserError
 from quire.simulator.hardware import DTYPE_BYTES, Hardware
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import QUANTIZED, ModelShape
 from quire.simulator.work import StepWork
 

@@ -283,7 +283,7 @@ class Replica:
         """The results. Checks that the engine is as it was: no request, no block in use."""
         stats = self.core.stats()
         assert not self._live, f"{len(self._live)} requests never ended"
-        assert stats.num_used_blocks == stats.num_pinned_blocks == 0, "blocks are in use, and no request is here"
+        assert stats.num_used_blocks == stats.num_registered_blocks == 0, "blocks are in use, and no request is here"
         self.core.scheduler.check()
         self.core.shutdown()
         metrics = self.metrics
@@ -301,8 +301,8 @@ class Replica:
         outputs = self.core.step()
         now = self.clock.now()
         num_tokens = self._take(outputs.updates, now)
-        for refusal in outputs.refusals:
-            self._refuse(refusal.request_id, refusal.message)
+        for rejected in outputs.rejections:
+            self._refuse(rejected.request_id, rejected.message)
         load, last = self.core.scheduler.load(), self._load
         seconds, metrics = now - started, self.metrics
         if seconds:

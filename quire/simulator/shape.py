@@ -20,7 +20,7 @@ from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 
 BUILT_IN = Path(__file__).with_name("models.json")
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")

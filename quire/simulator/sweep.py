@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from quire.errors import InsufficientMemoryError, QuireError, UserError
 from quire.simulator.cost import CostModel
-from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
+from quire.simulator.parallel_config import Layout
 from quire.simulator.rates import UnboundedRateError, find_rate
 from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork

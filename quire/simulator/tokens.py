@@ -65,8 +65,8 @@ class Streams:
                 self._num_candidates[new.seq_id] = new.sampling.num_candidates
             elif is_turn(new):
                 self._first_tokens[new.seq_id] = new.token_ids[0]
-        if plan.forks or plan.branches:
-            for fork in (*plan.forks, *plan.branches):
+        if plan.forks or plan.beam_reorders:
+            for fork in (*plan.forks, *plan.beam_reorders):
                 self._requests[fork.child] = self._requests.get(fork.parent, fork.parent)
                 if fork.sampling.num_candidates:
                     self._num_candidates[fork.child] = fork.sampling.num_candidates

@@ -10,7 +10,7 @@ import torch
 
 from quire.attention.interface import AttentionBatch
 from quire.worker.block_tables import BlockTables
-from quire.worker.request_rows import RequestRows
+from quire.worker.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def build_input_batch(
     rows: np.ndarray,
     start_positions: Sequence[int],
     num_tokens: Sequence[int],
-    requests: RequestRows,
+    requests: RequestState,
     tables: BlockTables,
 ) -> InputBatch:
     """rows: [S] int64, S >= 1. Every scheduled token must be known: those that an earlier step sampled are."""

@@ -7,17 +7,17 @@ import torch
 
 from quire.attention.interface import AttentionBackend
 from quire.models.interface import CausalLM
+from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
-from quire.sampling.chooser import Chooser
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_copy import BlockCopier
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.nonfinite import report_damage
+from quire.worker.nonfinite import report_nonfinite
 from quire.worker.prompt_logprobs import PromptScorer
-from quire.worker.request_rows import RequestRows
+from quire.worker.request_state import RequestState
 
 PROMPT_LOGITS_ELEMENTS = 2**22
 """The logits of prompt positions are computed by slices of at most this many elements (at least one position)."""
@@ -36,9 +36,9 @@ class ModelRunner:
         backend: AttentionBackend,
         copy_blocks: BlockCopier,
         transfers: BlockTransfers,
-        requests: RequestRows,
+        requests: RequestState,
         tables: BlockTables,
-        chooser: Chooser,
+        chooser: SamplerBackend,
         vocab_size: int,
     ) -> None:
         self._model = model
@@ -75,8 +75,8 @@ class ModelRunner:
             prompt_logprobs={plan.seq_ids[index]: entries for index, entries in prompts.found.items()},
             candidates=sampled.candidates,
         )
-        if sampled.damaged or prompts.damaged:
-            report_damage(result, plan, sampled.damaged, prompts.damaged)
+        if sampled.nonfinite or prompts.nonfinite:
+            report_nonfinite(result, plan, sampled.nonfinite, prompts.nonfinite)
         return result
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -101,12 +101,12 @@ class ModelRunner:
     def _create_branches(self, plan: StepPlan) -> None:
         """Give new beams rows, and all beams the tokens that the scheduler chose for them."""
         requests = self._requests
-        for fork in plan.branches:
+        for fork in plan.beam_reorders:
             parent = requests.row_of(fork.parent)
             token_ids = requests.token_ids[parent, : requests.lengths[parent]]
             num_prompt_tokens = int(requests.num_prompt_tokens[parent])
             self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
-        for seq_id, token_id in plan.chosen_tokens:
+        for seq_id, token_id in plan.token_overrides:
             requests.replace_last(requests.row_of(seq_id), token_id)
 
     def _create_forks(self, plan: StepPlan, sampled_at: dict[int, int]) -> None:

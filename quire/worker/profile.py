@@ -12,8 +12,8 @@ from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
+from quire.sampling.backend import make_chooser
 from quire.sampling.batch import SampleBatch
-from quire.sampling.chooser import make_chooser
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from quire.models.interface import CausalLM
-from quire.sampling.chooser import Chooser
+from quire.sampling.backend import SamplerBackend
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
-from quire.worker.request_rows import RequestRows
+from quire.worker.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ScoredPrompts:
     """found: batch index -> log-probabilities. damaged: batch indices of those whose logits are NaN or infinite."""
 
     found: dict[int, PromptLogprobs]
-    damaged: Sequence[int] = ()
+    nonfinite: Sequence[int] = ()
 
 
 NOTHING_SCORED = ScoredPrompts({})
@@ -30,12 +30,12 @@ NOTHING_SCORED = ScoredPrompts({})
 class PromptScorer:
     """slice_rows: most positions whose logits exist at a time."""
 
-    def __init__(self, model: CausalLM, chooser: Chooser, slice_rows: int) -> None:
+    def __init__(self, model: CausalLM, chooser: SamplerBackend, slice_rows: int) -> None:
         self._model = model
         self._chooser = chooser
         self._slice_rows = slice_rows
 
-    def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestRows) -> ScoredPrompts:
+    def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestState) -> ScoredPrompts:
         """Of the prompt tokens that this step's positions predict (position p predicts p + 1).
 
         hidden: [T, hidden size].

@@ -24,7 +24,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.chooser import make_chooser
+from quire.sampling.backend import make_chooser
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
@@ -41,7 +41,7 @@ from quire.worker.memory import available_memory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.profile import measure_activations
-from quire.worker.request_rows import RequestRows
+from quire.worker.request_state import RequestState
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
@@ -134,7 +134,7 @@ class Worker:
                 store = self._open_store(self._cache_config.offload_dir, layout, HostBlocks(host_pages))
                 self._disk = FileTier(store, self._transfers)
         max_model_len = self._model_config.max_model_len
-        requests = RequestRows(self._max_num_seqs, max_model_len)
+        requests = RequestState(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
             model=self._model,
             backend=self._make_backend(layout, pages),

@@ -20,8 +20,8 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.jitter import Jitter
-from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
+from quire.simulator.parallel_config import Layout
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.trace import TraceRequest

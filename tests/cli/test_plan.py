@@ -18,7 +18,7 @@ from quire.executors.inprocess import InProcessExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan

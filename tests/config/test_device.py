@@ -55,7 +55,7 @@ def resolved(model: str, **options: Any) -> EngineConfig:
     return resolve(EngineOptions(model=model, load_format="dummy", **options))
 
 
-def refusal(model: str, **options: Any) -> tuple[str | None, str]:
+def rejected(model: str, **options: Any) -> tuple[str | None, str]:
     """The option that is blamed, and the message."""
     with pytest.raises(ConfigError) as caught:
         resolved(model, **options)
@@ -110,7 +110,7 @@ def test_without_a_device_the_cpu_computes_as_ever(model: str, machine: Machine)
         assert (config.device.cuda_graphs, config.device.cuda_graph_sizes) == ("none", ())
         assert config.device.batch_invariant
         assert not config.device.is_accelerated
-        param, message = refusal(model, device="cuda")
+        param, message = rejected(model, device="cuda")
         assert param == "device"
         assert str(facts.trouble) in message
 
@@ -120,7 +120,7 @@ def test_a_cpu_can_be_chosen_beside_a_device(model: str, machine: Machine) -> No
     assert resolved(model, device="cpu").device.device == "cpu"
     for backend in ("native", "torch"):
         assert resolved(model, attention_backend=backend).device.device == "cpu"
-        assert refusal(model, device="cuda", attention_backend=backend)[0] == "attention_backend"
+        assert rejected(model, device="cuda", attention_backend=backend)[0] == "attention_backend"
 
 
 def test_the_triton_back_end_on_a_cpu_is_for_the_interpreter(model: str, machine: Machine) -> None:
@@ -132,25 +132,25 @@ def test_the_triton_back_end_on_a_cpu_is_for_the_interpreter(model: str, machine
     assert config.device.cuda_graphs == "none"
     assert not config.device.batch_invariant
     machine(ABSENT)
-    assert "TRITON_INTERPRET=1" in refusal(model, attention_backend="triton")[1]
-    assert "TRITON_INTERPRET=1" in refusal(model, attention_backend="triton", device="cpu")[1]
+    assert "TRITON_INTERPRET=1" in rejected(model, attention_backend="triton")[1]
+    assert "TRITON_INTERPRET=1" in rejected(model, attention_backend="triton", device="cpu")[1]
     machine(ABSENT, triton=False, interpret=True)
-    assert "Triton is not installed" in refusal(model, attention_backend="triton", device="cpu")[1]
+    assert "Triton is not installed" in rejected(model, attention_backend="triton", device="cpu")[1]
 
 
 def test_a_device_does_not_compute_in_the_interpreter(model: str, machine: Machine) -> None:
     machine(interpret=True)
     assert resolved(model).device.device == "cpu"
-    param, message = refusal(model, device="cuda")
+    param, message = rejected(model, device="cuda")
     assert (param, "TRITON_INTERPRET" in message) == ("device", True)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_device_that_cannot_be_used_is_refused_and_not_passed_over(model: str, machine: Machine, device: str) -> None:
     machine(with_device(TURING))
-    assert "NVIDIA T4 has compute capability 7.5, and 8.0 is needed" in refusal(model, device=device)[1]
+    assert "NVIDIA T4 has compute capability 7.5, and 8.0 is needed" in rejected(model, device=device)[1]
     machine(triton=False)
-    assert "Triton is not installed" in refusal(model, device=device)[1]
+    assert "Triton is not installed" in rejected(model, device=device)[1]
 
 
 BLACKWELL = CudaDevice("NVIDIA B200", 180 * 2**30, (10, 0), 148)
@@ -159,7 +159,7 @@ BLACKWELL = CudaDevice("NVIDIA B200", 180 * 2**30, (10, 0), 148)
 def test_batch_invariant_needs_fences(model: str, machine: Machine) -> None:
     """From capability 10.0 on, and only before Triton 3.7.1; other modes are not refused."""
     machine(with_device(BLACKWELL))
-    param, message = refusal(model, batch_invariant=True)
+    param, message = rejected(model, batch_invariant=True)
     assert param == "batch_invariant"
     assert "NVIDIA B200 (compute capability 10.0) with Triton 3.6.0" in message
     assert not resolved(model).device.batch_invariant
@@ -172,13 +172,13 @@ def test_batch_invariant_needs_fences(model: str, machine: Machine) -> None:
 
 def test_what_a_device_cannot_do_yet(model: str, machine: Machine) -> None:
     machine()
-    assert refusal(model, kv_cache_dtype="int8")[0] == "kv_cache_dtype"
-    assert refusal(model, quantization="int8")[0] == "quantization"
-    assert refusal(model, matmul_precision="bfloat16")[0] == "matmul_precision"
+    assert rejected(model, kv_cache_dtype="int8")[0] == "kv_cache_dtype"
+    assert rejected(model, quantization="int8")[0] == "quantization"
+    assert rejected(model, matmul_precision="bfloat16")[0] == "matmul_precision"
     change(model, head_dim=320)
-    assert "heads of 320" in refusal(model)[1]
+    assert "heads of 320" in rejected(model)[1]
     change(model, head_dim=32, quantization_config=GPTQ)
-    param, message = refusal(model)
+    param, message = rejected(model)
     assert (param, "int4" in message) == ("quantization", True)
     assert resolved(model, device="cpu").model.quantization is not None
 
@@ -217,7 +217,7 @@ def test_kinds_of_graphs(model: str, machine: Machine, options: dict[str, Any], 
 )
 def test_contradictions_are_refused(model: str, machine: Machine, options: dict[str, Any], param: str) -> None:
     machine()
-    assert refusal(model, **options)[0] == param
+    assert rejected(model, **options)[0] == param
 
 
 def test_eager_is_what_a_cpu_does(model: str) -> None:

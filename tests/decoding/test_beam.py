@@ -39,7 +39,7 @@ class Searcher:
         self.search = self.request.beam_search = BeamSearch(self.request)
         leader = self.request.sequences[0]
         leader.chain = self.kv.new_chain("")
-        leader.blocks = self.kv.begin(leader.chain, 0)
+        leader.blocks = self.kv.allocate_prefix(leader.chain, 0)
 
     def step(self, *candidates: dict[int, float]) -> None:
         """Compute, take candidates (token -> score), expand and follow."""
@@ -47,7 +47,7 @@ class Searcher:
         assert len(candidates) == len(beams)
         for beam, given in zip(beams, candidates, strict=True):
             sequence = beam.sequence
-            growth = self.kv.append(sequence.blocks, sequence.num_computed_tokens, len(sequence.token_ids))
+            growth = self.kv.allocate_slots(sequence.blocks, sequence.num_computed_tokens, len(sequence.token_ids))
             assert growth is not None
             sequence.num_computed_tokens = len(sequence.token_ids)
             is_last = beam is beams[-1]
@@ -131,12 +131,12 @@ def test_fewer_continuations_than_beams() -> None:
     searcher = Searcher(n=3)
     request = searcher.request
     searcher.step({5: 0.0})
-    assert (len(searcher.search.beams), len(request.unforked)) == (1, 2)
+    assert (len(searcher.search.beams), len(request.pending_forks)) == (1, 2)
     searcher.step({5: -1.0, 6: -1.1})
     searcher.step({5: -1.0, 6: -2.0}, {5: -1.0, 6: -1.2})
-    assert (len(searcher.search.beams), len(request.unforked)) == (3, 0)
+    assert (len(searcher.search.beams), len(request.pending_forks)) == (3, 0)
     searcher.step({EOS: -1.0}, {EOS: -1.0}, {5: -1.0})
-    assert (len(searcher.search.beams), len(request.unforked)) == (1, 2)
+    assert (len(searcher.search.beams), len(request.pending_forks)) == (1, 2)
     assert request.sequences[0] is searcher.search.beams[0].sequence
     assert len({sequence.seq_id for sequence in request.sequences}) == 3
     assert searcher.kv.num_live_sequences == 1
@@ -153,7 +153,7 @@ def test_blocks_are_shared_and_one_child_keeps_the_place() -> None:
     assert all(child.blocks.tables == leader.blocks.tables for child in children)
     assert searcher.kv.pool.num_used == 2
     assert [(fork.parent, fork.child) for fork in searcher.followed.forks] == [(10, 11), (10, 12)]
-    assert searcher.followed.chosen_tokens == {10: 5, 11: 6, 12: 7}
+    assert searcher.followed.token_overrides == {10: 5, 11: 6, 12: 7}
     assert searcher.followed.dropped == []
     # All come from the second: it keeps its place, and gives its blocks to the two that die.
     searcher.step({5: -9.0, 6: -9.0, 7: -9.0}, {5: -0.1, 6: -0.2, 7: -0.3}, {5: -9.0, 6: -9.0, 7: -9.0})
@@ -177,4 +177,4 @@ def test_preempted_beams_branch_without_blocks() -> None:
     assert followed == ([], [], {})
     assert searcher.texts == [[5, 8], [5, 9]]
     assert all(sequence.num_computed_tokens == 0 for sequence in searcher.request.sequences)
-    assert searcher.request.unforked == []
+    assert searcher.request.pending_forks == []

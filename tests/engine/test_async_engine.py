@@ -408,7 +408,7 @@ async def test_prefixes_are_registered_and_let_go(engine: AsyncLLM) -> None:
     plain = await collect(engine, [*prefix, 5])
     await engine.reset_prefix_cache()
     name = await engine.register_prefix(prefix)
-    assert (await engine.stats()).num_pinned_blocks == 2
+    assert (await engine.stats()).num_registered_blocks == 2
     outputs = [output async for output in engine.generate([*prefix, 5], SHORT)]
     assert (outputs[-1].num_cached_tokens, outputs[-1].outputs[0].token_ids) == (21, plain)
     assert await engine.unregister_prefix(name) == 2
@@ -432,7 +432,7 @@ async def test_a_registration_that_is_cancelled_leaves_nothing(engine: AsyncLLM)
             await engine.unregister_prefix(task.result())
     await engine.abort("a")
     await blocker
-    assert (await until_empty(engine)).num_pinned_blocks == 0
+    assert (await until_empty(engine)).num_registered_blocks == 0
 
 
 async def test_a_prefix_that_does_not_fit_is_refused(options: EngineOptions) -> None:

@@ -43,9 +43,9 @@ def test_nothing_cached_survives_sleep(driver: CoreDriver, level: str) -> None:
 def test_requests_are_refused_while_it_sleeps(driver: CoreDriver) -> None:
     call(driver, "sleep", "1")
     driver.add("b", PROMPT, max_tokens=4)
-    (refusal,) = driver.core.step().refusals
-    assert refusal.request_id == "b"
-    assert isinstance(refusal.error(), EngineAsleepError)
+    (rejected,) = driver.core.step().rejections
+    assert rejected.request_id == "b"
+    assert isinstance(rejected.error(), EngineAsleepError)
     assert not driver.core.has_work
     call(driver, "wake_up")
     driver.add("b", PROMPT, max_tokens=4)
@@ -107,7 +107,7 @@ def test_who_cannot_wake_stays_asleep_and_may_try_again(driver: CoreDriver) -> N
 
 
 def test_registered_prefixes_keep_it_awake(driver: CoreDriver) -> None:
-    driver.pin("p", PROMPT)
+    driver.register_prefix("p", PROMPT)
     driver.run()
     assert "while prefixes are registered" in str(call(driver, "sleep", "1").error)
     call(driver, "unregister_prefix", "p")

@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, QuireError
-from quire.executors.inprocess import InlineLane, InProcessExecutor, Lane, ThreadLane
+from quire.executors.inprocess import InlineWorkerThread, InProcessExecutor, Lane, WorkerThread
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ def test_a_dropped_executor_takes_its_thread_along(config: EngineConfig) -> None
 
 
 def test_plans_cannot_be_cancelled() -> None:
-    lane = ThreadLane("quire-worker")
+    lane = WorkerThread("quire-worker")
     gate = threading.Event()
     lane.submit(gate.wait)
     waiting = lane.submit(lambda: 5)
@@ -157,11 +157,11 @@ def test_plans_cannot_be_cancelled() -> None:
     gate.set()
     assert waiting.result(timeout=60) == 5
     lane.close()
-    assert not InlineLane().submit(lambda: 5).cancel()
+    assert not InlineWorkerThread().submit(lambda: 5).cancel()
 
 
 def test_calls_run_one_after_the_other_while_the_caller_goes_on() -> None:
-    lane = ThreadLane("quire-worker")
+    lane = WorkerThread("quire-worker")
     order: list[int] = []
 
     def call(number: int) -> int:
@@ -195,7 +195,7 @@ def test_an_interrupt_reaches_the_caller_and_stops_the_worker(
     executor.shutdown()
 
 
-@pytest.mark.parametrize("make", [InlineLane, lambda: ThreadLane("test")])
+@pytest.mark.parametrize("make", [InlineWorkerThread, lambda: WorkerThread("test")])
 def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], Lane]) -> None:
     lane = make()
 

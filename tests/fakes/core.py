@@ -108,7 +108,7 @@ class CoreClient:
         bad: list[list[int]] | None = None,
         salt: str = "",
         priority: int = 0,
-        pin: bool = False,
+        register_prefix: bool = False,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
@@ -124,14 +124,14 @@ class CoreClient:
                     bad_token_sequences=bad or [],
                     cache_salt=salt,
                     priority=priority,
-                    pin=pin,
+                    register_prefix=register_prefix,
                 )
             )
         )
 
-    def pin(self, request_id: str, prefix: list[int], salt: str = "") -> None:
+    def register_prefix(self, request_id: str, prefix: list[int], salt: str = "") -> None:
         """Ask for a prefix to be pinned."""
-        self.add(request_id, prefix, salt=salt, pin=True, max_tokens=1)
+        self.add(request_id, prefix, salt=salt, register_prefix=True, max_tokens=1)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.core.handle(Abort(request_id, index))
@@ -139,8 +139,8 @@ class CoreClient:
     def step(self) -> None:
         self.clock.advance(0.01)
         outputs = self.core.step()
-        for refusal in outputs.refusals:
-            self.refused[refusal.request_id] = refusal.message
+        for rejected in outputs.rejections:
+            self.refused[rejected.request_id] = rejected.message
         for update in outputs.updates:
             self._take(update)
 
@@ -171,7 +171,7 @@ class CoreClient:
 
     def assert_all_free(self) -> None:
         stats = self.core.stats()
-        leaked = stats.num_used_blocks - stats.num_pinned_blocks
+        leaked = stats.num_used_blocks - stats.num_registered_blocks
         assert leaked == 0, f"{leaked} blocks leaked"
         assert stats.num_used_host_blocks == stats.num_swapped == 0, f"{stats.num_used_host_blocks} host blocks leaked"
         assert stats.num_running == stats.num_waiting == 0

@@ -205,9 +205,9 @@ class FakeExecutor:
             self._disown(self._rows.pop(seq_id))
         for new in plan.new_sequences:
             self._create(new)
-        for fork in plan.branches:
+        for fork in plan.beam_reorders:
             self._branch(fork)
-        for seq_id, token_id in plan.chosen_tokens:
+        for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
         self._save_to_host(plan.swap_out)
         self._copy_blocks(plan.block_copies)
@@ -400,7 +400,7 @@ class FakeExecutor:
             elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
             if self.damaging is not None and self.damaging in read.token_ids[:known]:
-                result.damaged.append(seq_id)
+                result.nonfinite.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)
         for seq_id, token_id in zip(plan.sample_seq_ids, result.token_ids, strict=True):

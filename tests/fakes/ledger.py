@@ -1,4 +1,4 @@
-"""SlotLedger: the accounts of KV memory by brute force, the plain twin of quire/scheduler/accounts.py.
+"""SlotLedger: the accounts of KV memory by brute force, the plain twin of quire/scheduler/kv_usage.py.
 
 It follows the plans as a worker would, and notes for each slot of each physical block the step that fills it. What is
 stored, reserved, wasted and saved is then counted slot by slot over the blocks that the live tables name.
@@ -43,7 +43,7 @@ class SlotLedger:
                 for table in new.block_ids:
                     for block in table[starts[new.seq_id] // self._size :]:
                         self._clear(block)
-        for branch in plan.branches:
+        for branch in plan.beam_reorders:
             self._tables[branch.child] = [list(table) for table in self._tables[branch.parent]]
         for host, device in plan.swap_in:
             self._copy(self._HOST + host, device)
@@ -66,7 +66,7 @@ class SlotLedger:
     def check(self, scheduler: Scheduler) -> EngineStats:
         """Compare the scheduler's statistics with a count of every slot. Raises AssertionError."""
         handles = [sequence.blocks for sequence in scheduler._running.sequences]
-        handles += [pin.blocks for pin in scheduler.kv._pins]
+        handles += [pin.blocks for pin in scheduler.kv._registered]
         owners = Counter(
             block
             for blocks in handles

@@ -45,7 +45,7 @@ EXERCISED = {
     "beam_searches": 0.02,
     "pinned_to_the_end": 0.0005,
     "timed_out_requests_total": 0.005,
-    "damaged": 0.002,
+    "nonfinite": 0.002,
     "swap_preemptions_total": 0.005,
 }
 """What a long run must have seen, at least so often for each step."""
@@ -88,7 +88,7 @@ class Episode:
             requests=len(self.requests),
             refused=len(self.driver.refused),
             aborts=len(self.aborted),
-            damaged=sum(reason is FinishReason.ERROR for reason in self.driver.finished.values()),
+            nonfinite=sum(reason is FinishReason.ERROR for reason in self.driver.finished.values()),
         )
         return totals
 
@@ -130,25 +130,27 @@ class Episode:
     def _pin_or_unpin(self) -> None:
         """Few at a time: with most of the pool pinned nothing else would happen."""
         rng, scheduler = self._rng, self.driver.scheduler
-        live = [name for name in self.prefixes if scheduler.kv.is_pinned(name) or name in scheduler._requests]
+        live = [name for name in self.prefixes if scheduler.kv.is_registered(name) or name in scheduler._requests]
         if len(live) < self._max_pins and rng.random() < 0.1:
             name = f"p{len(self.prefixes)}"
             self.prefixes.append(name)
-            self.driver.pin(name, rng.choice(PREFIXES)[: rng.randint(1, 16)], rng.choice(["", "", "tenant"]))
+            self.driver.register_prefix(
+                name, rng.choice(PREFIXES)[: rng.randint(1, 16)], rng.choice(["", "", "tenant"])
+            )
         elif live and rng.random() < 0.03:
             name = rng.choice(live)
-            if scheduler.kv.is_pinned(name):
-                scheduler.unpin(name)
+            if scheduler.kv.is_registered(name):
+                scheduler.unregister_prefix(name)
             else:
                 self.driver.abort(name)
             self.driver.ledger.check(scheduler)
 
     def _unpin_all(self) -> None:
         for name in self.prefixes:
-            if self.driver.scheduler.kv.is_pinned(name):
-                self.driver.scheduler.unpin(name)
+            if self.driver.scheduler.kv.is_registered(name):
+                self.driver.scheduler.unregister_prefix(name)
                 self.num_pinned_to_the_end += 1
-        assert self.driver.core.stats().num_pinned_blocks == 0
+        assert self.driver.core.stats().num_registered_blocks == 0
 
     @property
     def _num_open(self) -> int:
@@ -193,7 +195,7 @@ class Episode:
         size, stats = self.options["block_size"], self.driver.core.stats()
         per_group = prompt_len // size + width * (-(-max_tokens // size) + 1)
         num_groups = self.driver.scheduler.kv.num_groups
-        return num_groups * per_group <= stats.num_blocks - stats.num_pinned_blocks
+        return num_groups * per_group <= stats.num_blocks - stats.num_registered_blocks
 
     def _step(self) -> None:
         core, scheduler = self.driver.core, self.driver.scheduler

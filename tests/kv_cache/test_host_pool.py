@@ -6,7 +6,7 @@ import pytest
 
 from quire.kv_cache.host_pool import Footprint
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 
 FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
@@ -22,12 +22,12 @@ def make_manager(
     return KVCacheManager(layout, enable_prefix_caching=caching)
 
 
-def start(kv: KVCacheManager, num_tokens: int, salt: str = "") -> SequenceBlocks:
+def start(kv: KVCacheManager, num_tokens: int, salt: str = "") -> BlockTable:
     """A sequence whose first `num_tokens` of TOKENS are computed."""
     chain = kv.new_chain(salt)
-    blocks = kv.begin(chain, kv.match_prefix(chain, TOKENS, num_tokens - 1))
-    assert kv.append(blocks, blocks.capacity, num_tokens) is not None
-    kv.commit(blocks, TOKENS, num_tokens)
+    blocks = kv.allocate_prefix(chain, kv.match_prefix(chain, TOKENS, num_tokens - 1))
+    assert kv.allocate_slots(blocks, blocks.capacity, num_tokens) is not None
+    kv.cache_blocks(blocks, TOKENS, num_tokens)
     kv.check()
     return blocks
 
@@ -35,7 +35,7 @@ def start(kv: KVCacheManager, num_tokens: int, salt: str = "") -> SequenceBlocks
 class Memory:
     """Contents of both pools, moved as the manager says. A block's content is what it was first called."""
 
-    def __init__(self, sequences: list[SequenceBlocks]) -> None:
+    def __init__(self, sequences: list[BlockTable]) -> None:
         self.device = {block: f"block {block}" for s in sequences for table in s.tables for block in table}
         self.host: dict[int, str] = {}
 
@@ -47,7 +47,7 @@ class Memory:
     def swap_in(self, copies: list[tuple[int, int]]) -> None:
         self.device.update({block: self.host[host] for host, block in copies})
 
-    def read(self, blocks: SequenceBlocks) -> list[list[str]]:
+    def read(self, blocks: BlockTable) -> list[list[str]]:
         return [[self.device[block] for block in table] for table in blocks.tables]
 
 
@@ -56,7 +56,7 @@ def test_shared_blocks_are_moved_once_and_stay_shared() -> None:
     parent = start(kv, 10)
     children = [kv.fork(parent, 10) for _ in range(2)]
     family = [parent, *children]
-    growth = kv.append(children[1], 10, 15)
+    growth = kv.allocate_slots(children[1], 10, 15)
     assert growth is not None
     memory = Memory(family)
     before = [memory.read(blocks) for blocks in family]
@@ -76,7 +76,7 @@ def test_shared_blocks_are_moved_once_and_stay_shared() -> None:
     assert [memory.read(blocks) for blocks in family] == before
     assert kv.pool.num_shared == 3
     assert [blocks.capacity for blocks in family] == [12, 12, 16]
-    growth = kv.append(parent, 10, 11)
+    growth = kv.allocate_slots(parent, 10, 11)
     assert growth is not None
     assert len(growth.copies) == 1, "the tail is still copied on write"
     for blocks in (*family, occupant):
@@ -136,7 +136,7 @@ def test_blocks_that_are_still_cached_are_not_copied_back() -> None:
     assert len(copies) == 2
     assert blocks.tables[0][:2] == tables[0][:2]
     assert blocks.num_committed == 2
-    kv.commit(blocks, TOKENS, 15)
+    kv.cache_blocks(blocks, TOKENS, 15)
     chain = kv.new_chain("")
     assert kv.match_prefix(chain, TOKENS, 16) == 12, "what came back can be hit again"
 
@@ -168,10 +168,10 @@ def test_a_reset_of_the_cache_costs_copies_only() -> None:
 def test_two_copies_of_one_content_become_one() -> None:
     """Siblings may have computed the same block each; the index knows one of the two."""
     kv = make_manager(caching=True)
-    first, second = (kv.begin(kv.new_chain(""), 0) for _ in range(2))
+    first, second = (kv.allocate_prefix(kv.new_chain(""), 0) for _ in range(2))
     for blocks in (first, second):
-        assert kv.append(blocks, 0, 8) is not None
-        kv.commit(blocks, TOKENS, 8)
+        assert kv.allocate_slots(blocks, 0, 8) is not None
+        kv.cache_blocks(blocks, TOKENS, 8)
     assert not set(first.tables[0]) & set(second.tables[0])
     kv.swap_out([first, second], [8, 8])
     assert kv.room_after_swap_in([first, second]) == (18, 2)
@@ -187,11 +187,11 @@ def test_an_undone_append_leaves_everything_as_it_was() -> None:
     family = [parent, *children]
     before = [([list(table) for table in s.tables], s.capacity, s.tail_shared) for s in family]
     counts = list(kv.pool.ref_counts)
-    growths = [kv.append(blocks, 6, 11) for blocks in family]
+    growths = [kv.allocate_slots(blocks, 6, 11) for blocks in family]
     assert [len(growth.copies) for growth in growths if growth] == [2, 2, 0], "the last owner writes in place"
     for blocks, growth in reversed(list(zip(family, growths, strict=True))):
         assert growth is not None
-        kv.undo(blocks, growth)
+        kv.rollback(blocks, growth)
     kv.check()
     assert [(s.tables, s.capacity, s.tail_shared) for s in family] == before
     assert kv.pool.ref_counts == counts
@@ -201,15 +201,15 @@ def test_a_swapped_leader_promises_nothing() -> None:
     kv = make_manager(caching=True)
     chain = kv.new_chain("")
     assert kv.match_prefix(chain, TOKENS, 40) == 0
-    leader = kv.begin(chain, 0)
-    kv.append(leader, 0, 4)
-    kv.commit(leader, TOKENS, 4)
-    assert kv.is_computing(leader, 10)
+    leader = kv.allocate_prefix(chain, 0)
+    kv.allocate_slots(leader, 0, 4)
+    kv.cache_blocks(leader, TOKENS, 4)
+    assert kv.is_pending_in(leader, 10)
     kv.swap_out([leader], [4])
-    assert not kv.is_computing(leader, 10)
+    assert not kv.is_pending_in(leader, 10)
     kv.check()
     kv.swap_in([leader])
-    assert kv.is_computing(leader, 10)
+    assert kv.is_pending_in(leader, 10)
     kv.check()
 
 
@@ -224,6 +224,6 @@ def test_check_finds_damage(damage: str) -> None:
     elif damage == "count":
         kv.host.blocks.ref_counts[blocks.tables[0][0]] += 1
     else:
-        blocks.promised = b"hash"
+        blocks.pending_hash = b"hash"
     with pytest.raises(AssertionError):
         kv.check()

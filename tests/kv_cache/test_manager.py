@@ -8,7 +8,7 @@ import pytest
 
 from quire.kv_cache.groups import hit_blocks, rules_for
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 
@@ -24,21 +24,21 @@ def make_manager(
     return KVCacheManager(layout, enable_prefix_caching=caching)
 
 
-def start(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> SequenceBlocks:
+def start(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> BlockTable:
     """A sequence whose tokens are all computed."""
     chain = kv.new_chain(salt)
-    blocks = kv.begin(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1))
-    assert kv.append(blocks, blocks.capacity, len(token_ids)) is not None
-    kv.commit(blocks, token_ids, len(token_ids))
+    blocks = kv.allocate_prefix(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1))
+    assert kv.allocate_slots(blocks, blocks.capacity, len(token_ids)) is not None
+    kv.cache_blocks(blocks, token_ids, len(token_ids))
     kv.check()
     return blocks
 
 
 def test_blocks_come_on_demand_and_waste_less_than_one() -> None:
     kv = make_manager()
-    blocks = kv.begin(kv.new_chain(""), 0)
+    blocks = kv.allocate_prefix(kv.new_chain(""), 0)
     for num_tokens in range(1, 40):
-        growth = kv.append(blocks, num_tokens - 1, num_tokens)
+        growth = kv.allocate_slots(blocks, num_tokens - 1, num_tokens)
         assert growth is not None
         assert len(growth.new_blocks[0]) == (1 if num_tokens % 4 == 1 else 0)
         assert 0 <= blocks.capacity - num_tokens < kv.block_size
@@ -50,12 +50,12 @@ def test_blocks_come_on_demand_and_waste_less_than_one() -> None:
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     kv = make_manager(num_blocks=3)
     blocks = start(kv, list(range(9)))
-    other = kv.begin(kv.new_chain(""), 0)
-    assert kv.append(other, 0, 4) is None
+    other = kv.allocate_prefix(kv.new_chain(""), 0)
+    assert kv.allocate_slots(other, 0, 4) is None
     assert other.tables == [[]]
     kv.check()
     kv.free(blocks)
-    assert kv.append(other, 0, 12) is not None
+    assert kv.allocate_slots(other, 0, 12) is not None
 
 
 def test_a_fork_shares_and_the_partial_block_is_copied_once_for_all_but_the_last_owner() -> None:
@@ -68,20 +68,20 @@ def test_a_fork_shares_and_the_partial_block_is_copied_once_for_all_but_the_last
     tail = parent.tables[0][2]
     copies = []
     for blocks in (parent, *children):
-        growth = kv.append(blocks, 10, 11)
+        growth = kv.allocate_slots(blocks, 10, 11)
         assert growth is not None
         copies += growth.copies
         kv.check()
     assert [source for source, _ in copies] == [tail] * 3
     assert children[-1].tables[0][2] == tail, "the last owner keeps the block"
-    assert kv.append(parent, 11, 12).copies == []  # type: ignore[union-attr]
+    assert kv.allocate_slots(parent, 11, 12).copies == []  # type: ignore[union-attr]
 
 
 def test_full_blocks_are_never_copied() -> None:
     kv = make_manager()
     parent = start(kv, list(range(8)))
     child = kv.fork(parent, 8)
-    growth = kv.append(child, 8, 9)
+    growth = kv.allocate_slots(child, 8, 9)
     assert growth is not None
     assert not growth.copies
     assert child.tables[0][:2] == parent.tables[0]
@@ -91,9 +91,9 @@ def test_copy_on_write_counts_as_an_allocation() -> None:
     kv = make_manager(num_blocks=3)
     parent = start(kv, list(range(10)))
     child = kv.fork(parent, 10)
-    assert kv.append(child, 10, 11) is None, "no block is free for the copy"
+    assert kv.allocate_slots(child, 10, 11) is None, "no block is free for the copy"
     kv.free(parent)
-    growth = kv.append(child, 10, 11)
+    growth = kv.allocate_slots(child, 10, 11)
     assert growth is not None
     assert not growth.copies
 
@@ -134,7 +134,7 @@ def test_a_hit_takes_blocks_back_from_the_evictable_ones() -> None:
     chain = kv.new_chain("")
     hit = kv.match_prefix(chain, list(range(16)), 15)
     assert kv.room_after_match(chain, hit) == (1, 3)
-    blocks = kv.begin(chain, hit)
+    blocks = kv.allocate_prefix(chain, hit)
     assert kv.pool.num_evictable == 1
     kv.free(blocks)
     kv.check()
@@ -152,9 +152,9 @@ def test_equal_blocks_computed_twice_are_indexed_once() -> None:
     kv = make_manager()
     first = start(kv, list(range(4)))
     chain = kv.new_chain("")
-    second = kv.begin(chain, 0)
-    assert kv.append(second, 0, 4) is not None
-    kv.commit(second, list(range(4)), 4)
+    second = kv.allocate_prefix(chain, 0)
+    assert kv.allocate_slots(second, 0, 4) is not None
+    kv.cache_blocks(second, list(range(4)), 4)
     kv.check()
     kv.free(second)
     assert kv.pool.num_evictable == 0, "the duplicate has no content of its own"
@@ -172,7 +172,7 @@ def test_without_caching_nothing_is_kept() -> None:
 def test_blocks_outside_the_window_are_given_back() -> None:
     kv = make_manager((WINDOW,))
     blocks = start(kv, list(range(16)))
-    assert kv.append(blocks, 16, 17) is not None
+    assert kv.allocate_slots(blocks, 16, 17) is not None
     # The query at 16 reads 11 .. 16: blocks 2, 3 and 4.
     assert blocks.tables[0][:2] == [NULL_BLOCK, NULL_BLOCK]
     assert kv.pool.num_used == 3
@@ -184,7 +184,7 @@ def test_blocks_outside_the_window_are_given_back() -> None:
 def test_a_mixed_model_releases_only_what_slides() -> None:
     kv = make_manager((FULL, WINDOW))
     blocks = start(kv, list(range(16)))
-    assert kv.append(blocks, 16, 17) is not None
+    assert kv.allocate_slots(blocks, 16, 17) is not None
     assert NULL_BLOCK not in blocks.tables[0]
     assert blocks.tables[1].count(NULL_BLOCK) == 2
 
@@ -192,14 +192,14 @@ def test_a_mixed_model_releases_only_what_slides() -> None:
 def test_a_hit_in_a_mixed_model_needs_the_window_of_the_sliding_layers() -> None:
     kv = make_manager((FULL, WINDOW), num_blocks=40)
     tokens = list(range(32))
-    blocks = kv.begin(kv.new_chain(""), 0)
+    blocks = kv.allocate_prefix(kv.new_chain(""), 0)
     for begin in range(0, 32, 8):
-        assert kv.append(blocks, begin, begin + 8) is not None
-        kv.commit(blocks, tokens, begin + 8)
+        assert kv.allocate_slots(blocks, begin, begin + 8) is not None
+        kv.cache_blocks(blocks, tokens, begin + 8)
     kv.free(blocks)
     chain = kv.new_chain("")
     assert kv.match_prefix(chain, [*tokens, 5], 32) == 32
-    hit = kv.begin(chain, 32)
+    hit = kv.allocate_prefix(chain, 32)
     assert hit.tables[1][:6] == [NULL_BLOCK] * 6
     kv.check()
 
@@ -208,10 +208,10 @@ def test_a_hit_in_a_mixed_model_needs_the_window_of_the_sliding_layers() -> None
 @pytest.mark.parametrize("max_chunk", [1, 3, 8])
 def test_the_bound_on_blocks_of_a_window_holds(num_tokens: int, max_chunk: int) -> None:
     kv = make_manager((WINDOW,), num_blocks=30)
-    blocks = kv.begin(kv.new_chain(""), 0)
+    blocks = kv.allocate_prefix(kv.new_chain(""), 0)
     most = 0
     for begin in range(0, num_tokens, max_chunk):
-        assert kv.append(blocks, begin, min(begin + max_chunk, num_tokens)) is not None
+        assert kv.allocate_slots(blocks, begin, min(begin + max_chunk, num_tokens)) is not None
         most = max(most, kv.pool.num_used)
     assert most <= kv.most_blocks(num_tokens, max_chunk)
 
@@ -272,10 +272,10 @@ def test_a_block_that_left_the_window_before_it_was_committed_is_not_offered() -
     """Planning ahead, the next step may give it back before the result of the step that filled it has come."""
     kv = make_manager((WINDOW,))
     tokens = list(range(24))
-    blocks = kv.begin(kv.new_chain(""), 0)
-    assert kv.append(blocks, 0, 16) is not None
-    assert kv.append(blocks, 16, 17) is not None
-    kv.commit(blocks, tokens, 16)
+    blocks = kv.allocate_prefix(kv.new_chain(""), 0)
+    assert kv.allocate_slots(blocks, 0, 16) is not None
+    assert kv.allocate_slots(blocks, 16, 17) is not None
+    kv.cache_blocks(blocks, tokens, 16)
     kv.check()
     assert kv._indexes[0].check() == set(blocks.tables[0][2:4])
 
@@ -284,11 +284,11 @@ def test_a_child_offers_what_its_parent_could_not() -> None:
     """The parent may end between the fork and the result of the step that computed the prompt."""
     kv = make_manager()
     tokens = list(range(9))
-    parent = kv.begin(kv.new_chain(""), 0)
-    assert kv.append(parent, 0, 9) is not None
+    parent = kv.allocate_prefix(kv.new_chain(""), 0)
+    assert kv.allocate_slots(parent, 0, 9) is not None
     child = kv.fork(parent, 9)
     kv.free(parent)
-    kv.commit(child, tokens, 9)
+    kv.cache_blocks(child, tokens, 9)
     kv.free(child)
     assert kv.match_prefix(kv.new_chain(""), tokens, 8) == 8
 
@@ -298,7 +298,7 @@ def test_the_blocks_of_a_hit_are_not_offered_again() -> None:
     kv.free(start(kv, list(range(12))))
     assert start(kv, list(range(13))).num_committed == 3
     chain = kv.new_chain("")
-    assert kv.begin(chain, kv.match_prefix(chain, list(range(13)), 12)).num_committed == 3
+    assert kv.allocate_prefix(chain, kv.match_prefix(chain, list(range(13)), 12)).num_committed == 3
 
 
 def test_an_index_keeps_the_first_block_of_a_content_and_the_first_content_of_a_block() -> None:

@@ -214,7 +214,7 @@ def test_a_large_pool() -> None:
 
 def test_pinned_prefixes_show_who_holds_their_blocks() -> None:
     driver = CoreDriver(make_config(num_blocks=40, block_size=4))
-    driver.pin("p", list(range(1, 11)))
+    driver.register_prefix("p", list(range(1, 11)))
     driver.run()
     kv = check_against_the_books(driver)
     (pin,) = kv.requests

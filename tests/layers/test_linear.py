@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.layers.context import LayerContext
-from quire.layers.linear import ColumnLinear, RowLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.parallel.single import SingleRank
 from tests.layers.helpers import torch_context
 
@@ -40,7 +40,7 @@ QUERY, KEY, VALUE, BIAS = randn(8, 6, seed=1), randn(4, 6, seed=2), randn(4, 6, 
 X, RESIDUAL = randn(5, 6, seed=5), randn(5, 16, seed=6)
 
 
-def fill(layer: ColumnLinear, *, fused: bool, transposed: bool) -> None:
+def fill(layer: ColumnParallelLinear, *, fused: bool, transposed: bool) -> None:
     weights, biases = [QUERY, KEY, VALUE], list(BIAS.split([8, 4, 4]))
     names = ["q", "k", "v"]
     if fused:
@@ -60,7 +60,7 @@ def fill(layer: ColumnLinear, *, fused: bool, transposed: bool) -> None:
 def test_column_parts_over_ranks(size: int, fused: bool, transposed: bool) -> None:
     shares = []
     for rank in range(size):
-        layer = ColumnLinear(6, (8, 4, 4), bias=True, context=context(rank, size))
+        layer = ColumnParallelLinear(6, (8, 4, 4), bias=True, context=context(rank, size))
         fill(layer, fused=fused, transposed=transposed)
         assert layer.local_parts == (8 // size, 4 // size, 4 // size)
         shares.append(layer(X).split(layer.local_parts, dim=-1))
@@ -74,7 +74,7 @@ def test_row_shares_add_up_with_one_bias(size: int, transposed: bool) -> None:
     total = torch.zeros(5, 16)
     weight = randn(16, 6, seed=7)
     for rank in range(size):
-        layer = RowLinear(6, 16, bias=True, context=context(rank, size))
+        layer = RowParallelLinear(6, 16, bias=True, context=context(rank, size))
         slots = layer.slots("o", transposed=transposed)
         slots["o.weight"].load(weight.t() if transposed else weight)
         slots["o.bias"].load(BIAS)
@@ -83,7 +83,7 @@ def test_row_shares_add_up_with_one_bias(size: int, transposed: bool) -> None:
 
 
 def test_replicated_context_ignores_the_ranks() -> None:
-    layer = ColumnLinear(6, (16,), bias=False, context=context(1, 2).replicated())
+    layer = ColumnParallelLinear(6, (16,), bias=False, context=context(1, 2).replicated())
     assert layer.local_parts == (16,)
 
 

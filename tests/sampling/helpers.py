@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.sampling.backend import make_chooser
 from quire.sampling.batch import SampleBatch
-from quire.sampling.chooser import make_chooser
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling_params import SamplingParams

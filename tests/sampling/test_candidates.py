@@ -97,7 +97,7 @@ def test_a_damaged_beam_has_no_candidates() -> None:
     for value in (float("nan"), float("inf")):
         logits[1, 4] = value
         found = sample(logits, [beam(4)] * 3)
-        assert found.damaged == (1,)
+        assert found.nonfinite == (1,)
         assert sorted(found.candidates) == [0, 2]
 
 

@@ -216,7 +216,7 @@ def test_damaged_logits_name_their_rows(device: torch.device, value: float, opti
     made = prepare(cases, device)
     samples = made.sampler.sample(logits.to(device), made.batch)
     found = samples.assemble([tensor.cpu() for tensor in samples.tensors()])
-    assert found.damaged == (2, 4, 5)
+    assert found.nonfinite == (2, 4, 5)
     assert sorted(found.logprobs) == ([0, 1, 3] if "logprobs" in options else [])
     written = made.batch.token_table[:, 0].tolist()
     assert [written[row] for row in (2, 4, 5)] == [0, 0, 0], "a damaged row still gets a token that exists"
@@ -235,7 +235,7 @@ def test_damage_that_rules_hide_is_found_by_log_probabilities(device: torch.devi
     cases[1] = cases[2]
     for run in (lambda: sample_on(device, logits, cases), lambda: sample(logits, cases)):
         found = run()
-        assert found.damaged == (1,)
+        assert found.nonfinite == (1,)
         assert sorted(found.logprobs) == [2]
 
 

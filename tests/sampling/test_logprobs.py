@@ -66,7 +66,7 @@ def test_damaged_logits_name_their_rows(value: float, temperature: float, option
     logits[5, 0] = value
     cases = [Case(SamplingParams(temperature=temperature, **options), seed=i) for i in range(6)]
     found = sample(logits, cases)
-    assert found.damaged == (2, 5)
+    assert found.nonfinite == (2, 5)
     sound = [0, 1, 3, 4]
     alone = sample(logits[sound], [cases[index] for index in sound])
     assert alone.token_ids.tolist() == [found.token_ids[index] for index in sound]
@@ -78,10 +78,10 @@ def test_damaged_logits_in_a_batch_of_greedy_and_random_rows() -> None:
         logits = torch.randn(4, 10)
         logits[row] = math.nan
         cases = [Case(SamplingParams(temperature=i % 2), seed=i) for i in range(4)]
-        assert sample(logits, cases).damaged == (row,)
+        assert sample(logits, cases).nonfinite == (row,)
 
 
 def test_all_minus_infinity_is_damage_too() -> None:
     for temperature in (0.0, 1.0):
         found = sample(torch.full((1, 8), -math.inf), [Case(SamplingParams(temperature=temperature))])
-        assert found.damaged == (0,)
+        assert found.nonfinite == (0,)

@@ -96,16 +96,16 @@ def test_only_last_partial_blocks_are_copied_and_one_child_keeps_the_row() -> No
     engine.add("r", **search(4, max_tokens=30))
     engine.run()
     plans = engine.executor.plans
-    assert sum(len(plan.branches) for plan in plans) > 20
+    assert sum(len(plan.beam_reorders) for plan in plans) > 20
     for plan in plans:
-        if not plan.branches:
+        if not plan.beam_reorders:
             assert plan.block_copies == []
             continue
-        parents = {fork.parent for fork in plan.branches}
-        children = {fork.child for fork in plan.branches}
+        parents = {fork.parent for fork in plan.beam_reorders}
+        children = {fork.child for fork in plan.beam_reorders}
         assert not parents & children
         assert parents | children <= set(plan.seq_ids)
-        assert {seq_id for seq_id, _ in plan.chosen_tokens} == set(plan.seq_ids)
+        assert {seq_id for seq_id, _ in plan.token_overrides} == set(plan.seq_ids)
         tail = plan.start_positions[0] // 4
         assert all(index == tail for _, _, index, _ in plan.replaced_blocks)
         # A new block for each child, none for the one that stays; at a block's start there is nothing to copy.
@@ -143,7 +143,7 @@ def test_a_beam_waits_for_its_result_and_others_do_not() -> None:
     engine.add("plain", prompt=[7, 8], max_tokens=20)
     engine.run()
     plans = engine.executor.plans
-    beams = {seq_id for plan in plans for fork in plan.branches for seq_id in (fork.parent, fork.child)}
+    beams = {seq_id for plan in plans for fork in plan.beam_reorders for seq_id in (fork.parent, fork.child)}
     for before, after in itertools.pairwise(plans):
         if set(before.sample_seq_ids) & beams and set(before.seq_ids) - beams and set(after.seq_ids) - beams:
             assert not set(after.seq_ids) & beams

@@ -65,13 +65,13 @@ def test_a_prefix_that_is_preempted_while_its_last_step_runs_is_computed_again()
     driver.add("b", prompt(8, start=40), max_tokens=8)
     for _ in range(3):
         driver.step()
-    driver.pin("prefix", prompt(4, start=60))
+    driver.register_prefix("prefix", prompt(4, start=60))
     driver.step()
     driver.step()
     assert driver.core.stats().preemptions_total == 2, "of the prefix and of b"
     driver.run(max_steps=100)
     assert driver.finished["prefix", 0] is FinishReason.LENGTH
-    assert driver.core.stats().num_pinned_blocks == 1
+    assert driver.core.stats().num_registered_blocks == 1
 
 
 def test_a_beam_search_out_of_time_ends_as_its_hypotheses() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from quire.kv_cache.manager import Growth
+from quire.kv_cache.manager import BlockAllocation
 from quire.request import EngineRequest, FinishReason, Request, Sequence
 from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder
@@ -173,7 +173,7 @@ def test_siblings_scheduled_before_their_request_is_preempted_are_taken_back(
     taken_back: Counter[str] = Counter()
     rollback = PlanBuilder.rollback
 
-    def count(self: PlanBuilder, request: Request) -> list[tuple[Sequence, Growth]]:
+    def count(self: PlanBuilder, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         before = len(self.samples), len(self.block_copies)
         taken_back["new blocks"] += bool(self.new_blocks)
         undone = rollback(self, request)

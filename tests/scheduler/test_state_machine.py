@@ -144,26 +144,24 @@ class EngineMachine(RuleBasedStateMachine):
             self.aborted.add((name, index))
 
     @rule(family=st.integers(0, 2), length=st.integers(1, 16), salt=st.sampled_from(["", "", "", "tenant"]))
-    def pin(self, family: int, length: int, salt: str) -> None:
+    def register_prefix(self, family: int, length: int, salt: str) -> None:
         """Few at a time: with most of the pool pinned nothing else would happen."""
         scheduler = self.driver.scheduler
-        live = [name for name in self.prefixes if scheduler.kv.is_pinned(name) or name in scheduler._requests]
+        live = [name for name in self.prefixes if scheduler.kv.is_registered(name) or name in scheduler._requests]
         if len(live) == self.max_pins:
             return
         name = f"p{len(self.prefixes)}"
         self.prefixes.append(name)
-        self.driver.pin(name, _PREFIXES[family][:length], salt)
+        self.driver.register_prefix(name, _PREFIXES[family][:length], salt)
 
-    @rule(data=st.data())
-    def unpin_or_abort_a_pin(self, data) -> None:  # type: ignore[no-untyped-def]
-        if self.prefixes:
-            pinned = [name for name in self.prefixes if self.driver.scheduler.kv.is_pinned(name)]
-            name = data.draw(st.sampled_from([*pinned, self.prefixes[-1]]))
-            if name in pinned:
-                self.driver.scheduler.unpin(name)
-                self.totals["unpins"] += 1
-            else:
-                self.driver.abort(name)
+    @rule(data=st.data(), action=st.sampled_from(["unregister", "abort", None, None, None]))
+    def unregister_or_abort_a_prefix(self, data, action: str | None) -> None:  # type: ignore[no-untyped-def]
+        registered = [name for name in self.prefixes if self.driver.scheduler.kv.is_registered(name)]
+        if registered and action == "unregister":
+            self.driver.scheduler.unregister_prefix(data.draw(st.sampled_from(registered)))
+            self.totals["unregistered"] += 1
+        elif self.prefixes and action == "abort":
+            self.driver.abort(self.prefixes[-1])
 
     @rule()
     def forget_cache(self) -> None:
@@ -182,12 +180,12 @@ class EngineMachine(RuleBasedStateMachine):
     def take_stock(self) -> None:
         """With no request left: nothing is held, and every completion is that of a lone run."""
         for name in self.prefixes:
-            is_pinned = self.driver.scheduler.kv.is_pinned(name)
-            assert not is_pinned or self.driver.finished[name, 0] is FinishReason.LENGTH
-            self.totals["pins"] += is_pinned
-            self.totals["pins refused"] += name in self.driver.refused
-            if is_pinned:
-                self.driver.scheduler.unpin(name)
+            is_registered = self.driver.scheduler.kv.is_registered(name)
+            assert not is_registered or self.driver.finished[name, 0] is FinishReason.LENGTH
+            self.totals["registered"] += is_registered
+            self.totals["registrations refused"] += name in self.driver.refused
+            if is_registered:
+                self.driver.scheduler.unregister_prefix(name)
         self.driver.scheduler.check()
         assert self.driver.core.stats().num_used_blocks == 0
         self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
@@ -236,6 +234,6 @@ def test_random_schedules() -> None:
     assert totals["aborts"] > 30
     assert totals["hypotheses"] > 150
     assert totals["timed_out_requests_total"] > 15
-    assert totals["pins"] > 0
-    assert totals["unpins"] > 0
-    assert totals["pins refused"] > 0
+    assert totals["registered"] > 0
+    assert totals["unregistered"] > 0
+    assert totals["registrations refused"] > 0

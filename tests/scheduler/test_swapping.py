@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from quire.kv_cache.host_pool import Footprint
-from quire.kv_cache.manager import Growth, KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
 from quire.request import FinishReason
 from quire.scheduler.preemption import PreemptionCosts, choice
 from quire.step import StepPlan
@@ -104,14 +104,14 @@ def test_every_size_of_pool_with_siblings_whose_step_is_taken_back(
 ) -> None:
     """In one step a sibling got a block, or a copy of one, and the next found none: what is saved is as before."""
     undone: Counter[str] = Counter()
-    undo = KVCacheManager.undo
+    rollback = KVCacheManager.rollback
 
-    def count(self: KVCacheManager, blocks: SequenceBlocks, growth: Growth) -> None:
+    def count(self: KVCacheManager, blocks: BlockTable, growth: BlockAllocation) -> None:
         undone["copies"] += len(growth.copies)
         undone["new blocks"] += len(growth.new_blocks[0])
-        undo(self, blocks, growth)
+        rollback(self, blocks, growth)
 
-    monkeypatch.setattr(KVCacheManager, "undo", count)
+    monkeypatch.setattr(KVCacheManager, "rollback", count)
     requests = {"first": (prompt(4), {"max_tokens": 40}), "trio": (prompt(17, start=4), {"n": 3, "max_tokens": 14})}
     alone = {name: generate_alone(ids, temperature=1.0, **params) for name, (ids, params) in requests.items()}
     for num_blocks in range(16, 28):

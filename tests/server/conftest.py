@@ -83,7 +83,7 @@ async def serving(
             async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
                 yield Served(engine, app.state.context, client, app=app)
             return
-        server = make_http_server(app, settings, farewell_seconds=2)
+        server = make_http_server(app, settings, shutdown_grace_seconds=2)
         with bind(settings) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             running = asyncio.ensure_future(server.serve(sockets=[listener]))

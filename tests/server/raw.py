@@ -119,7 +119,7 @@ async def raw_server(**settings: Any) -> AsyncIterator[RawServer]:
     """A server of `Echo` on 127.0.0.1, whose time stands still."""
     given = ServerSettings(port=0, **settings)
     app, clock = Echo(), VirtualClock()
-    server = make_http_server(app, given, farewell_seconds=2, clock=clock)  # type: ignore[arg-type]
+    server = make_http_server(app, given, shutdown_grace_seconds=2, clock=clock)  # type: ignore[arg-type]
     with bind(given) as listener:
         running = asyncio.ensure_future(server.serve(sockets=[listener]))
         while not server.started:

@@ -40,7 +40,7 @@ async def test_shape_of_an_answer(served: Served) -> None:
     assert len(content) == 5
     assert choice == {
         "index": 0,
-        "message": {"role": "assistant", "refusal": None},
+        "message": {"role": "assistant", "rejected": None},
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,

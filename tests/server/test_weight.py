@@ -17,7 +17,7 @@ from tests.server.conftest import Served
 from tests.server.model_directory import MAX_MODEL_LEN
 
 
-async def refusal(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def rejected(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
     before = (await served.engine.stats()).steps_total
     response = await served.client.post(path, json=body)
     assert response.status_code == 400, response.text
@@ -50,7 +50,7 @@ HEAVY = [
 async def test_an_answer_that_would_be_too_large_is_refused_before_anything_runs(
     served: Served, body: dict[str, Any]
 ) -> None:
-    error = await refusal(served, "/v1/completions", body)
+    error = await rejected(served, "/v1/completions", body)
     assert f"and may have {64 * 2**20}: " in error["message"]
     assert " x " in error["message"]
 
@@ -59,9 +59,9 @@ async def test_a_conversation_has_the_same_limit(served: Served, monkeypatch: py
     monkeypatch.setattr(weight_module, "MAX_ANSWER_BYTES", 10_000)
     messages = [{"role": "user", "content": "x" * 100}]
     body = {"messages": messages, "max_tokens": 4, "prompt_logprobs": 1}
-    assert "prompt tokens x 1 times x (2 logprobs" in (await refusal(served, "/v1/chat/completions", body))["message"]
+    assert "prompt tokens x 1 times x (2 logprobs" in (await rejected(served, "/v1/chat/completions", body))["message"]
     body = {"messages": messages, "max_tokens": 8, "logprobs": True, "top_logprobs": 20, "n": 3}
-    error = await refusal(served, "/v1/chat/completions", body)
+    error = await rejected(served, "/v1/chat/completions", body)
     assert "3 sequences x 8 tokens x 1352 bytes" in error["message"]
 
 
@@ -116,7 +116,7 @@ async def test_tokenize_takes_a_text_as_long_as_a_prompt_may_be(
         ("/v1/completions", {"prompt": "x" * (limit + 1), "echo": True}),
         ("/v1/completions", {"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 5}),
     ):
-        error = await refusal(served, path, body)
+        error = await rejected(served, path, body)
         assert error["code"] == "context_length_exceeded"
 
 
@@ -124,7 +124,7 @@ async def test_detokenize_takes_as_many_ids_as_a_sequence_may_have(served: Serve
     ids = [65] * MAX_MODEL_LEN
     response = await served.client.post("/detokenize", json={"tokens": ids})
     assert len(response.json()["prompt"]) == len(ids)
-    error = await refusal(served, "/detokenize", {"tokens": [*ids, 65]})
+    error = await rejected(served, "/detokenize", {"tokens": [*ids, 65]})
     assert (error["param"], "at most 256 tokens" in error["message"]) == ("tokens", True)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import Hardware, find
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape
 from quire.simulator.trace import TraceRequest

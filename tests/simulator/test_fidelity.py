@@ -86,7 +86,7 @@ def engine_plans(config: EngineConfig) -> list[StepPlan]:
         while waiting and (waiting[0][1][0] <= num_steps or not core.has_work):
             number, (_, request) = waiting.pop(0)
             core.handle(AddRequest(engine_request(number, request)))
-        assert core.step().refusals == []
+        assert core.step().rejections == []
         num_steps += 1
     core.shutdown()
     return recorder.plans

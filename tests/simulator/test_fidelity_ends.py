@@ -141,7 +141,7 @@ def serve(core: EngineCore, clock: VirtualClock, vocabulary: int) -> dict[str, l
         while aborts and aborts[0][0] <= num_steps:
             core.handle(aborts.pop(0)[1])
         outputs = core.step()
-        assert outputs.refusals == []
+        assert outputs.rejections == []
         for update in outputs.updates:
             if update.finish_reason is not None:
                 ends.setdefault(update.request_id, []).append(str(update.finish_reason))
@@ -193,8 +193,8 @@ def test_plans_are_the_engines(depth: int, mode: str) -> None:
     assert ends["request-6"] == ends["request-7"] == ["timeout"]
     assert not {"request-0", "request-10"} & set(ends)
     assert len(ends["request-3"]) == 3
-    assert any(plan.branches for plan in found), "no beam overtook another"
-    assert any(plan.chosen_tokens for plan in found)
+    assert any(plan.beam_reorders for plan in found), "no beam overtook another"
+    assert any(plan.token_overrides for plan in found)
     assert any(plan.block_copies for plan in found)
     assert core.stats().preemptions_total > 0
     assert any(plan.swap_in for plan in found) == (mode == "swap")

@@ -20,7 +20,7 @@ from quire.simulator.cost import (
     Precision,
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan

@@ -8,7 +8,7 @@ import pytest
 
 from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel, Precision
 from quire.simulator.hardware import find
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import find_shape
 from tests.simulator.test_operators import GPU, work_of
 

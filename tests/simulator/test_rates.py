@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import QuireError, UserError
-from quire.simulator.layout import Layout
 from quire.simulator.metrics import Metrics
+from quire.simulator.parallel_config import Layout
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
 from quire.simulator.sweep import Point, layouts, pareto_front, point, run_layout, side_by_side, sweep

@@ -18,7 +18,7 @@ from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
 from quire.simulator.families import ARCHITECTURES, FAMILIES
-from quire.simulator.layout import Layout
+from quire.simulator.parallel_config import Layout
 from quire.simulator.shape import ModelShape, built_in, find_shape
 
 LLAMA = {

@@ -147,7 +147,7 @@ def test_beams_are_as_sure_as_each_other_half_of_the_time() -> None:
     """Falling scores with the means that were measured; alike within a search, and not with another one's."""
     streams = Streams()
     streams.follow(plan_of(0, [1, 5], new_sequences=[NewSequence(i, [7], 1, [[]], BEAM) for i in (1, 5)]))
-    streams.follow(plan_of(1, [1, 2, 5], branches=[SequenceFork(1, 2, BEAM)]))
+    streams.follow(plan_of(1, [1, 2, 5], beam_reorders=[SequenceFork(1, 2, BEAM)]))
     found = [[scores for _, _, scores in streams.beams(plan_of(step, [1, 2, 5]))] for step in range(2, 8000)]
     assert found == [[scores for _, _, scores in streams.beams(plan_of(step, [1, 2, 5]))] for step in range(2, 8000)]
     assert all(scores == sorted(scores, reverse=True) for beams in found for scores in beams)
@@ -164,7 +164,7 @@ def test_sequences_of_a_request_are_counted_once() -> None:
     assert streams.num_requests(plan_of(0, [1, 2, 3])) == 3
     streams.follow(plan_of(1, [1, 2], forks=[SequenceFork(1, 4, single), SequenceFork(1, 5, single)]))
     assert streams.num_requests(plan_of(2, [1, 2, 4, 5])) == 2
-    streams.follow(plan_of(3, [2, 4], released=[1], branches=[SequenceFork(4, 6, single)]))
+    streams.follow(plan_of(3, [2, 4], released=[1], beam_reorders=[SequenceFork(4, 6, single)]))
     assert streams.num_requests(plan_of(4, [2, 4, 6])) == 2
     streams.follow(plan_of(5, [2], released=[4, 5, 6]))
     assert streams.num_requests(plan_of(6, [2])) == 1

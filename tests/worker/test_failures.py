@@ -48,8 +48,8 @@ def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damag
             driver.add(seq_id, prompt, sampling)
         results.append(driver.step({72: 2, 71: 2, 70: 3, 73: 3}))
     sound, found = results
-    assert found.damaged == [71, 73]
-    assert sound.damaged == []
+    assert found.nonfinite == [71, 73]
+    assert sound.nonfinite == []
     # The others get what they get without it.
     assert [found.token_ids[index] for index in (0, 2)] == [sound.token_ids[index] for index in (0, 2)]
     assert found.logprobs == {index: entry for index, entry in sound.logprobs.items() if index in (0, 2)}
@@ -63,7 +63,7 @@ def test_a_damaged_sequence_has_a_token_that_exists(make_driver: MakeDriver, dam
     driver.submit({1: 1})
     driver.submit({1: 1})
     results = [driver.apply(), driver.apply()]
-    assert results[0].damaged == [1]
+    assert results[0].nonfinite == [1]
     assert 0 <= results[0].token_ids[0] < 50
 
 
@@ -75,7 +75,7 @@ def test_damaged_prompt_logits_name_the_sequence(
     driver.add(70, [1, 2, 3], sampling_of(SamplingParams(prompt_logprobs=0)))
     driver.add(72, [50, 6], sampling_of(SamplingParams(prompt_logprobs=0)))
     result = driver.step({70: 3, 72: 2})
-    assert result.damaged == [72]
+    assert result.nonfinite == [72]
     assert list(result.prompt_logprobs) == [70]
     assert "NaN or infinite logits for sequence 72;" in caplog.text
 

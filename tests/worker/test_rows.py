@@ -9,7 +9,7 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import build_input_batch
-from quire.worker.request_rows import RequestRows
+from quire.worker.request_state import RequestState
 from tests.worker.driver import GREEDY, sampling_of
 
 RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], prompt_logprobs=1))
@@ -18,7 +18,7 @@ RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2],
 def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     """20,000 sequences through 8 rows: always the lowest free row, nothing kept of those that left."""
     rng = np.random.default_rng(0)
-    rows = RequestRows(8, max_model_len=32)
+    rows = RequestState(8, max_model_len=32)
     shapes = {name: array.shape for name, array in vars(rows.sampling).items() if isinstance(array, np.ndarray)}
     live: dict[int, int] = {}
     for seq_id in range(20_000):
@@ -42,7 +42,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
 
 def test_the_token_table_is_not_touched_before_it_is_used() -> None:
     """8 GiB of table: only the touched rows exist."""
-    rows = RequestRows(1024, max_model_len=2**21)
+    rows = RequestState(1024, max_model_len=2**21)
     rows.add(5, [1, 2, 3], 2, GREEDY)
     rows.append(np.array([0]), np.array([3]), np.array([9]))
     assert rows.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
@@ -50,7 +50,7 @@ def test_the_token_table_is_not_touched_before_it_is_used() -> None:
 
 
 def test_misuse_of_rows_is_a_bug_that_shows() -> None:
-    rows = RequestRows(1, max_model_len=4)
+    rows = RequestState(1, max_model_len=4)
     rows.add(1, [1], 1, GREEDY)
     with pytest.raises(AssertionError, match="sequence 1 has a row already"):
         rows.add(1, [1], 1, GREEDY)
@@ -81,7 +81,7 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     """Random rows, starts and counts, two groups, against the same thing written token by token."""
     rng = np.random.default_rng(1)
     block_size = 4
-    rows = RequestRows(6, max_model_len=64)
+    rows = RequestState(6, max_model_len=64)
     tables = BlockTables(2, 6, 64, block_size)
     for seq_id in range(6):
         row = rows.add(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)

@@ -10,8 +10,8 @@ from benchmarks.kernels.cases import FLOAT_BYTES, Case
 from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.machine import Machine
+from quire.sampling.backend import SamplerBackend, make_chooser
 from quire.sampling.batch import SampleBatch
-from quire.sampling.chooser import Chooser, make_chooser
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
@@ -44,7 +44,7 @@ class ChooseSubject:
         used, is_greedy = table.used(batch.rows), case.shape == "greedy"
         scores = logits.copy()
 
-        def choose(chooser: Chooser) -> np.ndarray:
+        def choose(chooser: SamplerBackend) -> np.ndarray:
             if not is_greedy:
                 np.copyto(scores, logits)
             return chooser.choose(scores, batch, used)

@@ -47,7 +47,7 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     video_url: Any = None
     audio_url: Any = None
     file: Any = None
-    refusal: Any = None
+    rejected: Any = None
 
     def __post_init__(self) -> None:
         if self.type != "text":
@@ -69,13 +69,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_id: Any = None
     function_call: Any = None
     audio: Any = None
-    refusal: Any = None
+    rejected: Any = None
     annotations: Any = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise UserError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}", param="role")
-        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations"):
+        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "rejected", "annotations"):
             if getattr(self, name) not in (None, []):
                 raise UserError(f"{name} is not supported by this server", param=name)
         if self.content is None:
@@ -172,13 +172,13 @@ class ChatLogprob(msgspec.Struct):
 
 class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
-    refusal: None = None
+    rejected: None = None
 
 
 class AssistantMessage(msgspec.Struct):
     role: str
     content: str
-    refusal: None = None
+    rejected: None = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):

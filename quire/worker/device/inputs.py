@@ -10,8 +10,8 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
 from quire.step import StepPlan
-from quire.worker.device.device_rows import DeviceRows
-from quire.worker.device.row_arena import RowArena
+from quire.worker.device.request_state import DeviceRequestState
+from quire.worker.device.state_arena import StateArena
 from quire.worker.device.upload import Section, Upload
 
 
@@ -41,7 +41,7 @@ class HostColumns:
         return int(self.ends.max(initial=0))
 
 
-def host_columns(plan: StepPlan, requests: DeviceRows) -> HostColumns:
+def host_columns(plan: StepPlan, requests: DeviceRequestState) -> HostColumns:
     """Every scheduled token must be known, or sampled by an earlier step."""
     rows = requests.rows_of(plan.seq_ids)
     starts = np.array(plan.start_positions, np.int64)
@@ -71,7 +71,7 @@ class DeviceInputs:
     """The static buffers, at full capacity: addresses that stay the same for the life of a CUDA graph. A step uses
     their beginnings."""
 
-    def __init__(self, arena: RowArena, block_size: int, max_seqs: int, max_tokens: int) -> None:
+    def __init__(self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int) -> None:
         """max_seqs, max_tokens: of a step, padding included."""
         device = arena.words.device
         self._arena = arena

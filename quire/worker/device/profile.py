@@ -15,8 +15,8 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.models.interface import CausalLM
 from quire.utils.sizes import format_bytes
-from quire.worker.device.execution_choice import ExecutionSettings
-from quire.worker.device.graphs import DeviceBackend
+from quire.worker.device.cuda_graphs import DeviceBackend
+from quire.worker.device.graph_dispatch import ExecutionSettings
 from quire.worker.device.memory import DeviceMemory, arithmetic
 from quire.worker.memory import available_memory
 from quire.worker.preemption_costs import fastest

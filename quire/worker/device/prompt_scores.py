@@ -10,8 +10,8 @@ import torch
 from quire.models.interface import CausalLM
 from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler
 from quire.step import PromptLogprobs, TokenLogprobs
-from quire.worker.device.device_rows import DeviceRows
 from quire.worker.device.inputs import HostColumns
+from quire.worker.device.request_state import DeviceRequestState
 
 PROMPT_LOGITS_ELEMENTS = 2**26
 """The logits of prompt positions are computed by slices of at most this many elements (at least one position)."""
@@ -42,7 +42,12 @@ class DevicePromptScorer:
     """slice_rows: most positions whose logits exist at a time. token_table: [num_rows, width] int32, on the device."""
 
     def __init__(
-        self, model: CausalLM, sampler: DeviceSampler, token_table: torch.Tensor, requests: DeviceRows, slice_rows: int
+        self,
+        model: CausalLM,
+        sampler: DeviceSampler,
+        token_table: torch.Tensor,
+        requests: DeviceRequestState,
+        slice_rows: int,
     ) -> None:
         self._model = model
         self._sampler = sampler

@@ -18,15 +18,15 @@ from quire.sampling.device.sampler import DeviceSampler, DeviceSamples
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import StepPlan, StepResult
 from quire.worker.device.block_copies import copy_rounds
-from quire.worker.device.device_rows import DeviceRows
-from quire.worker.device.execution_choice import Execution, ExecutionSettings, choose_execution
-from quire.worker.device.graphs import ForwardPasses
+from quire.worker.device.cuda_graphs import CudaGraphRunner
+from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from quire.worker.device.inputs import HostColumns, add_columns, host_columns
 from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
+from quire.worker.device.request_state import DeviceRequestState
 from quire.worker.device.state import StepState
 from quire.worker.device.upload import RowWrites, Section
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.nonfinite import report_damage
+from quire.worker.nonfinite import report_nonfinite
 
 Collect = Callable[[], StepResult]
 """Waits for a step's result and puts it together."""
@@ -64,7 +64,7 @@ class DeviceModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        passes: ForwardPasses,
+        passes: CudaGraphRunner,
         settings: ExecutionSettings,
         sampler: DeviceSampler,
         state: StepState,
@@ -185,23 +185,23 @@ class DeviceModelRunner:
 def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.Tensor]) -> StepResult:
     plan = launched.plan
     result = StepResult(plan.step_id, [])
-    damaged: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
     if launched.samples is not None:
         tokens = launched.samples.assemble(sampled)
-        result.token_ids, damaged = tokens.token_ids.tolist(), tokens.damaged
+        result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
         result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
-    remaining, damaged_prompts = iter(scored), []
+    remaining, nonfinite_prompts = iter(scored), []
     for scores in launched.scores:
         try:
             result.prompt_logprobs[plan.seq_ids[scores.index]] = scores.assemble(remaining)
         except NonFiniteLogitsError:
-            damaged_prompts.append(scores.index)
-    if damaged or damaged_prompts:
-        report_damage(result, plan, damaged, damaged_prompts)
+            nonfinite_prompts.append(scores.index)
+    if nonfinite or nonfinite_prompts:
+        report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
     return result
 
 
-def written_blocks(columns: HostColumns, requests: DeviceRows) -> list[int]:
+def written_blocks(columns: HostColumns, requests: DeviceRequestState) -> list[int]:
     """The blocks that the model writes keys and values to in this step, of all KV groups."""
     size = requests.tables.block_size
     first, last = columns.starts // size, (columns.ends - 1) // size

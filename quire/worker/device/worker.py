@@ -26,12 +26,11 @@ from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
 from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
-from quire.worker.device.execution_choice import ExecutionSettings, execution_settings
+from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
 from quire.worker.device.facts import device_limits, device_name
 from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.device.graphs import ForwardPasses, PassShape
+from quire.worker.device.graph_dispatch import ExecutionSettings, execution_settings
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
-from quire.worker.device.parking import ParkedWeights
 from quire.worker.device.pending import PendingStep, failed_step
 from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
 from quire.worker.device.runner import Collect, DeviceModelRunner
@@ -39,6 +38,7 @@ from quire.worker.device.state import StepState, make_state
 from quire.worker.device.streams import make_streams
 from quire.worker.device.transfers import StreamTransfers
 from quire.worker.device.warm_up import warm_up, warm_up_attention, warm_up_plans
+from quire.worker.device.weight_offload import OffloadedWeights
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
 from quire.worker.kv_tensors import typed_pages
@@ -74,7 +74,7 @@ class DeviceWorker:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
-        self._parked: ParkedWeights | None = None
+        self._parked: OffloadedWeights | None = None
         self._host_pool: HostPool | None = None
         self._runner: DeviceModelRunner | None = None
         self._layout: KVCacheLayout | None = None
@@ -177,7 +177,7 @@ class DeviceWorker:
         self.streams.synchronize()
         if level == 1 and self._parked is None:  # first of all: the host may have no room for it
             assert self._model is not None, "load comes before sleep"
-            self._parked = ParkedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
+            self._parked = OffloadedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
             self._parked.release()
         self._disk.close()
         self._last = None
@@ -286,7 +286,7 @@ class DeviceWorker:
             batch_invariant=config.device.batch_invariant,
         )
 
-    def _make_passes(self, backend: TritonAttention, settings: ExecutionSettings) -> ForwardPasses:
+    def _make_passes(self, backend: TritonAttention, settings: ExecutionSettings) -> CudaGraphRunner:
         assert self._model is not None, "load comes before allocate"
         model = self._config.model
         shape = PassShape(
@@ -296,7 +296,7 @@ class DeviceWorker:
             device=self.streams.device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return ForwardPasses(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
+        return CudaGraphRunner(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
 
     def _make_capture(self) -> GraphCapture:
         return CudaGraphCapture()

@@ -176,7 +176,7 @@ def test_refusals() -> None:
     driver.add("long prompt", prompt(1, 17), max_tokens=2)
     driver.add("too many", prompt(1, 4), n=3, temperature=1.0)
     driver.add("urgent", prompt(1, 4), priority=1)
-    driver.pin("pinned", prompt(1, 4))
+    driver.register_prefix("pinned", prompt(1, 4))
     driver.add("fits", prompt(1, 4), n=2, temperature=1.0)
     driver.run()
     assert {name: message.split(",")[0] for name, message in driver.refused.items()} == {

@@ -20,8 +20,8 @@ from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures
 from quire.parallel.single import SingleRank
 from quire.quantization.unquantized import UnquantizedLinear
-from quire.worker.device.execution_choice import Execution, ExecutionSettings, choose_execution
-from quire.worker.device.graphs import ForwardPasses, PassShape
+from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from tests.fakes.device_attention import StepOperations, TwinBackend
 from tests.fakes.graph_capture import RecordingCapture
 
@@ -117,7 +117,7 @@ class Passes:
         size = config.num_heads * config.head_dim
         shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
         self.settings = settings
-        self.passes = ForwardPasses(self.model, self.backend, shape, settings, self.capture)
+        self.passes = CudaGraphRunner(self.model, self.backend, shape, settings, self.capture)
         self.buffers = Buffers()
 
     def run(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:

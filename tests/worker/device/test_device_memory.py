@@ -14,7 +14,7 @@ from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
-from quire.worker.device.execution_choice import ExecutionSettings
+from quire.worker.device.graph_dispatch import ExecutionSettings
 from quire.worker.device.memory import HostMemory, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.profile import (
     CONTEXT_BYTES,

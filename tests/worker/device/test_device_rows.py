@@ -14,9 +14,9 @@ from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.device.device_rows import DeviceRows
 from quire.worker.device.inputs import DeviceInputs, add_columns, host_columns
-from quire.worker.device.row_arena import RowArena
+from quire.worker.device.request_state import DeviceRequestState
+from quire.worker.device.state_arena import StateArena
 from quire.worker.device.streams import make_streams
 from quire.worker.device.upload import RowWrites, Upload
 from tests.worker.driver import sampling_of
@@ -29,7 +29,7 @@ GREEDY = sampling_of(SamplingParams(temperature=0))
 class SamplingRows:
     """Writes the seed and its complement, as words, and forgets nothing."""
 
-    def __init__(self, arena: RowArena) -> None:
+    def __init__(self, arena: StateArena) -> None:
         self._offset = arena.parameters_offset
         self._stride = arena.parameters.stride(0)
 
@@ -83,7 +83,7 @@ class World:
         for seq_id, sequence in self.sequences.items():
             if rng.random() < 0.2 and sequence.computed < len(sequence.tokens):
                 sequence.tokens[-1] = self.token()
-                plan.chosen_tokens.append((seq_id, sequence.tokens[-1]))
+                plan.token_overrides.append((seq_id, sequence.tokens[-1]))
         self._schedule(plan)
         for _ in range(rng.randint(0, min(room, 3)) if plan.seq_ids else 0):
             self._fork(plan)
@@ -109,7 +109,7 @@ class World:
 
     def _branch(self, plan: StepPlan, parent: int) -> None:
         child = self._child(self.sequences[parent], list(self.sequences[parent].tokens))
-        plan.branches.append(SequenceFork(parent, child, sampling_of(GREEDY.params, self.sequences[child].seed)))
+        plan.beam_reorders.append(SequenceFork(parent, child, sampling_of(GREEDY.params, self.sequences[child].seed)))
 
     def _schedule(self, plan: StepPlan) -> None:
         """Some sequences compute some of what they know; tables grow, entries change; those at their end sample."""
@@ -158,9 +158,9 @@ class Rows:
     """The parts of a runner that keep rows."""
 
     def __init__(self, device: torch.device) -> None:
-        self.arena = RowArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
+        self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
         tables = BlockTables(NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
-        self.requests = DeviceRows(self.arena, tables, SamplingRows(self.arena))  # type: ignore[arg-type]
+        self.requests = DeviceRequestState(self.arena, tables, SamplingRows(self.arena))  # type: ignore[arg-type]
         self.upload = Upload(make_streams(device), 2)
         self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)
         self.writes = RowWrites()
@@ -202,7 +202,7 @@ class Rows:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_plans(seed: int, device: torch.device) -> None:
     world, rows = World(random.Random(seed)), Rows(device)
-    seen = {"branches": 0, "forks": 0, "chosen_tokens": 0, "replaced_blocks": 0, "new_blocks": 0, "released": 0}
+    seen = {"beam_reorders": 0, "forks": 0, "token_overrides": 0, "replaced_blocks": 0, "new_blocks": 0, "released": 0}
     for step in range(30):
         plan = world.plan(step)
         columns, (batch, token_ids) = rows.run(plan)
@@ -251,4 +251,4 @@ def test_a_token_that_nobody_sampled_is_a_bug_that_shows(device: torch.device) -
 
 def test_tables_that_cannot_be_addressed() -> None:
     with pytest.raises(ConfigError, match=r"max_num_seqs=4096 sequences of max_model_len=1000000"):
-        RowArena(4096, 1_000_000, 16, 1, 32, torch.device("cpu"))
+        StateArena(4096, 1_000_000, 16, 1, 32, torch.device("cpu"))

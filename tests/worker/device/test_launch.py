@@ -260,7 +260,7 @@ def test_damaged_logits_name_the_sequence(
     driver.add(70, [1, 2, 3])
     driver.add(71, [4, 50])
     driver.add(72, [50, 6])
-    assert driver.step({72: 2, 71: 2, 70: 3}).damaged == [71]
+    assert driver.step({72: 2, 71: 2, 70: 3}).nonfinite == [71]
 
 
 def test_damaged_prompt_logits_name_the_sequence(
@@ -273,7 +273,7 @@ def test_damaged_prompt_logits_name_the_sequence(
     driver.add(70, [1, 2, 3], sampling)
     driver.add(72, [50, 6], sampling)
     result = driver.step({71: 3, 70: 3, 72: 2})
-    assert result.damaged == [71, 72]
+    assert result.nonfinite == [71, 72]
     assert list(result.prompt_logprobs) == [70]
 
 

@@ -117,7 +117,7 @@ def layout() -> KVCacheLayout:
     return KVCacheLayout(4, NUM_BLOCKS, groups, layers_per_group, num_host_blocks=NUM_HOST_BLOCKS - 1)
 
 
-class Pins(HostMemory):
+class RegisteredPrefixes(HostMemory):
     def __init__(self) -> None:
         self.pinned: list[int] = []
 
@@ -129,7 +129,7 @@ class Pins(HostMemory):
 
 
 def test_the_host_pool_is_pinned_and_a_block_of_it_is_in_one_piece() -> None:
-    memory = Pins()
+    memory = RegisteredPrefixes()
     pool = HostPool(layout(), memory)
     assert pool.blocks.shape == (NUM_HOST_BLOCKS, NUM_PAGES, layout().block_bytes // NUM_PAGES)
     assert pool.blocks[2].is_contiguous()

@@ -1,6 +1,6 @@
 """Choosing tokens and computing log-probabilities over the whole vocabulary: what the sampler leaves to a chooser.
 
-Two exist: `PlainChooser` defines the semantics in NumPy and torch, `NativeChooser` does the same with native kernels.
+Two exist: `PlainSampler` defines the semantics in NumPy and torch, `NativeSampler` does the same with native kernels.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.plain import PlainChooser
+from quire.sampling.plain import PlainSampler
 from quire.step import TokenLogprobs
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
 
 
-class Chooser(Protocol):
+class SamplerBackend(Protocol):
     """Bound to the rows of one worker. Row i of every result depends on row i of the arguments alone, bit by bit."""
 
     def choose(self, scores: np.ndarray, batch: SampleBatch, used: int) -> np.ndarray:
@@ -49,10 +49,10 @@ class Chooser(Protocol):
         ...
 
 
-def make_chooser(rows: SamplingRows, runtime: NativeRuntime | None) -> Chooser:
+def make_chooser(rows: SamplingRows, runtime: NativeRuntime | None) -> SamplerBackend:
     """runtime: the native kernels that the worker computes with; None: plain operators."""
     if runtime is None:
-        return PlainChooser(rows)
-    from quire.sampling.native import NativeChooser
+        return PlainSampler(rows)
+    from quire.sampling.native import NativeSampler
 
-    return NativeChooser(rows, runtime)
+    return NativeSampler(rows, runtime)

@@ -7,8 +7,8 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.connector import Fetch, OffloadConnector
 from quire.kv_cache.disk_index import BlockKey, DiskIndex
-from quire.kv_cache.offload import Fetch, OffloadTiers
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.step import DiskReport
 
@@ -28,9 +28,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.device = [PrefixIndex(NUM_DEVICE_BLOCKS) for _ in range(NUM_GROUPS)]
         indexes = [PrefixIndex(num_host_blocks + 1) for _ in range(NUM_GROUPS)]
         self.host = BlockPool(num_host_blocks + 1, indexes)
-        self.tiers = OffloadTiers(self.device, self.host, indexes)
+        self.connector = OffloadConnector(self.device, self.host, indexes)
         self.files = set(stored)
-        self.tiers.update(DiskReport(found=sorted(stored)))
+        self.connector.update(DiskReport(found=sorted(stored)))
         self.content: dict[int, BlockKey | None] = {}
         """What the worker's host memory holds; None: something else, or half of it."""
         self.storing: dict[int, BlockKey] = {}
@@ -48,7 +48,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.num_blocks += 1
             self.device[key[0]].add(key[1], self.num_blocks)
             self.doubted.discard(key)
-            self.tiers.offer(key)
+            self.connector.offer(key)
 
     @rule(key=st.sampled_from(KEYS))
     def evict(self, key: BlockKey) -> None:
@@ -60,28 +60,28 @@ class TiersMachine(RuleBasedStateMachine):
     def forget(self, key: BlockKey) -> None:
         """As KVCacheManager.forget does."""
         self.evict(key)
-        self.tiers.forget(key)
+        self.connector.forget(key)
         self.doubted.add(key)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
     def fetch(self, keys: list[BlockKey]) -> None:
-        wanted = [key for key in keys if self.tiers.find(key) is not None or self.tiers.is_on_disk(key)]
-        missing = sum(self.tiers.find(key) is None for key in wanted)
-        if wanted and missing <= self.tiers.num_loadable:
-            self.fetches.append(self.tiers.fetch(wanted))
+        wanted = [key for key in keys if self.connector.find(key) is not None or self.connector.is_on_disk(key)]
+        missing = sum(self.connector.find(key) is None for key in wanted)
+        if wanted and missing <= self.connector.num_loadable:
+            self.fetches.append(self.connector.fetch(wanted))
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         if self.fetches:
-            self.tiers.drop(self.fetches.pop(data.draw(st.integers(0, len(self.fetches) - 1))))
+            self.connector.drop(self.fetches.pop(data.draw(st.integers(0, len(self.fetches) - 1))))
 
     @rule(count=st.integers(0, 3), may_allocate=st.sampled_from([True, True, False]), data=st.data())
     def plan(self, count: int, may_allocate: bool, data: st.DataObject) -> None:
-        found = [key for key in KEYS if self.tiers.find(key) is not None]
+        found = [key for key in KEYS if self.connector.find(key) is not None]
         wanted = data.draw(st.permutations(found))[:count]
         for number, key in enumerate(wanted):
-            self.tiers.bring(key, 300 + number)
-        orders = self.tiers.orders(may_allocate=may_allocate)
+            self.connector.bring(key, 300 + number)
+        orders = self.connector.orders(may_allocate=may_allocate)
         for device, host in orders.swap_out:
             assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
             self.content[host] = next(key for key in KEYS if self.device[key[0]].find(key[1]) == device)
@@ -116,12 +116,12 @@ class TiersMachine(RuleBasedStateMachine):
             else:
                 self.content[host] = key
                 report.loaded.append(host)
-        self.tiers.update(report)
+        self.connector.update(report)
 
     @rule(count=st.integers(1, 4))
     def swap_a_request_out(self, count: int) -> None:
         if self.host.num_allocatable < count:
-            self.tiers.give_way()
+            self.connector.release_held()
         for _ in range(min(count, self.host.num_allocatable)):
             block = self.host.allocate()
             assert block not in self.storing.keys() | self.loading.keys()
@@ -137,33 +137,35 @@ class TiersMachine(RuleBasedStateMachine):
     def reset(self, chance: int) -> None:
         if chance:
             return
-        self.tiers.reset()
+        self.connector.reset()
         for key in KEYS:
-            assert self.tiers.find(key) is None
-            assert not self.tiers.is_on_disk(key)
+            assert self.connector.find(key) is None
+            assert not self.connector.is_on_disk(key)
 
     @invariant()
     def check(self) -> None:
         if hasattr(self, "tiers"):
             owners = dict.fromkeys(self.swapped, 1)
-            self.tiers.check(owners)
+            self.connector.check(owners)
             self.host.check(owners)
             for key in KEYS:
-                block = self.tiers.find(key)
+                block = self.connector.find(key)
                 assert block is None or self.content[block] == key, "another content would be hit"
-                assert key not in self.doubted or (block is None and not self.tiers.is_on_disk(key)), "it was forgotten"
+                assert key not in self.doubted or (block is None and not self.connector.is_on_disk(key)), (
+                    "it was forgotten"
+                )
             assert all(not fetch.is_pending for fetch in self.fetches if not (fetch.wanted or self.loading))
 
     def teardown(self) -> None:
         """When all transfers have ended and nobody waits, nothing is owned."""
         if not hasattr(self, "tiers"):
             return
-        self.tiers.update(DiskReport(released=sorted(self.storing), failed=sorted(self.loading)))
+        self.connector.update(DiskReport(released=sorted(self.storing), failed=sorted(self.loading)))
         for fetch in self.fetches:
             assert not fetch.num_loading
-            self.tiers.drop(fetch)
+            self.connector.drop(fetch)
         self.swap_all_in()
-        assert self.host.num_used == self.tiers.num_busy == 0
+        assert self.host.num_used == self.connector.num_busy == 0
 
 
 def test_random_transfers() -> None:

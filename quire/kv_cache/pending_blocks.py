@@ -10,32 +10,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.kv_cache.manager import SequenceBlocks
+    from quire.kv_cache.manager import BlockTable
 
 
-class Promises:
+class PendingBlocks:
     """hash -> the sequence that computes the block (the first one, where several do)."""
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, SequenceBlocks] = {}
+        self._owners: dict[bytes, BlockTable] = {}
 
-    def find(self, block_hash: bytes) -> SequenceBlocks | None:
+    def find(self, block_hash: bytes) -> BlockTable | None:
         return self._owners.get(block_hash)
 
-    def renew(self, blocks: SequenceBlocks) -> None:
+    def renew(self, blocks: BlockTable) -> None:
         """Promise the next block of a sequence that has begun or committed; nothing when no more are known."""
         self.drop(blocks)
         chain = blocks.chain
         if chain is not None and blocks.num_committed < chain.num_blocks:
-            blocks.promised = chain.block_hash(blocks.num_committed)
-            self._owners.setdefault(blocks.promised, blocks)
+            blocks.pending_hash = chain.block_hash(blocks.num_committed)
+            self._owners.setdefault(blocks.pending_hash, blocks)
 
-    def drop(self, blocks: SequenceBlocks) -> None:
+    def drop(self, blocks: BlockTable) -> None:
         """Take a sequence's promise back, if it gave one."""
-        if blocks.promised is not None:
-            if self._owners.get(blocks.promised) is blocks:
-                del self._owners[blocks.promised]
-            blocks.promised = None
+        if blocks.pending_hash is not None:
+            if self._owners.get(blocks.pending_hash) is blocks:
+                del self._owners[blocks.pending_hash]
+            blocks.pending_hash = None
 
-    def items(self) -> list[tuple[bytes, SequenceBlocks]]:
+    def items(self) -> list[tuple[bytes, BlockTable]]:
         return list(self._owners.items())

@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from tests.kv_cache.test_manager import FULL, WINDOW, make_manager
 
 TOKENS = list(range(23))
 """Five full blocks of four tokens, the last of which never counts as a hit of a prompt that ends with it."""
 
 
-def begin(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> SequenceBlocks:
+def begin(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> BlockTable:
     chain = kv.new_chain(salt)
-    blocks = kv.begin(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1))
+    blocks = kv.allocate_prefix(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1))
     kv.check()
     return blocks
 
 
-def compute(kv: KVCacheManager, blocks: SequenceBlocks, token_ids: list[int], start: int, end: int) -> None:
-    assert kv.append(blocks, start, end) is not None
-    kv.commit(blocks, token_ids, end)
+def compute(kv: KVCacheManager, blocks: BlockTable, token_ids: list[int], start: int, end: int) -> None:
+    assert kv.allocate_slots(blocks, start, end) is not None
+    kv.cache_blocks(blocks, token_ids, end)
     kv.check()
 
 
-def find(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> tuple[SequenceBlocks, int] | None:
+def find(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> tuple[BlockTable, int] | None:
     chain = kv.new_chain(salt)
-    return kv.find_computing(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1), len(token_ids) - 1)
+    return kv.find_pending(chain, kv.match_prefix(chain, token_ids, len(token_ids) - 1), len(token_ids) - 1)
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, WINDOW)])
@@ -41,7 +41,7 @@ def test_the_block_behind_a_hit_is_found_while_somebody_computes_it(specs) -> No
         assert find(kv, TOKENS) == (blocks, 5)
     compute(kv, blocks, TOKENS, 16, 23)
     assert find(kv, TOKENS) is None, "all blocks are there"
-    assert blocks.promised is None
+    assert blocks.pending_hash is None
     kv.free(blocks)
     kv.check()
 
@@ -69,18 +69,18 @@ def test_promises_are_kept_apart_by_salt_and_given_only_with_caching() -> None:
     assert find(kv, TOKENS, salt="b") is None
     assert find(kv, TOKENS, salt="a") is not None
     kv = make_manager(caching=False)
-    assert begin(kv, TOKENS).promised is None
+    assert begin(kv, TOKENS).pending_hash is None
     assert find(kv, TOKENS) is None
 
 
 def test_a_sequence_computes_until_it_has_committed_or_is_gone() -> None:
     kv = make_manager()
     blocks = begin(kv, TOKENS)
-    assert kv.is_computing(blocks, 1)
+    assert kv.is_pending_in(blocks, 1)
     compute(kv, blocks, TOKENS, 0, 8)
-    assert [kv.is_computing(blocks, count) for count in (1, 2, 3)] == [False, False, True]
+    assert [kv.is_pending_in(blocks, count) for count in (1, 2, 3)] == [False, False, True]
     kv.free(blocks)
-    assert not kv.is_computing(blocks, 3)
+    assert not kv.is_pending_in(blocks, 3)
     assert find(kv, TOKENS) is None
     kv.check()
 
@@ -105,7 +105,7 @@ def test_a_reset_takes_all_promises_back() -> None:
     compute(kv, blocks, TOKENS, 0, 8)
     kv.reset_prefix_cache()
     kv.check()
-    assert not kv.is_computing(blocks, 5)
+    assert not kv.is_pending_in(blocks, 5)
     compute(kv, blocks, TOKENS, 8, 16)
     assert find(kv, TOKENS) is None
 
@@ -113,10 +113,10 @@ def test_a_reset_takes_all_promises_back() -> None:
 def test_check_notices_a_promise_of_a_sequence_that_is_gone() -> None:
     kv = make_manager()
     blocks = begin(kv, TOKENS)
-    promised = blocks.promised
-    blocks.promised = None
+    promised = blocks.pending_hash
+    blocks.pending_hash = None
     kv.free(blocks)
-    blocks.promised = promised
+    blocks.pending_hash = promised
     with pytest.raises(AssertionError, match="gone"):
         kv.check()
 

@@ -17,7 +17,7 @@ MAX_WORDS = 2**31 - 1
 """Offsets are 32-bit."""
 
 
-class RowArena:
+class StateArena:
     """words: [N] int32, zero. token_ids: [num_rows, width] int32 (width >= max_model_len + 1: a sequence that has just
     reached its end may be run once more before the scheduler knows). block_tables: per KV group [num_rows, max_blocks]
     int32. parameters: [num_rows, parameter_words] int32. All three are views of `words`.

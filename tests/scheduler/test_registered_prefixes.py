@@ -1,4 +1,4 @@
-"""Pinned prefixes: computed once, hit to the last token, never evicted or preempted, and never too many."""
+"""Registered prefixes: computed once, hit to the last token, never evicted or preempted, and never too many."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def prompt(length: int, start: int = 1) -> list[int]:
 def pinned(**options) -> CoreDriver:  # type: ignore[no-untyped-def]
     """A driver whose engine has PREFIX pinned as "p"."""
     driver = CoreDriver(make_config(**options), record=True)
-    driver.pin("p", PREFIX)
+    driver.register_prefix("p", PREFIX)
     driver.run()
-    assert driver.scheduler.kv.is_pinned("p"), driver.refused
+    assert driver.scheduler.kv.is_registered("p"), driver.refused
     return driver
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_that_goes_on_begins_behind_the_last_token(
 @pytest.mark.parametrize("length", range(1, 10))
 def test_prefixes_of_every_length(length: int) -> None:
     driver = CoreDriver(make_config())
-    driver.pin("p", PREFIX[:length])
+    driver.register_prefix("p", PREFIX[:length])
     driver.run()
     for name, ids in (("a", [*PREFIX[:length], 50]), ("same", PREFIX[:length])):
         hits = driver.core.stats().prefix_cache_hits_total
@@ -83,7 +83,7 @@ def test_other_tenants_and_prompt_logprobs_do_not_hit() -> None:
     driver.run()
     assert driver.core.stats().prefix_cache_hits_total == 0
     assert driver.prompt_logprob_positions["scored"] == list(range(1, 23))
-    driver.pin("mine", PREFIX, "tenant")
+    driver.register_prefix("mine", PREFIX, "tenant")
     driver.add("of the tenant", [*PREFIX, 5], max_tokens=2, salt="tenant")
     driver.run()
     assert driver.core.stats().prefix_cache_hits_total >= 20
@@ -105,14 +105,14 @@ def test_it_is_never_evicted_and_survives_a_reset(windows: tuple[int | None, ...
 def test_unpinning_frees_the_memory_and_leaves_the_content_evictable() -> None:
     driver = pinned(num_blocks=16)
     stats = driver.core.stats()
-    assert (stats.num_used_blocks, stats.num_pinned_blocks) == (6, 6)
+    assert (stats.num_used_blocks, stats.num_registered_blocks) == (6, 6)
     assert stats.num_stored_tokens == 22
-    assert driver.scheduler.unpin("p") == 6
+    assert driver.scheduler.unregister_prefix("p") == 6
     driver.scheduler.check()
     stats = driver.core.stats()
-    assert (stats.num_used_blocks, stats.num_pinned_blocks, stats.num_cached_blocks) == (0, 0, 5)
+    assert (stats.num_used_blocks, stats.num_registered_blocks, stats.num_cached_blocks) == (0, 0, 5)
     with pytest.raises(UserError, match="no prefix 'p'"):
-        driver.scheduler.unpin("p")
+        driver.scheduler.unregister_prefix("p")
     fill(driver)
     hits = driver.core.stats().prefix_cache_hits_total
     driver.add("r", [*PREFIX, 7], max_tokens=2)
@@ -127,7 +127,7 @@ def test_unpinning_under_requests_that_share_it(queue_depth: int) -> None:
         driver.add(f"r{index}", [*PREFIX, 7 + index], max_tokens=12)
     for _ in range(3):
         driver.step()
-    assert driver.scheduler.unpin("p") == 6
+    assert driver.scheduler.unregister_prefix("p") == 6
     driver.scheduler.check()
     driver.run()
     for index in range(3):
@@ -136,10 +136,10 @@ def test_unpinning_under_requests_that_share_it(queue_depth: int) -> None:
 
 def test_prefixes_share_what_they_have_in_common() -> None:
     driver = pinned()
-    driver.pin("longer", [*PREFIX, *prompt(10, start=60)])
+    driver.register_prefix("longer", [*PREFIX, *prompt(10, start=60)])
     driver.run()
-    assert driver.core.stats().num_pinned_blocks == 5 + 1 + 3
-    assert driver.scheduler.unpin("p") == 1
+    assert driver.core.stats().num_registered_blocks == 5 + 1 + 3
+    assert driver.scheduler.unregister_prefix("p") == 1
     driver.scheduler.check()
     hits = driver.core.stats().prefix_cache_hits_total
     driver.add("r", [*PREFIX, *prompt(10, start=60), 3], max_tokens=2)
@@ -154,7 +154,7 @@ def test_content_that_is_computed_twice_is_pinned_once(windows: tuple[int | None
     driver.add("twin", [*PREFIX[:7], *PREFIX[7:], 4], max_tokens=20)
     driver.step()
     driver.scheduler.kv.reset_prefix_cache()
-    driver.pin("p", PREFIX)
+    driver.register_prefix("p", PREFIX)
     driver.run()
     driver.scheduler.check()
     driver.add("r", [*PREFIX, 9], max_tokens=3)
@@ -170,7 +170,7 @@ def test_preemption_takes_no_pinned_block_and_changes_no_token(queue_depth: int)
     while driver.core.has_work:
         driver.step()
         driver.scheduler.check()
-        assert driver.core.stats().num_pinned_blocks == 6
+        assert driver.core.stats().num_registered_blocks == 6
     stats = driver.core.stats()
     assert stats.preemptions_total > 0
     for index in range(4):
@@ -191,7 +191,7 @@ def test_a_prefix_that_is_preempted_while_it_is_computed_is_pinned_in_the_end() 
     for num_steps in range(1, 12):
         driver = CoreDriver(make_config(queue_depth=2, max_prefill_chunk=4, max_num_batched_tokens=64))
         scheduler = driver.scheduler
-        driver.pin("p", PREFIX)
+        driver.register_prefix("p", PREFIX)
         driver.add("other", prompt(4), max_tokens=30)
         for _ in range(num_steps):
             driver.step()
@@ -201,22 +201,22 @@ def test_a_prefix_that_is_preempted_while_it_is_computed_is_pinned_in_the_end() 
         scheduler.check()
         driver.core._in_flight.append(driver.executor.execute(plan))
         driver.run()
-        assert scheduler.kv.is_pinned("p")
-        assert driver.core.stats().num_pinned_blocks == 6
+        assert scheduler.kv.is_registered("p")
+        assert driver.core.stats().num_registered_blocks == 6
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
 def test_an_aborted_prefix_leaves_nothing(num_steps: int) -> None:
     driver = CoreDriver(make_config(queue_depth=2, max_prefill_chunk=4))
-    driver.pin("p", PREFIX)
+    driver.register_prefix("p", PREFIX)
     for _ in range(num_steps):
         driver.step()
     driver.abort("p")
     driver.run()
-    assert driver.core.stats().num_pinned_blocks == 0
-    driver.pin("p", PREFIX)
+    assert driver.core.stats().num_registered_blocks == 0
+    driver.register_prefix("p", PREFIX)
     driver.run()
-    assert driver.scheduler.kv.is_pinned("p")
+    assert driver.scheduler.kv.is_registered("p")
 
 
 # -- room -----------------------------------------------------------------------------------------------------------
@@ -224,11 +224,11 @@ def test_an_aborted_prefix_leaves_nothing(num_steps: int) -> None:
 
 def test_a_prefix_that_leaves_no_room_is_refused() -> None:
     driver = CoreDriver(make_config(num_blocks=7))
-    driver.pin("too large", prompt(28))
-    driver.pin("fits", prompt(23))
+    driver.register_prefix("too large", prompt(28))
+    driver.register_prefix("fits", prompt(23))
     driver.run()
     assert "too few" in driver.refused["too large"]
-    assert driver.scheduler.kv.is_pinned("fits")
+    assert driver.scheduler.kv.is_registered("fits")
     driver.add("goes on", [*prompt(23), 5], max_tokens=1)
     driver.add("other", prompt(3, start=8), max_tokens=2)
     driver.run()
@@ -241,14 +241,14 @@ def test_a_prefix_that_leaves_no_room_is_refused() -> None:
 def test_a_prefix_may_not_take_the_room_of_those_that_were_accepted() -> None:
     driver = CoreDriver(make_config(num_blocks=12))
     driver.add("accepted", prompt(8), max_tokens=33)
-    driver.pin("p", PREFIX[:12])
+    driver.register_prefix("p", PREFIX[:12])
     driver.step()
     assert "may need 10" in driver.refused["p"]
     driver.run()
     assert driver.finished["accepted", 0] is FinishReason.LENGTH
-    driver.pin("p", PREFIX[:12])
+    driver.register_prefix("p", PREFIX[:12])
     driver.run()
-    assert driver.scheduler.kv.is_pinned("p")
+    assert driver.scheduler.kv.is_registered("p")
     driver.add("accepted", prompt(8), max_tokens=33)
     driver.run()
     assert "KV blocks" in driver.refused["accepted"]
@@ -270,13 +270,13 @@ def test_a_request_need_not_find_room_for_what_it_shares() -> None:
 
 def test_without_prefix_caching_there_are_no_pins() -> None:
     driver = CoreDriver(make_config(enable_prefix_caching=False))
-    driver.pin("p", PREFIX)
+    driver.register_prefix("p", PREFIX)
     driver.run()
     assert "enable_prefix_caching" in driver.refused["p"]
 
 
 def test_a_name_is_taken_once() -> None:
     driver = pinned()
-    driver.pin("p", prompt(5))
+    driver.register_prefix("p", prompt(5))
     driver.run()
     assert "registered already" in driver.refused["p"]

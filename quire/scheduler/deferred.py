@@ -16,14 +16,14 @@ prefix hit. It is looked at again in every step, in its place in the queue, and 
 
 from __future__ import annotations
 
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.request import Request, RequestStatus, Wait
 
 MIN_SHARED_BLOCKS = 2
 """To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
 
 
-class PassedOver:
+class DeferredRequests:
     """The requests that wait in one pass of `Scheduler.schedule`, and their claims."""
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -36,14 +36,14 @@ class PassedOver:
     def __bool__(self) -> bool:
         return self.num_rows > 0
 
-    def still(self, request: Request) -> bool:
+    def keeps_waiting(self, request: Request) -> bool:
         """Whether a request waits on, decided in constant time."""
         if not waits_on(request, self._kv) or request.wait is None:
             return False
-        self.claim(request, request.wait.claimed_blocks)
+        self.reserve(request, request.wait.reserved_blocks)
         return True
 
-    def begin(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
+    def defer(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
         """Whether a request has to wait from now on.
 
         num_cached_tokens: its prefix hit, looked up with `max_tokens`. num_blocks: what it would need to start now.
@@ -52,10 +52,10 @@ class PassedOver:
         if found is None:
             return False
         request.wait = Wait(*found, num_blocks)
-        self.claim(request, num_blocks)
+        self.reserve(request, num_blocks)
         return True
 
-    def claim(self, request: Request, num_blocks: int) -> None:
+    def reserve(self, request: Request, num_blocks: int) -> None:
         """A request waits: its rows and so many blocks are set aside."""
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
         self.num_rows += len(request.live_sequences)
@@ -65,17 +65,17 @@ class PassedOver:
 def waits_on(request: Request, kv: KVCacheManager) -> bool:
     """Whether a running sequence still computes what a request waits for. A wait that is over ends here."""
     wait = request.wait
-    if wait is not None and not kv.is_computing(wait.leader, wait.num_blocks):
+    if wait is not None and not kv.is_pending_in(wait.leader, wait.num_blocks):
         request.wait = None
     return request.wait is not None
 
 
 def would_wait(
     request: Request, kv: KVCacheManager, num_cached_tokens: int, max_tokens: int
-) -> tuple[SequenceBlocks, int] | None:
+) -> tuple[BlockTable, int] | None:
     """Whom a request would wait for, and for how many leading blocks, behind a prefix hit that was looked up with
     `max_tokens`; None when it would start."""
-    found = kv.find_computing(request.live_sequences[0].chain, num_cached_tokens, max_tokens)
+    found = kv.find_pending(request.live_sequences[0].chain, num_cached_tokens, max_tokens)
     if found is None or found[1] - num_cached_tokens // kv.block_size < MIN_SHARED_BLOCKS:
         return None
     return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.device.row_arena import RowArena
+from quire.worker.device.state_arena import StateArena
 from quire.worker.device.upload import RowWrites
 from quire.worker.row_index import RowIndex
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from quire.sampling.device.parameters import DeviceSamplingRows
 
 
-class DeviceRows:
+class DeviceRequestState:
     """lengths: [num_rows] int64, tokens in the row, those counted that an enqueued step will sample.
     num_prompt_tokens: [num_rows] int64. tables: the host's copy of the block tables. sampling: the sampler's rows.
     """
 
-    def __init__(self, arena: RowArena, tables: BlockTables, sampling: DeviceSamplingRows) -> None:
+    def __init__(self, arena: StateArena, tables: BlockTables, sampling: DeviceSamplingRows) -> None:
         num_rows = len(arena.token_ids)
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
@@ -49,11 +49,11 @@ class DeviceRows:
             self._release(seq_id)
         for new in plan.new_sequences:
             self._add(new, writes)
-        for child in (*plan.branches, *plan.forks):
+        for child in (*plan.beam_reorders, *plan.forks):
             self._add_child(child, writes)
-        for branch in plan.branches:
+        for branch in plan.beam_reorders:
             self._copy_parent(branch, {}, writes)
-        for seq_id, token_id in plan.chosen_tokens:
+        for seq_id, token_id in plan.token_overrides:
             row = self._index.row_of(seq_id)
             writes.write(self._arena.token_offset(row, int(self.lengths[row]) - 1), np.array([token_id], np.int32))
         for seq_id, block_ids in plan.new_blocks.items():

@@ -22,11 +22,11 @@ from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import OrderKey, Request, Sequence
 from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room
+from quire.scheduler.deferred import would_wait
 from quire.scheduler.preemption import swapped_blocks
-from quire.scheduler.sharing import would_wait
 
 
-class Way(NamedTuple):
+class PreemptionPlan(NamedTuple):
     """What is done so that the first request in the queue can start."""
 
     victims: list[Request]
@@ -35,29 +35,29 @@ class Way(NamedTuple):
     """Of the step's tokens, those that sequences behind it in the order leave to it."""
 
 
-NO_WAY = Way([], 0)
+NO_PREEMPTION = PreemptionPlan([], 0)
 
 
-def way_for(
+def plan_preemption(
     request: Request,
     running: list[Sequence],
-    num_claimed_rows: int,
+    num_reserved_slots: int,
     kv: KVCacheManager,
     *,
     max_num_seqs: int,
     max_num_tokens: int,
     max_chunk: int,
-) -> Way:
-    """How `request`, the first that waits, can start before those that run. `NO_WAY` when it comes after them all, or
-    could not start all the same.
+) -> PreemptionPlan:
+    """How `request`, the first that waits, can start before those that run. `NO_PREEMPTION` when it comes after them
+    all, or could not start all the same.
 
-    num_claimed_rows: rows of running requests that are not in `running` yet.
+    num_reserved_slots: rows of running requests that are not in `running` yet.
     """
     if not running or running[-1].request.order_key < request.order_key:
-        return NO_WAY
+        return NO_PREEMPTION
     sequences = request.live_sequences
     if any(sequence.num_pending_tokens for sequence in sequences):
-        return NO_WAY
+        return NO_PREEMPTION
     swapped = swapped_blocks(request)
     if swapped:
         num_blocks, kept = blocks_to_resume(request, kv, max_chunk), kv.host.reused_blocks(swapped)
@@ -67,12 +67,12 @@ def way_for(
         end = num_shared_tokens(request)
         num_cached = kv.match_prefix(leader.chain, leader.token_ids, end - 1)
         if would_wait(request, kv, num_cached, end - 1) is not None:
-            return NO_WAY
+            return NO_PREEMPTION
         num_blocks = blocks_to_start(request, kv, num_cached, max_chunk)
         kept = kv.hit_blocks(leader.chain, num_cached, leader.token_ids)
         num_tokens = min(end - num_cached, max_chunk)
     candidates = _candidates(request, running)
-    num_rows = len(running) + num_claimed_rows + len(sequences)
+    num_rows = len(running) + num_reserved_slots + len(sequences)
 
     def fits(num_victims: int) -> bool:
         given_up = [s for victim in candidates[:num_victims] for s in victim.live_sequences]
@@ -84,12 +84,12 @@ def way_for(
 
     num_victims = bisect.bisect_left(range(len(candidates) + 1), True, key=fits)
     if num_victims > len(candidates):
-        return NO_WAY
+        return NO_PREEMPTION
     victims = candidates[:num_victims]
     others = [sequence for sequence in running if sequence.request not in victims]
     if _num_tokens_before(others, request.order_key, max_chunk) >= max_num_tokens:
-        return NO_WAY
-    return Way(victims, num_tokens)
+        return NO_PREEMPTION
+    return PreemptionPlan(victims, num_tokens)
 
 
 def _candidates(request: Request, running: list[Sequence]) -> list[Request]:

@@ -19,7 +19,7 @@ from quire.worker.device.memory import DeviceMemory
 PACKAGE = "quire."
 
 
-class ParkedWeights:
+class OffloadedWeights:
     """The memory of every tensor of `model` that lies on `device` (of which a process has one of a kind), in locked
     memory of the host: going and coming take what the link takes."""
 

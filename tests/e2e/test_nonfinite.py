@@ -62,7 +62,7 @@ def test_others_do_not_notice(llm: LLM) -> None:
 def test_a_prefix_that_cannot_be_computed_is_not_registered(llm: LLM) -> None:
     with pytest.raises(ModelOutputError, match="NaN or infinite logits"):
         llm.register_prefix({"prompt_token_ids": [1, 2, POISON]})
-    assert llm.stats()["num_pinned_blocks"] == 0
+    assert llm.stats()["num_registered_blocks"] == 0
 
 
 def test_a_beam_search(llm: LLM) -> None:

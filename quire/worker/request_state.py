@@ -14,7 +14,7 @@ from quire.step import SequenceSampling
 from quire.worker.row_index import RowIndex
 
 
-class RequestRows:
+class RequestState:
     """At most `num_rows` sequences of at most `max_model_len` tokens.
 
     token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has just reached its end may be

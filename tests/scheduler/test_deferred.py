@@ -300,7 +300,7 @@ def test_a_request_that_found_no_room_is_looked_at_again_when_it_shrinks() -> No
 
 
 def test_preempted_requests_are_counted_behind_those_that_wait() -> None:
-    """A request that passed and is preempted goes behind the one that it passed."""
+    """A request that deferred and is preempted goes behind the one that it passed."""
     driver = make_driver(num_blocks=30, max_num_seqs=8, max_prefill_chunk=2)
     driver.add("first", stranger(6), max_tokens=60)
     driver.add("a", prompt(1), max_tokens=2)

@@ -3,7 +3,7 @@
 What the prefix index takes in is copied to the host, and from there to disk, a little later and beside computation;
 the host keeps its copy until the room is wanted. A prompt whose next blocks are on the host gets them swapped in
 (quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and the request waits for
-them (quire/scheduler/prefetch.py).
+them (quire/scheduler/connector_loads.py).
 
 Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the
 worker's, and travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
@@ -32,7 +32,7 @@ MAX_BACKLOG = 2**16
 """Blocks that wait for their turn to be copied; the oldest give up, evicted long ago as likely as not."""
 
 
-class TierOrders(NamedTuple):
+class ConnectorOrders(NamedTuple):
     """For one plan; see StepPlan's columns of the same names."""
 
     swap_out: list[tuple[int, int]]
@@ -44,7 +44,7 @@ class TierOrders(NamedTuple):
         return any(self)
 
 
-NO_ORDERS = TierOrders([], [], [], [])
+NO_ORDERS = ConnectorOrders([], [], [], [])
 """Nobody adds to these."""
 
 
@@ -88,7 +88,7 @@ class TierCounters:
         """In the directory now."""
 
 
-class LowerTiers(Protocol):
+class KVConnector(Protocol):
     """What the KV manager and the scheduler ask of the tiers below the device."""
 
     @property
@@ -142,7 +142,7 @@ class LowerTiers(Protocol):
         """Whoever waited goes on, or is gone. What still comes in is kept as any other content."""
         ...
 
-    def orders(self, *, may_allocate: bool) -> TierOrders:
+    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
         """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan that swaps
         sequences in, whose blocks were freed but are still to be read."""
         ...
@@ -157,7 +157,7 @@ class LowerTiers(Protocol):
         """Forget all content."""
         ...
 
-    def give_way(self) -> bool:
+    def release_held(self) -> bool:
         """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
         ...
 
@@ -170,7 +170,7 @@ class LowerTiers(Protocol):
         ...
 
 
-class NoTiers:
+class NoConnector:
     """The device's memory is all there is."""
 
     has_content = False
@@ -202,7 +202,7 @@ class NoTiers:
     def drop(self, fetch: Fetch) -> None:
         """There is none."""
 
-    def orders(self, *, may_allocate: bool) -> TierOrders:
+    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
         return NO_ORDERS
 
     def update(self, report: DiskReport) -> None:
@@ -214,7 +214,7 @@ class NoTiers:
     def reset(self) -> None:
         """Nothing is kept."""
 
-    def give_way(self) -> bool:
+    def release_held(self) -> bool:
         return False
 
     def describe(self, stats: EngineStats) -> None:
@@ -224,7 +224,7 @@ class NoTiers:
         """Nothing is owned."""
 
 
-class OffloadTiers:
+class OffloadConnector:
     """Host and disk. Owns no memory: host blocks are those of the pool that swapped requests use."""
 
     def __init__(self, device: Sequence[PrefixIndex], host: BlockPool, host_indexes: Sequence[PrefixIndex]) -> None:
@@ -340,8 +340,8 @@ class OffloadTiers:
         fetch.held.clear()
         fetch.num_loading = 0
 
-    def orders(self, *, may_allocate: bool) -> TierOrders:
-        orders = TierOrders([], self._bringing, [], [])
+    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
+        orders = ConnectorOrders([], self._bringing, [], [])
         self._bringing = []
         if may_allocate:
             for fetch in self._fetches:
@@ -351,7 +351,7 @@ class OffloadTiers:
             self._host.release(source)
         return orders
 
-    def _order_loads(self, fetch: Fetch, orders: TierOrders) -> None:
+    def _order_loads(self, fetch: Fetch, orders: ConnectorOrders) -> None:
         for key in fetch.wanted:
             block = self.find(key)
             if block is None:
@@ -370,7 +370,7 @@ class OffloadTiers:
             fetch.held.append(block)
         fetch.wanted.clear()
 
-    def _order_stores(self, orders: TierOrders) -> None:
+    def _order_stores(self, orders: ConnectorOrders) -> None:
         while self._backlog and len(self._storing) < self._max_storing:
             key = next(iter(self._backlog))
             block = self._device[key[0]].find(key[1])
@@ -458,7 +458,7 @@ class OffloadTiers:
             self.drop(fetch)
         self._from_disk.clear()
 
-    def give_way(self) -> bool:
+    def release_held(self) -> bool:
         held = [fetch for fetch in self._fetches if fetch.held]
         for fetch in held:
             self.drop(fetch)

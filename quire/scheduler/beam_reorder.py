@@ -8,39 +8,39 @@ from quire.request import FinishReason, Request, Sequence
 from quire.step import SequenceFork
 
 
-class Branching:
+class BeamReorder:
     """Rows that begin as copies of others, and tokens that replace what the workers sampled, as of the next plan."""
 
     def __init__(self) -> None:
-        self._branches: dict[int, SequenceFork] = {}
-        self._chosen_tokens: dict[int, int] = {}
+        self._reorders: dict[int, SequenceFork] = {}
+        self._token_overrides: dict[int, int] = {}
 
     def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
         """Make `children` the live beams of a search. Returns the dead ones whose rows the workers drop first."""
         followed = follow(search, children, kv)
         dropped = [sequence for sequence in followed.dropped if self.forget(sequence)]
-        self._branches.update({fork.child: fork for fork in followed.forks})
-        self._chosen_tokens.update(followed.chosen_tokens)
+        self._reorders.update({fork.child: fork for fork in followed.forks})
+        self._token_overrides.update(followed.token_overrides)
         return dropped
 
     def forget(self, sequence: Sequence) -> bool:
         """A sequence loses its row. Returns whether the workers know that row: its branch may not have been planned."""
-        self._chosen_tokens.pop(sequence.seq_id, None)
-        return self._branches.pop(sequence.seq_id, None) is None
+        self._token_overrides.pop(sequence.seq_id, None)
+        return self._reorders.pop(sequence.seq_id, None) is None
 
     def take(self) -> tuple[list[SequenceFork], list[tuple[int, int]]]:
         """(branches, chosen tokens) for a plan, which are then told."""
-        told = list(self._branches.values()), list(self._chosen_tokens.items())
-        self._branches, self._chosen_tokens = {}, {}
+        told = list(self._reorders.values()), list(self._token_overrides.items())
+        self._reorders, self._token_overrides = {}, {}
         return told
 
     def check(self, running: list[Sequence]) -> None:
         """Assert that only live rows are spoken of, and no row is copied that does not exist yet."""
         live = {sequence.seq_id for sequence in running}
-        assert self._branches.keys() | self._chosen_tokens.keys() <= live, "a row is to branch that is gone"
-        for fork in self._branches.values():
+        assert self._reorders.keys() | self._token_overrides.keys() <= live, "a row is to branch that is gone"
+        for fork in self._reorders.values():
             assert fork.parent in live, "a row is to be copied that is gone"
-            assert fork.parent not in self._branches, "a row is to be copied before it exists"
+            assert fork.parent not in self._reorders, "a row is to be copied before it exists"
 
 
 def hypothesis_updates(request: Request) -> list[SequenceUpdate]:

@@ -17,8 +17,8 @@ from quire.attention.device_batch import DeviceBatch
 from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
-from quire.worker.device.execution_choice import Execution, ExecutionSettings, Kind
 from quire.worker.device.graph_capture import Graph, GraphCapture, capturing
+from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, Kind
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class PassShape:
     device: torch.device
 
 
-class ForwardPasses:
+class CudaGraphRunner:
     """Runs forward passes. Inputs of captured sizes must come in the same tensors every time."""
 
     def __init__(

@@ -117,23 +117,23 @@ def test_nobody_hits_what_it_computed() -> None:
 
 def test_a_pinned_prefix_stays() -> None:
     driver = make_driver()
-    driver.pin("prefix", prompt(10))
+    driver.register_prefix("prefix", prompt(10))
     driver.run()
     driver.add("bad", [*prompt(10), DAMAGING], max_tokens=4)
     driver.run()
     driver.add("good", [*prompt(10), 7], max_tokens=4)
     driver.run()
     assert num_hits(driver) == 20
-    assert driver.core.stats().num_pinned_blocks > 0
+    assert driver.core.stats().num_registered_blocks > 0
 
 
 def test_a_prefix_that_is_damaged_is_not_pinned() -> None:
     driver = make_driver()
-    driver.pin("prefix", damaged_prompt(10))
+    driver.register_prefix("prefix", damaged_prompt(10))
     driver.run()
     assert driver.finished["prefix", 0] is FinishReason.ERROR
-    assert not driver.scheduler.kv.is_pinned("prefix")
-    assert driver.core.stats().num_pinned_blocks == 0
+    assert not driver.scheduler.kv.is_registered("prefix")
+    assert driver.core.stats().num_registered_blocks == 0
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
@@ -166,8 +166,8 @@ def test_copies_below_the_device_are_not_found_either() -> None:
     for _ in range(3):
         driver.step()
     kv = driver.scheduler.kv
-    assert kv.tiers.has_content, "the first chunks were copied"
+    assert kv.connector.has_content, "the first chunks were copied"
     driver.run()
-    assert not kv.tiers.has_content
+    assert not kv.connector.has_content
     assert disk.files, "files stay"
     assert driver.core.stats().num_cached_blocks == 0

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quire.kv_cache.layout import NULL_BLOCK
-from quire.kv_cache.manager import KVCacheManager, SequenceBlocks
+from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.request import Sequence
 from quire.stats import EngineStats
 from quire.step import StepPlan
@@ -32,7 +32,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     sequences: list[Sequence]
     """Aligned with the plan's columns of the batch."""
-    filled: list[tuple[Sequence, SequenceBlocks, int]]
+    filled: list[tuple[Sequence, BlockTable, int]]
     """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
     made (who was preempted since may have others by now), and their computed tokens after it."""
     samples: list[Sequence]
@@ -51,19 +51,19 @@ def describe_kv(
     stats.num_used_blocks = num_used = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
     stats.num_shared_blocks = pool.num_shared
-    stats.num_pinned_blocks = kv.num_pinned_blocks
+    stats.num_registered_blocks = kv.num_registered_blocks
     stats.evictions_total = pool.num_evictions
     stats.num_logical_blocks = pool.num_references
     stats.num_wasted_slots = num_wasted_slots(running, kv)
     stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
     stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
     stats.num_used_host_blocks = kv.host.blocks.num_used
-    kv.tiers.describe(stats)
+    kv.connector.describe(stats)
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
-    """Slots at the ends of last blocks, those of pinned prefixes included, that no plan has given a token. O(running
-    sequences and pinned prefixes).
+    """Slots at the ends of last blocks, those of registered prefixes included, that no plan has given a token.
+    O(running sequences and registered prefixes).
 
     Only a last block can be partly filled, all its owners see the same filling (who writes has copied it before), and
     the tables of all groups are alike in this, so that one of them is looked at.
@@ -78,7 +78,7 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
             shared[blocks.tables[0][-1]] = slots
         else:
             wasted += slots
-    return kv.num_groups * (wasted + sum(shared.values())) + kv.num_pinned_empty_slots
+    return kv.num_groups * (wasted + sum(shared.values())) + kv.num_registered_empty_slots
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
@@ -109,7 +109,7 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
     return starts
 
 
-def _add_slots(slots: dict[int, int], blocks: SequenceBlocks, start: int, end: int, block_size: int) -> None:
+def _add_slots(slots: dict[int, int], blocks: BlockTable, start: int, end: int, block_size: int) -> None:
     """Note, for each block that positions `start` to `end` - 1 lie in, how many of its slots they are."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size

@@ -125,6 +125,6 @@ def test_the_ledger_sees_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         driver = CoreDriver(make_config(queue_depth=2))
         driver.add("r", prompt(10), max_tokens=5)
         with monkeypatch.context() as patch:
-            patch.setattr(f"quire.scheduler.accounts.{name}", lambda *_: 3)
+            patch.setattr(f"quire.scheduler.kv_usage.{name}", lambda *_: 3)
             with pytest.raises(AssertionError):
                 driver.step()
