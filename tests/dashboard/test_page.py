@@ -56,8 +56,10 @@ class TestDocument:
 
 @pytest.fixture(scope="module")
 def server(model_path: Path) -> Iterator[Process]:
-    """Steps take 20 ms, so that there is time to look."""
-    process = Process(model_path, "slow", served_model_name=["tiny<b>"], shutdown_timeout=1).wait_ready()
+    """Steps take 20 ms, so that there is time to look. Four sequences of one request fit into its share of the rows."""
+    process = Process(
+        model_path, "slow", max_num_seqs=8, served_model_name=["tiny<b>"], shutdown_timeout=1
+    ).wait_ready()
     yield process
     process.signal(signal.SIGTERM)
     assert process.finish()[0] == 0
@@ -93,7 +95,7 @@ class TestInABrowser:
     def test_blocks_appear_are_shared_and_all_are_free_at_the_end(self, page: Chromium) -> None:
         assert text(page, "#model") == "tiny<b>"
         assert page.evaluate(f"Number({COUNTS}.free) + Number({COUNTS}.cached)") == 64
-        run(page, n=4, **{"max-tokens": 60})
+        run(page, n=4)
         counts = page.wait_for(f"{COUNTS}.shared > 0 && {COUNTS}")
         assert int(counts["used"]) >= int(counts["shared"]) >= 2
         page.wait_for("document.querySelectorAll('.sequence').length === 4")
@@ -102,7 +104,7 @@ class TestInABrowser:
         page.wait_for("document.querySelectorAll('.output pre').length === 4")
         page.wait_for(f"{COUNTS}.used === '0' && {COUNTS}.shared === '0'")
         page.wait_for("!document.querySelector('#run').disabled")
-        assert page.evaluate("[...document.querySelectorAll('.output pre')].every((p) => p.innerText.length === 60)")
+        assert page.evaluate("[...document.querySelectorAll('.output pre')].every((p) => p.innerText.length === 200)")
         assert text(page, "#queues").split() == ["Running", "0", "nothing", "runs"]
         assert int(page.evaluate(f"{COUNTS}.cached")) > 0, "what was computed stays"
 

@@ -47,6 +47,7 @@ EXERCISED = {
     "timed_out_requests_total": 0.005,
     "nonfinite": 0.002,
     "swap_preemptions_total": 0.005,
+    "prefix_cache_waits_total": 0.0001,
 }
 """What a long run must have seen, at least so often for each step."""
 

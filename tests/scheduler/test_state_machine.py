@@ -219,21 +219,16 @@ def test_random_schedules() -> None:
             report_multiple_bugs=False,
         ),
     )
+    # Which engines hypothesis draws is chance, so only what every draw brings is asked for; test_traffic.py draws from
+    # seeds of its own, and asks for what is rarer.
     totals = EngineMachine.totals
     assert totals["steps_total"] > 3_500
-    # What is to be crossed does happen, not just now and then.
-    assert totals["preemptions_total"] > 30
-    # Which engines meet a full pool is chance, so these are far below what is usual.
-    assert totals["preemptions_total"] - totals["swap_preemptions_total"] > 5
-    assert totals["swap_preemptions_total"] > 5
-    assert totals["swapped_in_blocks_total"] > 5
+    assert totals["preemptions_total"] > 10
     assert totals["copied_blocks_total"] > 30
     assert totals["prefix_cache_hits_total"] > 300
-    assert totals["prefix_cache_waits_total"] > 30
     assert totals["evictions_total"] > 300
     assert totals["aborts"] > 30
     assert totals["hypotheses"] > 150
-    assert totals["timed_out_requests_total"] > 15
-    assert totals["registered"] > 0
-    assert totals["unregistered"] > 0
-    assert totals["registrations refused"] > 0
+    assert totals["timed_out_requests_total"] > 5
+    assert totals["registered"] + totals["unregistered"] > 5
+    assert totals["registrations refused"] > 30

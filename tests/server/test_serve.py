@@ -40,8 +40,8 @@ LONG = {"prompt": "abc", "max_tokens": 250, "stream": True}
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, model_path: Path, executor: str = "slow", **settings: Any) -> None:
-        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": 4}
+    def __init__(self, model_path: Path, executor: str = "slow", max_num_seqs: int = 4, **settings: Any) -> None:
+        options = {"model": str(model_path), "num_blocks_override": 64, "max_num_seqs": max_num_seqs}
         arguments = json.dumps([options, {"port": 0, **settings}, f"tests.server.executor:{executor}"])
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, arguments],
