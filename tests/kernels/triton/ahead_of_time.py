@@ -127,6 +127,8 @@ class CompilingRecorder:
         with recorded_launches(None):
             bound(grid, *left)
             bound(grid, *left)
+        assert bound._compiled is not None
+        assert not bound._compiled.is_tritons, "the second launch is ours"
         tritons, ours = NotingLauncher.calls[-2:]
         assert tritons == ours, f"{kernel.__name__}: {tritons} is not {ours}"
 
