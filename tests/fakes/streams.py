@@ -20,6 +20,9 @@ class LoggingStreams(HostStreams):
     def transferring(self) -> AbstractContextManager[object]:
         return self._inside("transfer")
 
+    def copying_in(self) -> AbstractContextManager[object]:
+        return self._inside("copy in")
+
     def record(self) -> PassedEvent:
         self._num_events += 1
         self.log.append(f"record {self._num_events} on {self.current}")

@@ -10,15 +10,20 @@ What is not found is launched by Triton, and then kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, reduce
 from operator import attrgetter, itemgetter, or_
 from typing import Any, TypeAlias
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime.driver import driver
 
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
 ALIGNMENT = 16
 """Bytes, and integers: Triton tells apart what is a multiple of it."""
 Launcher: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
@@ -30,6 +35,13 @@ _DTYPE_OF = attrgetter("dtype")
 _HOOKS = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
 
 
+_OTHER_ARGUMENTS = "its launchers take other arguments than those that this version of Quire knows"
+
+
+class UnknownLauncherError(Exception):
+    """A kernel's launcher cannot be called directly; the text says why."""
+
+
 class CompiledLaunches:
     """The compiled kernels of one call site, and how its arguments are handed over.
 
@@ -37,7 +49,7 @@ class CompiledLaunches:
     faults. Profilers that hook into Triton's launches get what they expect: Triton launches as long as there is a hook.
     """
 
-    __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters")
+    __slots__ = ("_fixed", "_kinds", "_last", "_open", "_parameters", "is_tritons")
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
         """kernel: a JITFunction. As BoundKernel."""
@@ -54,6 +66,7 @@ class CompiledLaunches:
                 self._open.append(index)
         self._kinds: dict[tuple[type, ...], _Kind] = {}
         self._last: _Kind | None = None
+        self.is_tritons = False
 
     def launch(self, grid: Sequence[int], args: tuple[Any, ...]) -> bool:
         """Enqueue the kernel, if a compiled one for such arguments is known; returns whether it is."""
@@ -83,7 +96,16 @@ class CompiledLaunches:
         return True
 
     def add(self, args: tuple[Any, ...], compiled: Any) -> None:
-        """Keep `compiled`, which Triton has launched with `args`."""
+        """Keep `compiled`, which Triton has launched with `args`. Where its launcher cannot be called directly, which
+        is logged, `is_tritons` is set, and Triton launches from then on."""
+        if self.is_tritons:
+            return
+        try:
+            launcher = launcher_of(compiled, len(self._parameters))
+        except UnknownLauncherError as error:
+            self.is_tritons = True
+            _report_launches_by_triton(triton.__version__, str(error))
+            return
         kinds = tuple(map(type, args))
         if kinds not in self._kinds:
             self._kinds[kinds] = _Kind(self._parameters, self._fixed, self._open, kinds)
@@ -91,7 +113,7 @@ class CompiledLaunches:
         tensors = kind.tensors(args)
         pointers = tuple(map(_POINTERS_OF, tensors))
         key = kind.key(driver.active.get_current_device(), tensors, pointers, kind.numbers(args))
-        kind.compiled[key] = launcher_of(compiled)
+        kind.compiled[key] = launcher
 
 
 class _Kind:
@@ -172,13 +194,45 @@ def _picker(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
     return itemgetter(*indices)
 
 
-def launcher_of(compiled: Any) -> Launcher:
-    """compiled: Triton's CompiledKernel, which has been launched once."""
-    launcher = compiled.run
-    scratch = launcher.global_scratch_size, launcher.profile_scratch_size
-    if any(scratch):
-        raise NotImplementedError(f"{compiled.name} wants scratch memory of {scratch} bytes, which no kernel here does")
-    # No scratch memory; what is handed to hooks, and no hooks.
-    no_scratch, no_hooks = (None, None), (None, None, None)
-    settings = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch, compiled.packed_metadata, *no_hooks
-    return launcher.launch, (compiled.function, *settings)
+def launcher_of(compiled: Any, num_parameters: int) -> Launcher:
+    """compiled: Triton's CompiledKernel, which has been launched once. Raises UnknownLauncherError.
+
+    What the launcher takes differs between versions of Triton, and is found by watching: a copy of Triton's wrapper,
+    called as Triton calls it, hands marks to a function that stands for the compiled launcher.
+    """
+    launcher, handed = compiled.run, list[tuple[Any, ...]]()
+    if getattr(launcher, "global_scratch_size", 0) or getattr(launcher, "profile_scratch_size", 0):
+        raise UnknownLauncherError("kernels want scratch memory, which Triton allocates for each launch")
+    place, arguments = [object() for _ in range(4)], [object() for _ in range(num_parameters)]
+    no_metadata_and_hooks = (None, None, None)
+    try:
+        watched = copy.copy(launcher)
+        watched.launch = lambda *args: handed.append(args)
+        watched(*place, compiled.function, compiled.packed_metadata, *no_metadata_and_hooks, *arguments)
+        ((*given,),) = handed
+        enqueue: Callable[..., object] = launcher.launch
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UnknownLauncherError(_OTHER_ARGUMENTS) from error
+    end = len(given) - num_parameters
+    settings = tuple(given[4:end])
+    if not (_are(given[:4], place) and _are(given[end:], arguments)) or _contains(settings, {*place, *arguments}):
+        raise UnknownLauncherError(_OTHER_ARGUMENTS)
+    return enqueue, settings
+
+
+def _are(values: Sequence[object], others: Sequence[object]) -> bool:
+    return len(values) == len(others) and all(value is other for value, other in zip(values, others, strict=True))
+
+
+def _contains(settings: Iterable[object], marks: set[object]) -> bool:
+    """Whether a mark stands among the settings, or in a sequence that is one of them."""
+    return any(
+        _contains(each, marks) if isinstance(each, list | tuple) else any(each is mark for mark in marks)
+        for each in settings
+    )
+
+
+@cache
+def _report_launches_by_triton(version: str, reason: str) -> None:
+    """Once for a process: every call site would say the same."""
+    logger.warning("Triton %s launches kernels itself, at 10 to 30 us of the host each: %s", version, reason)

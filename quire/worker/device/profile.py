@@ -14,10 +14,12 @@ from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.models.interface import CausalLM
+from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.utils.sizes import format_bytes
 from quire.worker.device.cuda_graphs import DeviceBackend
 from quire.worker.device.graph_dispatch import ExecutionSettings
 from quire.worker.device.memory import DeviceMemory, arithmetic
+from quire.worker.device.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 from quire.worker.memory import available_memory
 from quire.worker.preemption_costs import fastest
 from quire.worker.profile import PROFILED_TOKENS, estimate_activations
@@ -31,6 +33,8 @@ CONTEXT_BYTES = 640 << 20
 much counts as this engine's; the rest is others'."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
 """An estimate of what the driver keeps for one layer's kernels in one graph."""
+COLUMNS_PER_SEQUENCE = 7
+"""Words of an upload: three columns of the batch, four of its samples."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,22 @@ def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: i
 
 
 def table_bytes(limits: StepLimits, num_groups: int) -> int:
-    """Rows of token ids and of block tables, and the inputs of a step: words of 4 and of 8 bytes."""
+    """Rows of token ids and of block tables, and the inputs of a step: words of 4 and of 8 bytes; and the buffers that
+    the inputs are copied to."""
     row = limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
     inputs = limits.max_num_tokens * (3 + num_groups)
-    return 4 * limits.max_num_seqs * row + 8 * inputs
+    return 4 * limits.max_num_seqs * row + 8 * inputs + upload_bytes(limits, num_groups)
+
+
+def upload_bytes(limits: StepLimits, num_groups: int) -> int:
+    """The device buffers of uploads, for a step that spends its budget on new prompts and begins one more that is as
+    long as may be. Many long prompts that the prefix cache holds can come in one step and need more: a copy of all rows
+    as pairs, at most, which comes out of what gpu_memory_utilization leaves."""
+    num_tokens = min(limits.max_num_tokens + limits.longest, limits.max_num_seqs * (limits.longest + 1))
+    entries = num_groups * (num_tokens // limits.block_size + limits.max_num_seqs)
+    written = num_tokens + entries + limits.max_num_seqs * DeviceSamplingRows.WIDTH
+    num_words = 2 * written + COLUMNS_PER_SEQUENCE * limits.max_num_seqs
+    return NUM_DEVICE_BUFFERS * 4 * buffer_capacity(num_words)
 
 
 def _measure(

@@ -1,6 +1,7 @@
-"""What the worker knows of a device's streams: compute, transfers of blocks, and the copies of results to the host.
+"""What the worker knows of a device's streams: compute, transfers of blocks, the copies of inputs to the device, and
+the copies of results to the host.
 
-On a GPU these are three CUDA streams, ordered by events. In Triton's interpreter the device is the host, and everything
+On a GPU these are four CUDA streams, ordered by events. In Triton's interpreter the device is the host, and everything
 has happened when a call returns. `torch.cuda` is called in this folder only.
 """
 
@@ -47,6 +48,11 @@ class DeviceStreams(Protocol):
         """Inside, work is enqueued on the transfer stream, which runs beside the compute stream."""
         ...
 
+    def copying_in(self) -> AbstractContextManager[object]:
+        """Inside, work is enqueued on the stream of input copies, which runs beside the other streams. Memory for it
+        is allocated outside, for the compute stream, which reads it."""
+        ...
+
     def record(self) -> StreamEvent:
         """A point in the stream of the context that one is in."""
         ...
@@ -75,6 +81,7 @@ class CudaStreams:
         self.device = device
         self._compute = torch.cuda.Stream(device)
         self._transfer = torch.cuda.Stream(device)
+        self._copy_in = torch.cuda.Stream(device)
         self._copy_out = torch.cuda.Stream(device)
 
     def computing(self) -> AbstractContextManager[object]:
@@ -82,6 +89,9 @@ class CudaStreams:
 
     def transferring(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._transfer)
+
+    def copying_in(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._copy_in)
 
     def record(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(self.device))
@@ -98,7 +108,7 @@ class CudaStreams:
             return CudaCopy(CudaEvent(self._copy_out), hosts, list(tensors))
 
     def synchronize(self) -> None:
-        for stream in (self._compute, self._transfer, self._copy_out):
+        for stream in (self._compute, self._transfer, self._copy_in, self._copy_out):
             stream.synchronize()
 
 
@@ -139,6 +149,9 @@ class HostStreams:
         return nullcontext()
 
     def transferring(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def copying_in(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def record(self) -> PassedEvent:

@@ -1,5 +1,5 @@
-"""What goes up to the device in a step: one buffer, one copy. It holds the columns of the batch and everything that the
-step changes in the rows: single words, and copies between rows."""
+"""What goes up to the device in a step: one host buffer, one copy. It holds the columns of the batch and everything
+that the step changes in the rows: single words, and copies between rows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ SECTION_ALIGNMENT = 16
 """Words: columns begin at multiples of 64 bytes, whatever stands before them."""
 FIRST_CAPACITY = 2**16
 """Words of a buffer at the start: hundreds of sequences, and prompts of thousands of tokens."""
+NUM_DEVICE_BUFFERS = 2
+"""Kernels of one step read one buffer while the next step's copy fills the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +29,31 @@ class Section:
     shape: tuple[int, ...]
 
 
-class Upload:
-    """The buffer of a step: `add` columns, `send` once, then `view` them on the device, until the next step.
+def buffer_capacity(num_words: int) -> int:
+    """Words of the smallest buffer that takes `num_words`."""
+    return max(FIRST_CAPACITY, 1 << (num_words - 1).bit_length())
 
-    Host buffers take turns, so that one may still be copied from while the next is filled.
+
+class Upload:
+    """The buffers of a step: `add` columns, `send` once, then `view` them on the device, until the next `send`.
+
+    The copy has a stream of its own, so that step N+1's runs while step N computes. Buffers take turns. On the device,
+    the copy waits for the kernels that read the buffer two steps ago, and this step's kernels wait for the copy. On
+    the host, there are as many buffers as keep `begin` from waiting for a copy.
     """
 
     def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
-        """num_buffers: of steps that may be under way at the same time, and one more, or filling waits."""
+        """num_buffers: host buffers; steps that may be under way at the same time, and one more, or filling waits.
+        Called and used in the context of the compute stream."""
         self._streams = streams
         self._hosts = [streams.pinned((FIRST_CAPACITY,), torch.int32) for _ in range(num_buffers)]
         self._copied: list[StreamEvent | None] = [None] * num_buffers
-        self._device = torch.empty(FIRST_CAPACITY, dtype=torch.int32, device=streams.device)
         self._turn = 0
         self._used = 0
+        self._devices = [self._allocate(FIRST_CAPACITY) for _ in range(NUM_DEVICE_BUFFERS)]
+        # New memory may be what kernels that are still to run have read: the event of this moment stands behind them.
+        self._free: list[StreamEvent] = [streams.record()] * NUM_DEVICE_BUFFERS
+        self._device_turn = 0
 
     def begin(self) -> None:
         """Begin a step's upload."""
@@ -62,20 +75,31 @@ class Upload:
 
     def send(self) -> None:
         """Enqueue the copy. The compute stream reads what was added from here on."""
-        host = self._hosts[self._turn]
-        if len(self._device) < self._used:
-            self._device = torch.empty(len(host), dtype=torch.int32, device=self._streams.device)
-        self._device[: self._used].copy_(host[: self._used], non_blocking=True)
-        self._copied[self._turn] = self._streams.record()
+        streams, host = self._streams, self._hosts[self._turn]
+        previous, self._device_turn = self._device_turn, (self._device_turn + 1) % NUM_DEVICE_BUFFERS
+        # What reads the previous step's buffer was enqueued before this call, whichever kernels these are.
+        self._free[previous] = streams.record()
+        if len(self._devices[self._device_turn]) < self._used:
+            self._devices[self._device_turn] = self._allocate(len(host))
+            self._free[self._device_turn] = self._free[previous]  # as for the first buffers
+        device = self._devices[self._device_turn]
+        with streams.copying_in():
+            self._free[self._device_turn].wait()
+            device[: self._used].copy_(host[: self._used], non_blocking=True)
+            copied = self._copied[self._turn] = streams.record()
+        copied.wait()
 
     def view(self, section: Section) -> torch.Tensor:
         """What was added, int32, on the device."""
         size = math.prod(section.shape)
-        return self._device[section.start : section.start + size].view(section.shape)
+        return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
+
+    def _allocate(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int32, device=self._streams.device)
 
     def _grow(self, num_words: int) -> None:
         """Go on in a larger host buffer."""
-        larger = self._streams.pinned((1 << (num_words - 1).bit_length(),), torch.int32)
+        larger = self._streams.pinned((buffer_capacity(num_words),), torch.int32)
         larger[: self._used] = self._hosts[self._turn][: self._used]
         self._hosts[self._turn] = larger
 

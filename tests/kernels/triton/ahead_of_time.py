@@ -2,11 +2,12 @@
 
     python -m tests.kernels.triton.ahead_of_time 90
     python -m tests.kernels.triton.ahead_of_time 80 products
-
     python -m tests.kernels.triton.ahead_of_time 90 cache
+    python -m tests.kernels.triton.ahead_of_time 90 rows cache
 
 (the second only what multiplies matrices, where cards differ most; the third also into the cache that an engine uses,
-`QUIRE_TRITON_CACHE`, with every kind of tiles that a model of these shapes needs: `make triton-cache`) prints a line of
+`QUIRE_TRITON_CACHE`, with every kind of tiles that a model of these shapes needs: `make triton-cache`; the last only
+what fills the inputs of a step) prints a line of
 JSON for each launch: kernel, bytes of shared memory, registers, bytes of stack (spills), and how often the widest loads
 and the tensor cores' products occur. What the interpreter does not see is seen here: types that do not fit, blocks that
 are no powers of two, shared memory or registers that do not suffice. Wrappers are called with tensors of the host,
@@ -127,6 +128,8 @@ class CompilingRecorder:
         with recorded_launches(None):
             bound(grid, *left)
             bound(grid, *left)
+        assert bound._compiled is not None
+        assert not bound._compiled.is_tritons, "the second launch is ours"
         tritons, ours = NotingLauncher.calls[-2:]
         assert tritons == ours, f"{kernel.__name__}: {tritons} is not {ours}"
 
@@ -247,18 +250,25 @@ def all_attention_calls(capability: int) -> Calls:
     return [attention_call(QWEN3_8B, capability, length, fixed=fixed) for length in lengths for fixed in (False, True)]
 
 
+def calls_of(capability: int, words: Sequence[str]) -> Calls:
+    """words: of the command line."""
+    if "rows" in words:
+        return row_calls()
+    calls = product_calls() + attention_calls(capability)
+    if "products" not in words:
+        calls += layer_calls() + row_calls() + sampling_calls()
+    if "cache" in words:
+        calls += all_attention_calls(capability)
+    return calls
+
+
 def main() -> None:
-    capability = int(sys.argv[1])
-    if "cache" in sys.argv[2:]:
+    capability, words = int(sys.argv[1]), sys.argv[2:]
+    if "cache" in words:
         envs.keep_triton_cache()
     driver.set_active(LaunchingGPU(capability))
-    calls = product_calls() + attention_calls(capability)
-    if "products" not in sys.argv[2:]:
-        calls += layer_calls() + row_calls() + sampling_calls()
-    if "cache" in sys.argv[2:]:
-        calls += all_attention_calls(capability)
     with recorded_launches(CompilingRecorder()):
-        for call in calls:
+        for call in calls_of(capability, words):
             call()
 
 

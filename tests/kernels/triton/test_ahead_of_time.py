@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,19 +17,36 @@ SHARED_BYTES = {80: 166_912, 90: 232_448}
 """Of one program, by compute capability."""
 
 
-@pytest.mark.parametrize("arguments", [("90",), ("80", "products")], ids=" ".join)
-def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
-    capability = int(arguments[0])
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def run_module(name: str, *arguments: str, **environment: str) -> list[dict[str, Any]]:
+    """What a module of this folder prints, run with Triton's compiler."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton.ahead_of_time", *arguments],
+        [sys.executable, "-m", f"tests.kernels.triton.{name}", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=inherited | environment,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    launches = [json.loads(line) for line in run.stdout.splitlines()]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
+    """The key has the card's compute capability in it, and neither its driver nor the process that compiled."""
+    cache = {"QUIRE_TRITON_CACHE": str(tmp_path / "ahead")}
+    compiled = {line["kernel"] for line in run_module("ahead_of_time", "90", "rows", "cache", **cache)}
+    looked_up = run_module("cached_launches", **cache)
+    assert {line["kernel"] for line in looked_up} == compiled
+    assert all(line["was cached"] for line in looked_up)
+    elsewhere = {"QUIRE_TRITON_CACHE": str(tmp_path / "another card")}
+    run_module("ahead_of_time", "80", "rows", "cache", **elsewhere)
+    assert not any(line["was cached"] for line in run_module("cached_launches", **elsewhere))
+
+
+@pytest.mark.parametrize("arguments", [("90",), ("80", "products")], ids=" ".join)
+def test_kernels_compile_and_fit(arguments: tuple[str, ...]) -> None:
+    capability = int(arguments[0])
+    launches = run_module("ahead_of_time", *arguments)
     assert {launch["kernel"]: launch for launch in launches if launch["shared"] > SHARED_BYTES[capability]} == {}
     # A few bytes of stack are sums that wait outside an attention kernel's innermost loop.
     assert {launch["kernel"]: launch for launch in launches if launch["stack"] > 64} == {}, "spills"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -35,13 +37,15 @@ def compiled_function() -> Any:
 
 
 class Enqueued:
-    """Stands for the launcher that Triton compiles for a kernel."""
+    """Stands for a kernel that Triton has compiled."""
 
     def __init__(self, name: str = "kernel", scratch: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.name, self.function, self.packed_metadata = name, id(self), (4, 1, 0)
+        self.run: Any = CudaLauncher.__new__(CudaLauncher)
         settings = {"launch_cooperative_grid": False, "launch_pdl": True, "profile_scratch_size": 0}
-        self.run = SimpleNamespace(launch=self._note, global_scratch_size=scratch, **settings)
+        alignments = {"global_scratch_align": 1, "profile_scratch_align": 1}
+        vars(self.run).update(settings, **alignments, launch=self._note, global_scratch_size=scratch, num_ctas=1)
 
     def _note(self, *args: Any) -> None:
         self.calls.append(args)
@@ -215,10 +219,69 @@ def test_a_profilers_hook_is_tritons_to_call(hook: None) -> None:
     assert not launches.launch((1,), tuple(ARGS.values()))
 
 
-def test_a_kernel_with_scratch_memory_is_refused() -> None:
-    launches = CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
-    with pytest.raises(NotImplementedError, match="greedy wants scratch memory"):
-        launches.add(tuple(ARGS.values()), Enqueued("greedy", scratch=64))
+class OtherLauncher:
+    """Of a version of Triton that hands other settings over, and the arguments in other ways."""
+
+    def __init__(self, enqueued: Enqueued, layout: str) -> None:
+        self.launch, self._layout = enqueued._note, layout
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *rest: Any) -> None:
+        _, enter, leave, *args = rest
+        if self._layout == "more settings":
+            self.launch(x, y, z, stream, function, metadata, "flag", enter, leave, *args)
+        elif self._layout == "arguments in one tuple":
+            self.launch(x, y, z, stream, function, metadata, (*args,))
+        elif self._layout == "settings that hold arguments":
+            self.launch(x, y, z, stream, function, [args[0]], *args)
+        elif self._layout == "stream first":
+            self.launch(stream, x, y, z, function, *args)
+        else:
+            raise TypeError("a number was expected")
+
+
+def other(layout: str) -> Enqueued:
+    enqueued = Enqueued()
+    enqueued.run = OtherLauncher(enqueued, layout)
+    return enqueued
+
+
+def test_a_launcher_with_other_settings_gets_those() -> None:
+    launches, enqueued = CompiledLaunches(compiled_function(), {}, {"SIZE": 16}), other("more settings")
+    launches.add(tuple(ARGS.values()), enqueued)
+    assert launches.launch((3, 2), tuple(ARGS.values()))
+    (call,) = enqueued.calls
+    assert call[:9] == (3, 2, 1, 700, enqueued.function, enqueued.packed_metadata, "flag", None, None)
+    assert call[9:12] == tuple(ARGS[name].data_ptr() for name in ("out", "column", "bias"))
+
+
+UNKNOWN = ["arguments in one tuple", "settings that hold arguments", "stream first", "refuses marks"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        *((lambda name=name: other(name), "other arguments") for name in UNKNOWN),
+        (lambda: Enqueued(scratch=64), "scratch memory"),
+    ],
+    ids=[*UNKNOWN, "scratch"],
+)
+def test_what_cannot_be_launched_directly_is_tritons_and_said_once(
+    make: Callable[[], Enqueued], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By two call sites, over many launches."""
+    bound_launch._report_launches_by_triton.cache_clear()
+    args = tuple(ARGS.values())
+    with caplog.at_level(logging.WARNING, "quire"):
+        for _ in range(2):
+            enqueued, launches = make(), CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
+            for _ in range(3):
+                assert not launches.launch((1,), args)
+                launches.add(args, enqueued)
+            assert launches.is_tritons
+            assert enqueued.calls == []
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"Triton {triton.__version__} launches kernels itself")
+    assert reason in record.getMessage()
 
 
 def test_threads_do_not_mix_up_numbers() -> None:

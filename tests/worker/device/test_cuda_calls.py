@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             made.append(("reset",))
 
     class FakeStream:
-        names: Iterator[str] = iter(("compute", "transfer", "copy out"))
+        names: Iterator[str] = iter(("compute", "transfer", "copy in", "copy out"))
 
         def __init__(self, device: torch.device) -> None:
             takes(real["Stream"].__new__, real["Stream"], device)
@@ -130,16 +130,25 @@ def test_an_event_is_of_the_stream_that_one_is_in(calls: Calls) -> None:
     streams = CudaStreams(CUDA)
     with streams.computing():
         computed = streams.record()
-        with streams.transferring():
-            computed.wait()
-            done = streams.record()
-        done.wait()
+        for beside in (streams.transferring, streams.copying_in):
+            with beside():
+                computed.wait()
+                done = streams.record()
+            done.wait()
     assert calls == [
         ("record", "compute"),
         ("transfer", "waits for", "compute"),
         ("record", "transfer"),
         ("compute", "waits for", "transfer"),
+        ("copy in", "waits for", "compute"),
+        ("record", "copy in"),
+        ("compute", "waits for", "copy in"),
     ]
+
+
+def test_the_end_waits_for_every_stream(calls: Calls) -> None:
+    CudaStreams(CUDA).synchronize()
+    assert [name for name, _ in calls] == ["compute", "transfer", "copy in", "copy out"]
 
 
 def test_memory_that_the_system_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,9 +15,11 @@ from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
+from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.worker.device.graph_dispatch import ExecutionSettings
 from quire.worker.device.memory import HostMemory, allocate_device_pages, arithmetic, make_memory
 from quire.worker.device.profile import (
+    COLUMNS_PER_SEQUENCE,
     CONTEXT_BYTES,
     GRAPH_BYTES_PER_LAYER,
     StepLimits,
@@ -24,7 +27,10 @@ from quire.worker.device.profile import (
     profile_device,
     table_bytes,
     time_device_prompt,
+    upload_bytes,
 )
+from quire.worker.device.streams import HostStreams
+from quire.worker.device.upload import FIRST_CAPACITY, RowWrites, Upload
 from tests.fakes.device_attention import TwinBackend
 from tests.worker.device.passes import BLOCK_SIZE, LONGEST, SETTINGS, Passes, tiny_config
 
@@ -137,7 +143,31 @@ def test_what_graphs_and_tables_take(config: ModelConfig) -> None:
     driver, shared, results = 7 * 2 * GRAPH_BYTES_PER_LAYER, 100 * 32 // 60, 32 * (32 + 32) * 4
     assert graph_bytes(config, SETTINGS["both"], 100, 60) == driver + shared + results
     assert graph_bytes(config, ExecutionSettings(), 100, 60) == 0
-    assert table_bytes(LIMITS, 2) == 4 * 8 * (25 + 2 * 7) + 8 * 60 * 5
+    assert table_bytes(LIMITS, 2) == 4 * 8 * (25 + 2 * 7) + 8 * 60 * 5 + upload_bytes(LIMITS, 2)
+
+
+def test_uploads_are_counted_twice_for_they_have_two_buffers_on_the_device() -> None:
+    assert upload_bytes(LIMITS, 2) == 2 * 4 * FIRST_CAPACITY
+    large = StepLimits(16, max_num_tokens=8192, max_num_seqs=256, longest=40960)
+    # Tokens, block numbers and parameters as pairs, then columns: 2 x (49,152 + 3,328 + 4,096) + 1,792 < 2**17 words.
+    assert upload_bytes(large, 1) == 2 * 4 * 2**17
+
+
+def test_an_upload_of_the_largest_counted_step_has_the_counted_size() -> None:
+    """The buffers that were counted are those that a step of new prompts takes."""
+    upload, limits = Upload(HostStreams(), 2), StepLimits(16, max_num_tokens=8192, max_num_seqs=256, longest=131072)
+    writes, arena_width = RowWrites(), DeviceSamplingRows.WIDTH
+    for row in range(256):
+        length = 131072 if row == 0 else 32
+        for values in (np.zeros(length, np.int32), np.zeros(length // 16, np.int32), np.zeros(arena_width, np.int32)):
+            writes.write(row, values)
+    for _ in range(2):
+        upload.begin()
+        writes.add_to(upload)
+        for _ in range(COLUMNS_PER_SEQUENCE):
+            upload.add(np.zeros(256))
+        upload.send()
+    assert sum(buffer.nbytes for buffer in upload._devices) == upload_bytes(limits, 1)
 
 
 def test_a_prompt_is_timed_to_its_end(config: ModelConfig) -> None:

@@ -232,6 +232,24 @@ def test_random_plans(seed: int, device: torch.device) -> None:
     assert min(seen.values()) > 3, seen
 
 
+def test_what_graphs_read_stays_where_it_is_and_is_no_upload(device: torch.device) -> None:
+    """A CUDA graph replays from the addresses of its capture; uploads take turns between two buffers."""
+    rows = Rows(device)
+    new = NewSequence(5, [1, 2, 3, 4], 4, [[1], [2]], GREEDY)
+    plans = [StepPlan(0, [5], [0], [1], [], [], new_sequences=[new])]
+    plans += [StepPlan(step, [5], [step], [1], [], []) for step in (1, 2)]
+    addresses, uploads = [], set()
+    for plan in plans:
+        _, (batch, token_ids) = rows.run(plan)
+        inputs = [batch.rows, batch.query_start, batch.seq_lens, batch.positions, *batch.slot_mapping, token_ids]
+        addresses.append([tensor.data_ptr() for tensor in (*inputs, *batch.block_tables)])
+        memories = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        uploads |= {buffer.untyped_storage().data_ptr() for buffer in rows.upload._devices}
+        assert memories.isdisjoint(uploads)
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert len(uploads) == 2
+
+
 def test_a_plain_decode_step_sends_no_writes(device: torch.device) -> None:
     rows = Rows(device)
     blocks = [[1], [2]]

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 
 from quire.worker.device.streams import HostStreams
 from quire.worker.device.upload import FIRST_CAPACITY, SECTION_ALIGNMENT, RowWrites, Upload
-
-
-@dataclass
-class Event:
-    number: int
-    log: list[str]
-
-    def wait(self) -> None:
-        raise AssertionError("no stream need wait for an upload")
-
-    def synchronize(self) -> None:
-        self.log.append(f"wait {self.number}")
-
-
-@dataclass
-class LoggingStreams(HostStreams):
-    log: list[str] = field(default_factory=list)
-    num_events: int = 0
-
-    def record(self) -> Event:  # type: ignore[override]
-        self.num_events += 1
-        self.log.append(f"sent {self.num_events}")
-        return Event(self.num_events, self.log)
+from tests.fakes.streams import LoggingStreams
 
 
 def test_columns_of_any_shape_come_up_as_they_are() -> None:
@@ -64,7 +40,70 @@ def test_a_buffer_is_filled_again_only_when_it_was_copied() -> None:
         upload.begin()
         upload.add(np.array([step]))
         upload.send()
-    assert streams.log == ["sent 1", "sent 2", "wait 1", "sent 3", "wait 2", "sent 4"]
+    # The host waits for copies: of step 0 before it fills that buffer for step 2, of step 1 before step 3.
+    assert [line for line in streams.log if line.startswith("host") or line.endswith("copy in")] == [
+        "record 3 on copy in",
+        "record 5 on copy in",
+        "host waits for 3",
+        "record 7 on copy in",
+        "host waits for 5",
+        "record 9 on copy in",
+    ]
+
+
+def test_the_order_of_copies_and_kernels() -> None:
+    """A step's copy waits for what was enqueued before the previous step, and for no kernel of that step; the step's
+    kernels wait for its copy; the host waits for nothing."""
+    streams = LoggingStreams()
+    upload = Upload(streams, 5)
+    assert streams.log == ["record 1 on compute"]
+    for step in range(3):
+        upload.begin()
+        upload.add(np.array([step]))
+        upload.send()
+        streams.log.append(f"step {step} computes")
+    assert streams.log[1:] == [
+        "record 2 on compute",
+        "copy in waits for 1",
+        "record 3 on copy in",
+        "compute waits for 3",
+        "step 0 computes",
+        "record 4 on compute",
+        "copy in waits for 2",  # beside step 0
+        "record 5 on copy in",
+        "compute waits for 5",
+        "step 1 computes",
+        "record 6 on compute",
+        "copy in waits for 4",  # behind step 0, which read this buffer, and beside step 1
+        "record 7 on copy in",
+        "compute waits for 7",
+        "step 2 computes",
+    ]
+
+
+def test_a_larger_buffer_is_filled_behind_what_may_have_used_its_memory() -> None:
+    """torch hands out memory that kernels enqueued on the compute stream may still read."""
+    streams = LoggingStreams()
+    upload = Upload(streams, 2)
+    upload.begin()
+    upload.add(np.zeros(FIRST_CAPACITY + 1))
+    upload.send()
+    assert streams.log[1:] == [
+        "record 2 on compute",
+        "copy in waits for 2",
+        "record 3 on copy in",
+        "compute waits for 3",
+    ]
+
+
+def test_views_of_a_step_stay_while_the_next_one_is_copied() -> None:
+    upload, views = Upload(HostStreams(), 3), []
+    for step in range(2):
+        upload.begin()
+        section = upload.add(np.full(4, step))
+        upload.send()
+        views.append(upload.view(section))
+    assert [view.tolist() for view in views] == [[0] * 4, [1] * 4]
 
 
 def arena_after(writes: RowWrites, size: int = 64) -> list[int]:
