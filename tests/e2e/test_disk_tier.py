@@ -62,7 +62,7 @@ def test_generated_tokens_are_kept_too(llama: str, tmp_path: Path) -> None:
     (first,), _ = generate(llama, PROMPTS[:1], msgspec.structs.replace(GREEDY, max_tokens=60), **offload(tmp_path))
     longer = [*PROMPTS[0], *first.outputs[0].token_ids, 5]
     (second,), _ = generate(llama, [longer], SHORT, **offload(tmp_path))
-    # The last token of an answer has no keys and values: nobody computed behind it.
+    # The last token of an answer has no keys and values: no step ran behind it.
     assert second.num_cached_tokens == (len(longer) - 2) // 16 * 16
 
 

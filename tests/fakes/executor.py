@@ -212,7 +212,7 @@ class FakeExecutor:
         self._save_to_host(plan.swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
-            # What left a window is not read any more, so this very plan may hand it to somebody else.
+            # What left a window is not read any more, so this very plan may give it to another sequence.
             for seq_id, start in zip(plan.seq_ids, plan.start_positions, strict=True):
                 for group in range(self._num_groups):
                     self._drop_outside_window(self._row(seq_id), group, start)

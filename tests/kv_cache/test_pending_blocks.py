@@ -31,7 +31,7 @@ def find(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> tuple[Bloc
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, WINDOW)])
-def test_the_block_behind_a_hit_is_found_while_somebody_computes_it(specs) -> None:  # type: ignore[no-untyped-def]
+def test_the_block_behind_a_hit_is_found_while_a_sequence_computes_it(specs) -> None:  # type: ignore[no-untyped-def]
     kv = make_manager(specs, num_blocks=40)
     assert find(kv, TOKENS) is None
     blocks = begin(kv, TOKENS)
@@ -57,7 +57,7 @@ def test_how_much_is_shared(token_ids: list[int], shared: int) -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[99, *TOKENS[1:]], TOKENS[:4], [*TOKENS[:3], 99, 99]])
-def test_nobody_computes_what_differs_or_is_no_full_block(token_ids: list[int]) -> None:
+def test_no_pending_block_for_a_prefix_that_differs_or_fills_no_block(token_ids: list[int]) -> None:
     kv = make_manager()
     begin(kv, TOKENS)
     assert find(kv, token_ids) is None

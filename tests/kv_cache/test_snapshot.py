@@ -46,7 +46,7 @@ def check_against_the_books(driver: CoreDriver) -> KVSnapshot:
             for table in sequence.host_tables:
                 for block in table:
                     host_owners[block] += block != NULL_BLOCK
-    assert owners == pool.ref_counts, "every reference is a table entry of somebody who is shown"
+    assert owners == pool.ref_counts, "every reference is a table entry of a request or prefix in the snapshot"
     assert host_owners == manager.host.blocks.ref_counts == list(kv.host_states)
     live = driver.scheduler._requests
     shown = [request for request in kv.requests if request.status != "pinned"]
@@ -170,7 +170,7 @@ def test_what_is_swapped_out() -> None:
     driver.run()
 
 
-def test_who_waits_for_a_prefix_in_the_making() -> None:
+def test_requests_deferred_for_a_pending_prefix_are_marked() -> None:
     driver = CoreDriver(make_config(block_size=4, max_prefill_chunk=8))
     for number in range(2):
         driver.add(f"r{number}", [*range(1, 31), 60 + number])
@@ -199,7 +199,7 @@ def test_a_count_that_no_byte_holds(num_owners: int, state: int) -> None:
     states = kv.pool.states()
     assert MOST_OWNERS == 254
     assert {states[block] for block in owners[0].tables[0]} == {state}
-    assert states.count(CACHED_STATE) == 2, "nobody's count looks like a cached block"
+    assert states.count(CACHED_STATE) == 2, "no number of owners reads as a cached block"
 
 
 def test_a_large_pool() -> None:

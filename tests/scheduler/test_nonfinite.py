@@ -1,4 +1,4 @@
-"""A sequence whose logits are no numbers ends its request, and nothing else: nobody hits what it had computed."""
+"""Non-finite logits end their request and no other, and its blocks leave the prefix cache."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_beam_search_has_no_hypotheses_then() -> None:
     assert [driver.tokens["beams", index] for index in range(3)] == [[], [], []]
 
 
-def test_nobody_hits_what_it_computed() -> None:
+def test_its_blocks_leave_the_prefix_cache() -> None:
     driver = make_driver(max_num_batched_tokens=8)
     driver.add("sound", prompt(16), max_tokens=1)
     driver.run()

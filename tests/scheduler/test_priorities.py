@@ -1,4 +1,4 @@
-"""Order by priority and age: who goes first, who is preempted, who may push whom out, and that nobody starves."""
+"""Order by priority and age: the order of service, which requests are preempted for which, and that none starves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lower_values_start_earlier_and_equal_ones_by_arrival(queue_depth: int) 
 
 
 @pytest.mark.parametrize(("seconds", "first"), [(9.99, "late"), (10.01, "early")])
-def test_a_level_of_priority_is_worth_so_many_seconds(seconds: float, first: str) -> None:
+def test_a_level_of_priority_is_worth_priority_seconds(seconds: float, first: str) -> None:
     driver = CoreDriver(make_config(max_num_seqs=1))
     driver.add("early", prompt(4), max_tokens=2, priority=3)
     driver.clock.advance(seconds)
@@ -191,7 +191,7 @@ def test_blocks_are_taken_from_as_few_as_need_be_the_last_in_order_first(queue_d
     assert_as_alone(driver, requests)
 
 
-def test_nobody_is_pushed_out_when_it_would_not_be_enough() -> None:
+def test_no_request_is_preempted_when_it_would_not_be_enough() -> None:
     """The block that is missing belongs to a request that comes before."""
     driver = CoreDriver(make_config(num_blocks=17, max_num_batched_tokens=64, enable_prefix_caching=False))
     driver.add("first", prompt(28), max_tokens=6, priority=-20)
@@ -205,7 +205,7 @@ def test_nobody_is_pushed_out_when_it_would_not_be_enough() -> None:
     assert driver.core.stats().preemptions_total == 0
 
 
-def test_nobody_is_pushed_out_when_there_is_room() -> None:
+def test_no_request_is_preempted_when_there_is_room() -> None:
     driver = CoreDriver(make_config())
     driver.add("a", prompt(6), max_tokens=6, priority=5)
     driver.step()
@@ -216,7 +216,7 @@ def test_nobody_is_pushed_out_when_there_is_room() -> None:
     driver.run()
 
 
-def test_nobody_is_pushed_out_while_the_prefix_is_being_computed() -> None:
+def test_no_request_is_preempted_while_the_prefix_is_pending() -> None:
     """The urgent one waits for blocks that another computes, whatever rows there are."""
     driver = CoreDriver(make_config(max_num_seqs=2, max_prefill_chunk=4, max_num_batched_tokens=64))
     shared = prompt(24)
@@ -277,7 +277,7 @@ def test_the_step_that_pushes_out_leaves_budget_for_the_arrival() -> None:
     assert finish_order(driver)[-1] == "short"
 
 
-# -- nobody starves -------------------------------------------------------------------------------------------------
+# -- no request starves ---------------------------------------------------------------------------------------------
 
 _SECONDS = 0.1
 _WORST = 10

@@ -149,7 +149,7 @@ def test_prefixes_share_what_they_have_in_common() -> None:
 
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_content_that_is_computed_twice_is_pinned_once(windows: tuple[int | None, ...]) -> None:
-    """Somebody computed the same blocks at the same time: the ones that are found are those that stay."""
+    """Another request computed the same blocks at the same time: the registration keeps those that are in the index."""
     driver = CoreDriver(make_config(windows=windows, max_prefill_chunk=4, num_blocks=120))
     driver.add("twin", [*PREFIX[:7], *PREFIX[7:], 4], max_tokens=20)
     driver.step()

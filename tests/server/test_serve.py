@@ -246,7 +246,7 @@ class TestBind:
         with pytest.raises(ConfigError, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
             bind(ServerSettings(host="192.0.2.1", port=0))
 
-    def test_nobody_can_connect_before_the_server_listens(self) -> None:
+    def test_no_client_can_connect_before_the_server_listens(self) -> None:
         with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
             socket.create_connection(listener.getsockname())
 

@@ -143,7 +143,7 @@ def test_an_event_is_of_the_stream_that_one_is_in(calls: Calls) -> None:
 
 
 def test_memory_that_the_system_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps the error for whoever launches next: that must not be a step."""
+    """CUDA reports the error at the next launch: that must not be a step's."""
 
     launches: list[Any] = []
 
