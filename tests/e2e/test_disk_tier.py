@@ -116,7 +116,7 @@ def test_other_weights_at_the_same_place_are_not_hit(saved_model, tmp_path: Path
     assert outputs[0].num_cached_tokens == 0
 
 
-def test_damaged_files_are_computed(llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_files_are_computed(llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     computed, _ = generate(llama, PROMPTS, SHORT, **offload(tmp_path))
     for number, path in enumerate(sorted(tmp_path.rglob("*-0"))):
         content = bytearray(path.read_bytes())

@@ -212,14 +212,14 @@ def test_a_large_pool() -> None:
     assert kv.pool.states().count(1) == 0
 
 
-def test_pinned_prefixes_show_who_holds_their_blocks() -> None:
+def test_registered_prefixes_show_their_blocks() -> None:
     driver = CoreDriver(make_config(num_blocks=40, block_size=4))
     driver.register_prefix("p", list(range(1, 11)))
     driver.run()
     kv = check_against_the_books(driver)
-    (pin,) = kv.requests
-    assert (pin.request_id, pin.status, pin.num_prompt_tokens) == ("p", "pinned", 10)
-    (sequence,) = pin.sequences
+    (prefix,) = kv.requests
+    assert (prefix.request_id, prefix.status, prefix.num_prompt_tokens) == ("p", "pinned", 10)
+    (sequence,) = prefix.sequences
     assert (sequence.num_stored_tokens, sequence.num_filled_slots, len(sequence.tables[0])) == (10, 2, 3)
     driver.add("r", list(range(1, 15)), max_tokens=3)
     driver.step()

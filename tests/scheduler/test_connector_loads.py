@@ -184,7 +184,7 @@ def test_no_request_is_preempted_while_the_prefix_is_loaded_from_disk() -> None:
     driver.add("urgent", PROMPT, priority=-5)
     while disk.num_loads < 9:
         driver.step()
-        assert driver.core.stats().preemptions_total == 0, "pushed out before the blocks were there"
+        assert driver.core.stats().preemptions_total == 0, "preempted before the blocks were there"
     driver.run()
     assert driver.core.stats().preemptions_total == 1
     assert cached_tokens(driver) >= 40
@@ -345,7 +345,7 @@ class TierMachine(EngineMachine):
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
-        self.max_pins = 1 + seed % 2
+        self.max_prefixes = 1 + seed % 2
 
     @rule(data=st.data())
     def lose_a_file(self, data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one behaviour a test, over the fake executor that verifies every plan."""
+"""The behaviour of the scheduler, one property a test, over the fake executor that verifies every plan."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class TestTls:
         check_certificate(ServerSettings(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]))
 
 
-def test_preloaded_prefixes_are_pinned_before_the_server_is_ready(
+def test_preloaded_prefixes_are_registered_before_the_server_is_ready(
     model_path: Path, tmp_path: Path, processes: list[Process]
 ) -> None:
     paths = []

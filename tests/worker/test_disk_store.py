@@ -133,7 +133,7 @@ def test_another_namespace_is_not_seen(make_host, layout: BlockLayout) -> None:
     assert other.get(1)
 
 
-def test_damaged_files_are_ignored_with_one_warning_and_replaced(
+def test_corrupt_files_are_ignored_with_one_warning_and_replaced(
     make_host, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host()
