@@ -44,7 +44,7 @@ class Pauses:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Let time go by in steps of a twentieth of a second, and everybody act who is due."""
+        """Let time go by in steps of a twentieth of a second, and let every task that is due run."""
         for _ in range(round(seconds * 20)):
             self._now += 0.05
             due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self._now + 1e-9]

@@ -221,7 +221,7 @@ class FakeExecutor:
         result = StepResult(step_id=plan.step_id, token_ids=[])
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             self._compute(seq_id, start, count, result)
-        # The latest moment that the contract allows: who reads one of these blocks before finds something else.
+        # The latest moment that the contract allows: a read of one of these blocks before it finds something else.
         self._load_from_host(plan.swap_in)
         for fork in plan.forks:
             self._fork(fork)

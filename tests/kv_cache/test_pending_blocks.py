@@ -1,4 +1,4 @@
-"""What live sequences are about to commit, and who finds it."""
+"""The blocks that live sequences are about to cache, and the look-ups that find them."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class EngineMachine(RuleBasedStateMachine):
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
         queue_depth=st.sampled_from([1, 2]),
         priority_seconds=st.sampled_from([0.02, 10.0]),
-        max_prefixes=st.sampled_from([0, 1, 2, 3]),
+        max_pins=st.sampled_from([0, 1, 2, 3]),
         enable_prefix_caching=st.booleans(),
         preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         num_host_blocks=st.sampled_from([3, 20, 200]),
     )
-    def start(self, num_host_blocks: int, max_prefixes: int, **options) -> None:  # type: ignore[no-untyped-def]
-        self.max_prefixes = max_prefixes
+    def start(self, num_host_blocks: int, max_pins: int, **options) -> None:  # type: ignore[no-untyped-def]
+        self.max_pins = max_pins
         if options["preemption_mode"] != "recompute":
             options["num_host_blocks"] = num_host_blocks
         self.driver = CoreDriver(make_config(max_model_len=64, **options))
@@ -148,7 +148,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Few at a time: with most of the pool registered nothing else would happen."""
         scheduler = self.driver.scheduler
         live = [name for name in self.prefixes if scheduler.kv.is_registered(name) or name in scheduler._requests]
-        if len(live) == self.max_prefixes:
+        if len(live) == self.max_pins:
             return
         name = f"p{len(self.prefixes)}"
         self.prefixes.append(name)
