@@ -1,4 +1,4 @@
-"""The tiers below the device: bytes a second to and from disk, and when a prefix is brought faster than it is computed.
+"""The KV connector below the device: bytes a second to and from disk, and when loading a prefix beats computing it.
 
     python benchmarks/kv_offload.py [--model M] [--dtype bfloat16] [--directory DIR] [--repeats 5] [--json FILE]
 
@@ -103,7 +103,7 @@ def _drop_from_page_cache(directory: Path) -> None:
 def time_engine(directory: Path, model: str, dtype: str, repeats: int) -> list[dict[str, Any]]:
     """For each length: seconds to the first token, computed and with the prompt's blocks from disk."""
     engine = {"dtype": dtype, "kv_cache_memory": "1GiB", "swap_space": "1GiB", "skip_tokenizer_init": True}
-    tiers = {**engine, "kv_offload_dir": directory, "kv_offload_size": "4GiB"}
+    offload = {**engine, "kv_offload_dir": directory, "kv_offload_size": "4GiB"}
     chance = random.Random(0)
     with LLM(model, **engine | {"swap_space": None}) as plain:
         prompts = {
@@ -111,13 +111,13 @@ def time_engine(directory: Path, model: str, dtype: str, repeats: int) -> list[d
             for length in LENGTHS
             for turn in range(repeats)
         }
-        with LLM(model, **tiers) as writer:
+        with LLM(model, **offload) as writer:
             for prompt in prompts.values():
                 first_token(writer, prompt)
             block_bytes = writer.stats()["offload_stored_bytes_total"] // writer.stats()["offload_stored_blocks_total"]  # type: ignore[operator]
         warm_up = [chance.randrange(3, 250) for _ in range(200)]
         rows = []
-        with LLM(model, **tiers) as reader:
+        with LLM(model, **offload) as reader:
             for llm in (plain, reader):
                 first_token(llm, warm_up)
             for length in LENGTHS:

@@ -40,7 +40,7 @@ BOUND_PER_LAYER |= {"query_weight", "key_weight", "epsilon"}
 
 
 def build_stub(directory: Path) -> None:
-    """Make the stub known: to the linker, and to those who open a library of its name."""
+    """Make the stub known: to the linker, and to code that opens a library of its name."""
     source = directory / "stub.c"
     source.write_text(STUB)
     compiler = os.environ.get("CC", "gcc")

@@ -34,7 +34,7 @@ from tests.closing_words import said, say  # noqa: E402
 if TYPE_CHECKING:
     import torch
 
-# Whoever starts the tests in the background may have interrupts ignored, and children inherit that.
+# A shell that starts the tests in the background may ignore interrupts, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

@@ -1,4 +1,4 @@
-"""The stand-ins for torch's products and functions: right, and of the promised order."""
+"""The stand-ins for torch's products and functions: right, and in the stated order."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_a_model_without_a_tokenizer_is_a_clear_error(tiny_options: EngineOption
         LLM.from_options(msgspec.structs.replace(tiny_options, skip_tokenizer_init=False), executor=FAKES + "plain")
 
 
-def test_no_progress_bar_where_nobody_watches(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_bar_without_a_terminal(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate([[1], [2]], GREEDY, use_tqdm=True)
     assert capfd.readouterr() == ("", "")
 

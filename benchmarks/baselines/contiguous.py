@@ -37,7 +37,7 @@ from quire.step import Candidates, SequenceFork, StepPlan, StepResult
 
 
 class _Flight(NamedTuple):
-    """Of a plan that was made, until its result comes: its batch, and who gets its samples."""
+    """Of a plan that was made, until its result comes: its batch, and the sequences that get its samples."""
 
     sequences: list[Sequence]
     samples: list[Sequence]
@@ -63,10 +63,10 @@ class _OwnRegions:
 
 
 class ContiguousScheduler(ABC):
-    """Subclasses plan: `_plan` fills a builder, `_leave` decides when who has ended gives its row and region back."""
+    """Subclasses plan: `_plan` fills a builder, `_leave` decides when an ended sequence frees its row and region."""
 
     keeps_ended = False
-    """Whether who has ended keeps its row and region while its batch goes on."""
+    """Whether an ended sequence keeps its row and region while its batch goes on."""
 
     def __init__(self, config: EngineConfig, layout: KVCacheLayout, reservation: Reservation) -> None:
         self.kv = Regions(layout)
@@ -400,7 +400,7 @@ class ContiguousScheduler(ABC):
             sequence
             for request in self._rows
             for sequence in request.sequences
-            # Who ended while it waited never had a region.
+            # A request that ended while it waited never had a region.
             if sequence.finish_reason is None or (self.keeps_ended and sequence.seq_id in self.kv)
         ]
         self.kv.check({sequence.seq_id for sequence in holders})

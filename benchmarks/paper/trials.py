@@ -38,7 +38,7 @@ SLICE = 20.0
 
 @dataclass(frozen=True)
 class Load:
-    """Who serves what. engine: options of EngineSettings that differ from the paper's, as pairs."""
+    """A system and its workload. engine: options of EngineSettings that differ from the paper's, as pairs."""
 
     server: str
     system: str

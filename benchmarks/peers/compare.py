@@ -212,7 +212,7 @@ def speed(workload: Workload, measure: Callable[[Sequence[Request], int | None],
 
 
 def alternate(quire: Engine, peer: Engine, workload: Workload, repeats: int) -> Samples:
-    """One run of each that does not count, then `repeats` pairs; who is first changes from pair to pair."""
+    """One run of each that does not count, then `repeats` pairs; the engine that is first changes from pair to pair."""
     quire.speed(workload)
     peer.speed(workload)
     samples = Samples(workload)

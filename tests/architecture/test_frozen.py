@@ -1,4 +1,4 @@
-"""Configuration is frozen, and nobody opens a frozen object again."""
+"""Configuration is frozen, and no code changes a frozen object."""
 
 from __future__ import annotations
 

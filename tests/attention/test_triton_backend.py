@@ -104,7 +104,7 @@ class Pool:
         return list(torch.stack(outs, dim=1).split([new for _, new in work]))
 
     def forget_what_left_the_window(self) -> None:
-        """As the pool's manager does: blocks that no later token sees belong to somebody else."""
+        """As the pool's manager does: blocks that no later token sees get another owner."""
         for sequence, computed in enumerate(self.computed):
             self.tables[1][sequence + 1, : max(0, computed - WINDOW + 1) // BLOCK] = 0
 
@@ -149,7 +149,7 @@ def test_batch_invariant_bits(small_parts: None, device: torch.device) -> None:
     assert torch.equal(torch.cat(parts), expected)
     pool.computed[0] = 50
     assert pool.backend.kernels(pool.batch([(0, 1)]), None)[0] is None, "the last token was the split kernel's"
-    # So many sequences fill the device: no split kernel.
+    # Nine sequences fill the device: no split kernel.
     many = Pool([51] + [1] * 8, device, invariant=True, max_num_seqs=10)
     many.step([(0, 50)])
     work = [(0, 1), *((other, 1) for other in range(1, 9))]

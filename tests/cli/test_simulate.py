@@ -160,7 +160,7 @@ def test_wrong_use_is_one_clear_line(
     assert error.count("\n") == 1
 
 
-def test_an_objective_that_nobody_can_be_held_to(
+def test_an_objective_that_cannot_be_met_or_missed(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.jsonl"

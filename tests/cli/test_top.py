@@ -76,7 +76,7 @@ def test_a_wrong_key(server: Process, capsys: pytest.CaptureFixture[str], flags:
 
 
 @pytest.mark.parametrize("flags", [["--once"], []])
-def test_nobody_answers(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -156,7 +156,7 @@ class Terminal:
             while data := os.read(self._master, 65536):
                 self.shown += data.decode(errors="replace")
         except OSError:
-            pass  # nobody holds the other end any more
+            pass  # the other end is closed
 
 
 @pytest.mark.usefixtures("request_running")

@@ -44,7 +44,7 @@ class Pauses:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Let time go by in steps of a twentieth of a second, and everybody act who is due."""
+        """Let time go by in steps of a twentieth of a second, and let every task that is due run."""
         for _ in range(round(seconds * 20)):
             self._now += 0.05
             due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self._now + 1e-9]
@@ -104,7 +104,7 @@ async def feed(source: Source, pauses: Pauses) -> AsyncIterator[Feed]:
     await settle()
 
 
-async def test_nobody_looks_and_nothing_is_asked(feed: Feed, source: Source, pauses: Pauses) -> None:
+async def test_without_a_viewer_nothing_is_asked(feed: Feed, source: Source, pauses: Pauses) -> None:
     await pauses.advance(5)
     assert source.num_polls == 0
     viewer = Viewer(feed, 4)
@@ -191,7 +191,7 @@ async def test_silence_is_broken_by_a_comment(
     await stream.aclose()
 
 
-async def test_who_comes_back_sees_no_old_frame(feed: Feed, source: Source, pauses: Pauses) -> None:
+async def test_a_viewer_that_returns_sees_no_old_frame(feed: Feed, source: Source, pauses: Pauses) -> None:
     first = Viewer(feed, 4)
     await settle()
     await first.leave()
@@ -221,8 +221,8 @@ async def test_a_failure_reaches_everybody_and_the_next_viewer_tries_again(
     await viewer.leave()
 
 
-async def test_close_ends_all_streams_and_lets_nobody_in(source: Source) -> None:
-    """With the real pause, of which nobody waits for the end."""
+async def test_close_ends_all_streams_and_admits_no_viewer(source: Source) -> None:
+    """With the real pause, which the test does not wait for."""
     feed = Feed(source.poll)
     viewers = [Viewer(feed, rate) for rate in (0.1, 10)]
     while not all(viewer.events for viewer in viewers):

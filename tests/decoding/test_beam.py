@@ -165,7 +165,7 @@ def test_blocks_are_shared_and_one_child_keeps_the_place() -> None:
     assert searcher.search.num_shared_tokens == 7
 
 
-def test_preempted_beams_branch_without_blocks() -> None:
+def test_preempted_beams_reorder_without_blocks() -> None:
     searcher = Searcher(n=2)
     searcher.step({5: -1.0, 6: -1.1, 7: -3.0})
     for beam in searcher.search.beams:

@@ -62,7 +62,7 @@ def test_generated_tokens_are_kept_too(llama: str, tmp_path: Path) -> None:
     (first,), _ = generate(llama, PROMPTS[:1], msgspec.structs.replace(GREEDY, max_tokens=60), **offload(tmp_path))
     longer = [*PROMPTS[0], *first.outputs[0].token_ids, 5]
     (second,), _ = generate(llama, [longer], SHORT, **offload(tmp_path))
-    # The last token of an answer has no keys and values: nobody computed behind it.
+    # The last token of an answer has no keys and values: no step ran behind it.
     assert second.num_cached_tokens == (len(longer) - 2) // 16 * 16
 
 
@@ -116,7 +116,7 @@ def test_other_weights_at_the_same_place_are_not_hit(saved_model, tmp_path: Path
     assert outputs[0].num_cached_tokens == 0
 
 
-def test_damaged_files_are_computed(llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_files_are_computed(llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     computed, _ = generate(llama, PROMPTS, SHORT, **offload(tmp_path))
     for number, path in enumerate(sorted(tmp_path.rglob("*-0"))):
         content = bytearray(path.read_bytes())

@@ -81,7 +81,7 @@ def test_its_prompt_logprobs(llm: LLM) -> None:
 
 
 def test_on_a_device(tmp_path: Path) -> None:
-    """Two steps are in flight: one runs on what the damaged one left."""
+    """Two steps are in flight: one runs on what the non-finite one left."""
     model = randomize(llama(**SIZES))
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = math.nan

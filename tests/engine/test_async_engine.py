@@ -319,7 +319,7 @@ def test_requests_of_a_loop_that_was_closed_are_aborted(options: EngineOptions) 
     engine.shutdown()
 
 
-def test_an_engine_that_nobody_refers_to_takes_its_process_along(options: EngineOptions) -> None:
+def test_an_engine_without_references_ends_its_process(options: EngineOptions) -> None:
     engine = start(options, in_process=False)
     assert engine.ready.num_blocks == 256
     process = psutil.Process(pid_of(engine))
@@ -356,7 +356,7 @@ async def test_a_cancelled_beam_search_frees_its_blocks(engine: AsyncLLM) -> Non
 
 
 async def test_a_time_limit_ends_a_request_that_runs_and_one_that_waits(engine: AsyncLLM) -> None:
-    """Nobody sends anything meanwhile: the core notices by itself."""
+    """The core notices by itself: no message reaches it meanwhile."""
     timed = msgspec.structs.replace(LONG, timeout_s=0.3)
     outputs = [output async for output in engine.generate([1, 2, 3], timed)]
     assert outputs[-1].finished

@@ -1,4 +1,4 @@
-"""When an engine process counts as silent, and who beats."""
+"""When an engine process counts as silent, and which thread beats."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_create_and_remove(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_takes_only_what_nobody_holds(tmp_path: Path) -> None:
+def test_sweep_removes_only_directories_without_a_live_owner(tmp_path: Path) -> None:
     dead, alive = RuntimeDirectory.create(tmp_path), RuntimeDirectory.create(tmp_path)
     (dead.path / "messages").touch()
     (tmp_path / "unrelated").mkdir()

@@ -130,7 +130,7 @@ class CoreClient:
         )
 
     def register_prefix(self, request_id: str, prefix: list[int], salt: str = "") -> None:
-        """Ask for a prefix to be pinned."""
+        """Ask for a prefix to be registered."""
         self.add(request_id, prefix, salt=salt, register_prefix=True, max_tokens=1)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -186,13 +186,13 @@ class CoreDriver(CoreClient):
         costs: PreemptionCosts | None = None,
         disk: FakeDisk | None = None,
         *,
-        damaging: int | None = None,
+        nonfinite_token: int | None = None,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
-        self.executor.damaging = damaging
+        self.executor.nonfinite_token = nonfinite_token
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)

@@ -15,8 +15,8 @@ Slots: TypeAlias = list[int | None]
 
 @dataclass
 class FakeDisk:
-    """files: what is stored; give the same dictionary to another one to restart. delay: a transfer takes up to so many
-    plans. fails: keys whose load fails. limit: most files; the oldest go. is_hung: nothing ends."""
+    """files: what is stored; give the same dictionary to another one to restart. delay: most plans that a transfer
+    takes. fails: keys whose load fails. limit: most files; the oldest go. is_hung: nothing ends."""
 
     files: dict[BlockKey, Slots] = field(default_factory=dict)
     delay: int = 0

@@ -102,7 +102,7 @@ class FakeExecutor:
         self._record = record
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
-        self.damaging: int | None = None
+        self.nonfinite_token: int | None = None
         """A token behind which a sequence's logits are no numbers."""
         self.observe: Callable[[StepPlan], None] | None = None
         """Called with every plan, in order."""
@@ -190,7 +190,7 @@ class FakeExecutor:
         if self._thread is not None:
             self._thread.shutdown()
 
-    # One plan, in the order that quire/step.py promises.
+    # One plan, in the order that quire/step.py says.
 
     def _run(self, plan: StepPlan) -> StepResult:
         if self._latency:
@@ -206,13 +206,13 @@ class FakeExecutor:
         for new in plan.new_sequences:
             self._create(new)
         for fork in plan.beam_reorders:
-            self._branch(fork)
+            self._reorder_beam(fork)
         for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
         self._save_to_host(plan.swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
-            # What left a window is not read any more, so this very plan may hand it to somebody else.
+            # What left a window is not read any more, so this very plan may give it to another sequence.
             for seq_id, start in zip(plan.seq_ids, plan.start_positions, strict=True):
                 for group in range(self._num_groups):
                     self._drop_outside_window(self._row(seq_id), group, start)
@@ -221,7 +221,7 @@ class FakeExecutor:
         result = StepResult(step_id=plan.step_id, token_ids=[])
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             self._compute(seq_id, start, count, result)
-        # The latest moment that the contract allows: who reads one of these blocks before finds something else.
+        # The latest moment that the contract allows: a read of one of these blocks before it finds something else.
         self._load_from_host(plan.swap_in)
         for fork in plan.forks:
             self._fork(fork)
@@ -357,7 +357,7 @@ class FakeExecutor:
         self._own(child)
         self._rows[fork.child] = child
 
-    def _branch(self, fork: SequenceFork) -> None:
+    def _reorder_beam(self, fork: SequenceFork) -> None:
         parent = self._row(fork.parent)
         _require(fork.child not in self._rows, f"branch: sequence {fork.child} already has a row")
         _require(fork.token_ids is None, "a branch has no history of its own")
@@ -399,7 +399,7 @@ class FakeExecutor:
                 result.logprobs[index] = self._logprobs(token_id, state, 0)
             elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
                 result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
-            if self.damaging is not None and self.damaging in read.token_ids[:known]:
+            if self.nonfinite_token is not None and self.nonfinite_token in read.token_ids[:known]:
                 result.nonfinite.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)

@@ -24,7 +24,7 @@ from quire.kernels.triton.runtime import Grid, recorded_launches
 FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "lift_fresh", "masked_select", "equal", "unique")
 """Operators that wait for the device, or copy from memory of the host."""
 GARBAGE = {True: float("nan"), False: 77}
-"""What nobody has computed, by whether it is a floating-point number."""
+"""What uncomputed memory holds, by whether it is a floating-point number."""
 
 
 class CaptureError(RuntimeError):

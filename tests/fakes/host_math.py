@@ -51,7 +51,7 @@ class HostAttention:
 
 @dataclass
 class LateCopy:
-    """Reads the tensors when it is waited for: whoever has overwritten them by then shows."""
+    """Reads the tensors when it is waited for, so that what has overwritten them by then shows."""
 
     tensors: Sequence[torch.Tensor]
 

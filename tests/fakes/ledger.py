@@ -66,7 +66,7 @@ class SlotLedger:
     def check(self, scheduler: Scheduler) -> EngineStats:
         """Compare the scheduler's statistics with a count of every slot. Raises AssertionError."""
         handles = [sequence.blocks for sequence in scheduler._running.sequences]
-        handles += [pin.blocks for pin in scheduler.kv._registered]
+        handles += [prefix.blocks for prefix in scheduler.kv._registered]
         owners = Counter(
             block
             for blocks in handles

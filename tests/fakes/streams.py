@@ -1,4 +1,4 @@
-"""Streams of the host that write down who waits for whom."""
+"""Streams of the host that log which stream waits for which."""
 
 from __future__ import annotations
 

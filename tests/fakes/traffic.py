@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 64
 PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 STOP_TOKENS = [5, 17, 40]
 DAMAGING = 95
-"""Generated now and then. What comes behind it is damaged, in some engines."""
+"""Generated now and then. What comes behind it has non-finite logits, in some engines."""
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]
 
 KINDS: list[dict[str, Any]] = [
@@ -58,13 +58,15 @@ class Episode:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.options = self._draw_engine()
-        self._damaging = rng.choice([None, None, DAMAGING])
-        self.driver = CoreDriver(make_config(max_model_len=MAX_MODEL_LEN, **self.options), damaging=self._damaging)
+        self._nonfinite_token = rng.choice([None, None, DAMAGING])
+        self.driver = CoreDriver(
+            make_config(max_model_len=MAX_MODEL_LEN, **self.options), nonfinite_token=self._nonfinite_token
+        )
         self.requests: dict[str, dict[str, Any]] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
-        """Names of prefixes that were asked to be pinned."""
-        self._max_pins = rng.choice([0, 1, 2])
+        """Names of prefixes that were asked to be registered."""
+        self._max_prefixes = rng.choice([0, 1, 2])
         self.num_steps = 0
         self.num_pinned_to_the_end = 0
         self._load = rng.choice([0.1, 0.4, 1.0])
@@ -126,13 +128,13 @@ class Episode:
             self.aborted.add((name, index))
         if rng.random() < 0.01:
             self.driver.scheduler.kv.reset_prefix_cache()
-        self._pin_or_unpin()
+        self._register_or_unregister()
 
-    def _pin_or_unpin(self) -> None:
-        """Few at a time: with most of the pool pinned nothing else would happen."""
+    def _register_or_unregister(self) -> None:
+        """Few at a time: with most of the pool registered nothing else would happen."""
         rng, scheduler = self._rng, self.driver.scheduler
         live = [name for name in self.prefixes if scheduler.kv.is_registered(name) or name in scheduler._requests]
-        if len(live) < self._max_pins and rng.random() < 0.1:
+        if len(live) < self._max_prefixes and rng.random() < 0.1:
             name = f"p{len(self.prefixes)}"
             self.prefixes.append(name)
             self.driver.register_prefix(
@@ -219,10 +221,10 @@ class Episode:
                 continue  # the best that it had by then, of which some had ended; or nothing
             alone = generate_alone(**request)
             if FinishReason.ERROR in reasons:
-                assert any(self._damaging in tokens for tokens in alone), "damaged without a cause"
+                assert any(self._nonfinite_token in tokens for tokens in alone), "non-finite without a cause"
             for index, expected in enumerate(alone):
                 tokens = self.driver.tokens.get((name, index), [])
-                assert self._damaging not in tokens[:-1], "it went on behind the damage"
+                assert self._nonfinite_token not in tokens[:-1], "it went on behind the non-finite logits"
                 ended_early = self.driver.finished.get((name, index)) in (FinishReason.TIMEOUT, FinishReason.ERROR)
                 if ended_early or {(name, None), (name, index)} & self.aborted:
                     assert tokens == expected[: len(tokens)]

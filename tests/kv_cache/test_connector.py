@@ -1,4 +1,4 @@
-"""Host blocks and disk index against a model: who owns what, and that a block is never reused while it is in use."""
+"""Host blocks and disk index against a model of their owners: no block is reused while it is in use."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert all(not fetch.is_pending for fetch in self.fetches if not (fetch.wanted or self.loading))
 
     def teardown(self) -> None:
-        """When all transfers have ended and nobody waits, nothing is owned."""
+        """When all transfers have ended and no request waits, no block has an owner."""
         if not hasattr(self, "tiers"):
             return
         self.connector.update(DiskReport(released=sorted(self.storing), failed=sorted(self.loading)))

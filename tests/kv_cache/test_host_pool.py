@@ -197,7 +197,7 @@ def test_an_undone_append_leaves_everything_as_it_was() -> None:
     assert kv.pool.ref_counts == counts
 
 
-def test_a_swapped_leader_promises_nothing() -> None:
+def test_a_swapped_leader_has_no_pending_block() -> None:
     kv = make_manager(caching=True)
     chain = kv.new_chain("")
     assert kv.match_prefix(chain, TOKENS, 40) == 0

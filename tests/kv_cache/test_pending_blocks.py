@@ -1,4 +1,4 @@
-"""What live sequences are about to commit, and who finds it."""
+"""The blocks that live sequences are about to cache, and the look-ups that find them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> tuple[Bloc
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (WINDOW,), (FULL, WINDOW)])
-def test_the_block_behind_a_hit_is_found_while_somebody_computes_it(specs) -> None:  # type: ignore[no-untyped-def]
+def test_the_block_behind_a_hit_is_found_while_a_sequence_computes_it(specs) -> None:  # type: ignore[no-untyped-def]
     kv = make_manager(specs, num_blocks=40)
     assert find(kv, TOKENS) is None
     blocks = begin(kv, TOKENS)
@@ -57,13 +57,13 @@ def test_how_much_is_shared(token_ids: list[int], shared: int) -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[99, *TOKENS[1:]], TOKENS[:4], [*TOKENS[:3], 99, 99]])
-def test_nobody_computes_what_differs_or_is_no_full_block(token_ids: list[int]) -> None:
+def test_no_pending_block_for_a_prefix_that_differs_or_fills_no_block(token_ids: list[int]) -> None:
     kv = make_manager()
     begin(kv, TOKENS)
     assert find(kv, token_ids) is None
 
 
-def test_promises_are_kept_apart_by_salt_and_given_only_with_caching() -> None:
+def test_pending_blocks_are_kept_apart_by_salt_and_need_caching() -> None:
     kv = make_manager()
     begin(kv, TOKENS, salt="a")
     assert find(kv, TOKENS, salt="b") is None
@@ -90,7 +90,7 @@ def test_of_two_that_compute_the_same_the_first_is_found_and_the_second_takes_it
     first, second = begin(kv, TOKENS), begin(kv, TOKENS)
     assert find(kv, TOKENS) == (first, 5)
     kv.free(second)
-    assert find(kv, TOKENS) == (first, 5), "what the second promised was not its own to take back"
+    assert find(kv, TOKENS) == (first, 5), "the second could not remove the pending block of the first"
     second = begin(kv, TOKENS)
     kv.free(first)
     assert find(kv, TOKENS) is None
@@ -98,7 +98,7 @@ def test_of_two_that_compute_the_same_the_first_is_found_and_the_second_takes_it
     assert find(kv, TOKENS) == (second, 5)
 
 
-def test_a_reset_takes_all_promises_back() -> None:
+def test_a_reset_removes_all_pending_blocks() -> None:
     """The blocks to come could never be hit without those that were forgotten."""
     kv = make_manager()
     blocks = begin(kv, TOKENS)
@@ -110,13 +110,13 @@ def test_a_reset_takes_all_promises_back() -> None:
     assert find(kv, TOKENS) is None
 
 
-def test_check_notices_a_promise_of_a_sequence_that_is_gone() -> None:
+def test_check_notices_a_pending_block_of_a_sequence_that_is_gone() -> None:
     kv = make_manager()
     blocks = begin(kv, TOKENS)
-    promised = blocks.pending_hash
+    pending_hash = blocks.pending_hash
     blocks.pending_hash = None
     kv.free(blocks)
-    blocks.pending_hash = promised
+    blocks.pending_hash = pending_hash
     with pytest.raises(AssertionError, match="gone"):
         kv.check()
 

@@ -46,7 +46,7 @@ def check_against_the_books(driver: CoreDriver) -> KVSnapshot:
             for table in sequence.host_tables:
                 for block in table:
                     host_owners[block] += block != NULL_BLOCK
-    assert owners == pool.ref_counts, "every reference is a table entry of somebody who is shown"
+    assert owners == pool.ref_counts, "every reference is a table entry of a request or prefix in the snapshot"
     assert host_owners == manager.host.blocks.ref_counts == list(kv.host_states)
     live = driver.scheduler._requests
     shown = [request for request in kv.requests if request.status != "pinned"]
@@ -170,7 +170,7 @@ def test_what_is_swapped_out() -> None:
     driver.run()
 
 
-def test_who_waits_for_a_prefix_in_the_making() -> None:
+def test_requests_deferred_for_a_pending_prefix_are_marked() -> None:
     driver = CoreDriver(make_config(block_size=4, max_prefill_chunk=8))
     for number in range(2):
         driver.add(f"r{number}", [*range(1, 31), 60 + number])
@@ -199,7 +199,7 @@ def test_a_count_that_no_byte_holds(num_owners: int, state: int) -> None:
     states = kv.pool.states()
     assert MOST_OWNERS == 254
     assert {states[block] for block in owners[0].tables[0]} == {state}
-    assert states.count(CACHED_STATE) == 2, "nobody's count looks like a cached block"
+    assert states.count(CACHED_STATE) == 2, "no number of owners reads as a cached block"
 
 
 def test_a_large_pool() -> None:
@@ -212,14 +212,14 @@ def test_a_large_pool() -> None:
     assert kv.pool.states().count(1) == 0
 
 
-def test_pinned_prefixes_show_who_holds_their_blocks() -> None:
+def test_registered_prefixes_show_their_blocks() -> None:
     driver = CoreDriver(make_config(num_blocks=40, block_size=4))
     driver.register_prefix("p", list(range(1, 11)))
     driver.run()
     kv = check_against_the_books(driver)
-    (pin,) = kv.requests
-    assert (pin.request_id, pin.status, pin.num_prompt_tokens) == ("p", "pinned", 10)
-    (sequence,) = pin.sequences
+    (prefix,) = kv.requests
+    assert (prefix.request_id, prefix.status, prefix.num_prompt_tokens) == ("p", "pinned", 10)
+    (sequence,) = prefix.sequences
     assert (sequence.num_stored_tokens, sequence.num_filled_slots, len(sequence.tables[0])) == (10, 2, 3)
     driver.add("r", list(range(1, 15)), max_tokens=3)
     driver.step()

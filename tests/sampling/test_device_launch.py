@@ -153,7 +153,7 @@ def test_warming_up_runs_every_kernel_and_leaves_nothing(num_rows: int) -> None:
 
 
 def test_raw_logits_are_kept_where_log_probabilities_are_wanted() -> None:
-    """float32 scores are changed in place unless somebody still needs the model's own."""
+    """float32 scores are changed in place unless a later kernel needs the model's own."""
     sampler, batch = on_no_device([Case(SamplingParams(logit_bias={1: 1.0}))])
     taken: list[torch.Tensor] = []
 

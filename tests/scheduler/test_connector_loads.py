@@ -65,7 +65,7 @@ def test_all_that_was_computed_is_stored_when_the_last_request_ends() -> None:
     driver.add("r", PROMPT, max_tokens=1)
     while driver.scheduler.has_requests:
         driver.step()
-    # Nobody steps any more, and nobody shuts the engine down.
+    # The engine takes no further step and is not shut down.
     assert len(disk.files) == 10
 
 
@@ -93,7 +93,7 @@ def test_a_block_that_fails_is_computed_with_all_behind_it() -> None:
     stats = driver.core.stats()
     assert stats.offload_load_failures_total == 1
     assert stats.offload_loaded_blocks_total == 9
-    # It is computed once and then there: nobody asks for the file again.
+    # It is computed once and then cached: no request loads the file again.
     assert generate(driver, "third") == generate_alone(PROMPT)[0]
     assert driver.core.stats().offload_load_failures_total == 1
 
@@ -170,12 +170,12 @@ def test_nothing_is_owned_after_an_abort_at_any_moment(num_steps: int, queue_dep
     driver.abort("again")
     driver.scheduler.check()
     driver.run()  # asserts at its end that no block is used
-    assert driver.scheduler.kv.connector.num_busy in (0, 10), "loads that nobody waits for end with a later report"
+    assert driver.scheduler.kv.connector.num_busy in (0, 10), "loads without a waiting request end with a later report"
     assert generate(driver, "next") == generate_alone(PROMPT)[0]
     assert driver.scheduler.kv.connector.num_busy == 0
 
 
-def test_nobody_is_pushed_out_while_the_prefix_comes_from_disk() -> None:
+def test_no_request_is_preempted_while_the_prefix_is_loaded_from_disk() -> None:
     disk = FakeDisk(filled().files, delay=4)
     driver = start(disk, max_num_seqs=1)
     driver.add("running", [3, 1, 4], max_tokens=40)
@@ -184,7 +184,7 @@ def test_nobody_is_pushed_out_while_the_prefix_comes_from_disk() -> None:
     driver.add("urgent", PROMPT, priority=-5)
     while disk.num_loads < 9:
         driver.step()
-        assert driver.core.stats().preemptions_total == 0, "pushed out before the blocks were there"
+        assert driver.core.stats().preemptions_total == 0, "preempted before the blocks were there"
     driver.run()
     assert driver.core.stats().preemptions_total == 1
     assert cached_tokens(driver) >= 40
@@ -345,7 +345,7 @@ class TierMachine(EngineMachine):
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
-        self.max_pins = 1 + seed % 2
+        self.max_prefixes = 1 + seed % 2
 
     @rule(data=st.data())
     def lose_a_file(self, data: st.DataObject) -> None:

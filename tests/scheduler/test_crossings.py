@@ -29,7 +29,7 @@ def test_a_swapped_request_comes_back_without_a_copy() -> None:
 
 
 def test_beams_that_wait_for_candidates_are_recomputed() -> None:
-    """With two plans in flight and somebody else to fill them, beams run in every other step."""
+    """With two plans in flight and another request to fill them, beams run in every other step."""
     expected = generate_alone(prompt(9), n=2, use_beam_search=True, max_tokens=8)
     num_swaps = []
     for steps in (3, 4):

@@ -114,7 +114,7 @@ def test_siblings_end_together_before_and_after_they_fork(num_steps: int, queue_
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_who_waits_for_its_prefix_goes_on_without_it(queue_depth: int) -> None:
+def test_a_request_deferred_for_a_prefix_goes_on_without_it(queue_depth: int) -> None:
     driver = CoreDriver(make_config(queue_depth=queue_depth, max_prefill_chunk=4, max_num_batched_tokens=64))
     shared = prompt(24)
     driver.add("timed", [*shared, 5], max_tokens=6, timeout_s=0.025)

@@ -1,4 +1,4 @@
-"""Sharing in flight: requests that arrive together with the same new prefix compute it once, and nobody is stuck."""
+"""Sharing in flight: requests that arrive together with the same new prefix compute it once, and none is stuck."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sixteen_requests_compute_their_prefix_once(windows: tuple[int | None, .
     assert_as_alone(driver, prompts, max_tokens=4)
 
 
-def test_nobody_waits_when_caching_is_off() -> None:
+def test_no_request_is_deferred_when_caching_is_off() -> None:
     driver = make_driver(enable_prefix_caching=False)
     for number in range(16):
         driver.add(f"r{number}", prompt(number), max_tokens=2)
@@ -281,7 +281,7 @@ def test_who_finds_no_room_is_not_looked_up_again_until_there_is_more(monkeypatc
     driver.add("a", stranger(60), max_tokens=30)
     driver.add("b", stranger(61, start=4), max_tokens=30)
     driver.run()
-    assert len(looked_up) == 3, "a, b in vain, and b when a has ended"
+    assert len(looked_up) == 3, "a; b, which does not fit yet; and b when a has ended"
     assert_as_alone(driver, {"a": stranger(60), "b": stranger(61, start=4)}, max_tokens=30)
 
 

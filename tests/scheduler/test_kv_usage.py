@@ -42,7 +42,7 @@ def test_slots_of_steps_in_flight_are_reserved() -> None:
     driver.step()
     assert slots(driver.core.stats()) == (4, 11, 4, 1)
     driver.abort("r")
-    assert slots(driver.core.stats()) == (1, 0, 3, 1), "what is in flight for a request that is gone is nobody's"
+    assert slots(driver.core.stats()) == (1, 0, 3, 1), "slots in flight for an aborted request are no sequence's"
     driver.run()
 
 

@@ -1,4 +1,4 @@
-"""Order by priority and age: who goes first, who is preempted, who may push whom out, and that nobody starves."""
+"""Order by priority and age: the order of service, which requests are preempted for which, and that none starves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lower_values_start_earlier_and_equal_ones_by_arrival(queue_depth: int) 
 
 
 @pytest.mark.parametrize(("seconds", "first"), [(9.99, "late"), (10.01, "early")])
-def test_a_level_of_priority_is_worth_so_many_seconds(seconds: float, first: str) -> None:
+def test_a_level_of_priority_is_worth_priority_seconds(seconds: float, first: str) -> None:
     driver = CoreDriver(make_config(max_num_seqs=1))
     driver.add("early", prompt(4), max_tokens=2, priority=3)
     driver.clock.advance(seconds)
@@ -101,12 +101,14 @@ def test_a_more_important_arrival_goes_before_a_preempted_request_and_others_beh
     assert order.index(4) < resumed < order.index(3)
 
 
-# -- pushing out ----------------------------------------------------------------------------------------------------
+# -- priority preemption --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-@pytest.mark.parametrize(("priority", "pushes"), [(-1, True), (0, False), (1, False)])
-def test_only_a_strictly_better_priority_pushes_out_for_a_row(priority: int, pushes: bool, queue_depth: int) -> None:
+@pytest.mark.parametrize(("priority", "preempts"), [(-1, True), (0, False), (1, False)])
+def test_only_a_strictly_better_priority_preempts_for_a_request_slot(
+    priority: int, preempts: bool, queue_depth: int
+) -> None:
     driver = CoreDriver(make_config(max_num_seqs=2, queue_depth=queue_depth), record=True)
     requests = {name: (prompt(6, start=i), {"max_tokens": 12}) for i, name in enumerate("abc")}
     for name in "ab":
@@ -115,13 +117,13 @@ def test_only_a_strictly_better_priority_pushes_out_for_a_row(priority: int, pus
     driver.add("c", requests["c"][0], max_tokens=12, priority=priority)
     driver.step()
     driver.scheduler.check()
-    assert running(driver) == (["c", "a"] if pushes else ["a", "b"])
+    assert running(driver) == (["c", "a"] if preempts else ["a", "b"])
     driver.run()
-    assert driver.core.stats().preemptions_total == pushes
+    assert driver.core.stats().preemptions_total == preempts
     assert_as_alone(driver, requests)
 
 
-def test_age_protects_from_being_pushed_out() -> None:
+def test_age_protects_from_preemption() -> None:
     driver = CoreDriver(make_config(max_num_seqs=1))
     driver.add("old", prompt(6), max_tokens=12)
     driver.step()
@@ -133,7 +135,7 @@ def test_age_protects_from_being_pushed_out() -> None:
 
 
 def test_age_protects_one_of_two() -> None:
-    """Both would be needed, and one comes before: so neither is pushed out."""
+    """Both would be needed, and one comes before: so neither is preempted."""
     driver = CoreDriver(make_config(max_num_seqs=2))
     driver.add("old", prompt(6), max_tokens=20)
     driver.step()
@@ -191,7 +193,7 @@ def test_blocks_are_taken_from_as_few_as_need_be_the_last_in_order_first(queue_d
     assert_as_alone(driver, requests)
 
 
-def test_nobody_is_pushed_out_when_it_would_not_be_enough() -> None:
+def test_no_request_is_preempted_when_it_would_not_be_enough() -> None:
     """The block that is missing belongs to a request that comes before."""
     driver = CoreDriver(make_config(num_blocks=17, max_num_batched_tokens=64, enable_prefix_caching=False))
     driver.add("first", prompt(28), max_tokens=6, priority=-20)
@@ -205,7 +207,7 @@ def test_nobody_is_pushed_out_when_it_would_not_be_enough() -> None:
     assert driver.core.stats().preemptions_total == 0
 
 
-def test_nobody_is_pushed_out_when_there_is_room() -> None:
+def test_no_request_is_preempted_when_there_is_room() -> None:
     driver = CoreDriver(make_config())
     driver.add("a", prompt(6), max_tokens=6, priority=5)
     driver.step()
@@ -216,7 +218,7 @@ def test_nobody_is_pushed_out_when_there_is_room() -> None:
     driver.run()
 
 
-def test_nobody_is_pushed_out_while_the_prefix_is_being_computed() -> None:
+def test_no_request_is_preempted_while_the_prefix_is_pending() -> None:
     """The urgent one waits for blocks that another computes, whatever rows there are."""
     driver = CoreDriver(make_config(max_num_seqs=2, max_prefill_chunk=4, max_num_batched_tokens=64))
     shared = prompt(24)
@@ -235,7 +237,7 @@ def test_nobody_is_pushed_out_while_the_prefix_is_being_computed() -> None:
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_siblings_push_out_and_are_pushed_out_together(queue_depth: int) -> None:
+def test_siblings_preempt_and_are_preempted_together(queue_depth: int) -> None:
     driver = CoreDriver(make_config(max_num_seqs=4, queue_depth=queue_depth, num_blocks=100))
     requests = {
         "trio": (prompt(9), {"n": 3, "temperature": 1.0, "max_tokens": 10}),
@@ -263,8 +265,8 @@ def test_two_never_push_each_other_out_in_turns() -> None:
     assert finish_order(driver) == ["urgent", "plain"]
 
 
-def test_the_step_that_pushes_out_leaves_budget_for_the_arrival() -> None:
-    """A long prompt before it takes all tokens of the step: to push out the third would be idle work."""
+def test_the_step_that_preempts_leaves_budget_for_the_arrival() -> None:
+    """A long prompt before it takes all tokens of the step: to preempt the third would be idle work."""
     driver = CoreDriver(make_config(max_num_seqs=2, max_num_batched_tokens=8, num_blocks=100))
     driver.add("long", prompt(40), max_tokens=4, priority=-50)
     driver.add("short", prompt(4, start=3), max_tokens=30, priority=0)
@@ -277,7 +279,7 @@ def test_the_step_that_pushes_out_leaves_budget_for_the_arrival() -> None:
     assert finish_order(driver)[-1] == "short"
 
 
-# -- nobody starves -------------------------------------------------------------------------------------------------
+# -- no request starves ---------------------------------------------------------------------------------------------
 
 _SECONDS = 0.1
 _WORST = 10
@@ -297,7 +299,7 @@ _WORST = 10
     ),
     queue_depth=st.sampled_from([1, 2]),
 )
-def test_a_request_is_overtaken_only_by_those_that_arrive_within_a_bound(
+def test_only_arrivals_within_a_bound_go_before_a_request(
     arrivals: list[tuple[float, int, int, int]], queue_depth: int
 ) -> None:
     """One row, so that the order of the ends is the order of the service."""
@@ -325,7 +327,7 @@ def test_a_request_is_overtaken_only_by_those_that_arrive_within_a_bound(
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_a_stream_of_important_requests_does_not_starve_the_least_important_one(queue_depth: int) -> None:
-    """More work arrives than can be done, for ever. Those that can overtake arrive within 20 levels of 0.1 s."""
+    """More work arrives than can be done, for ever. Those that go before "last" arrive within 20 levels of 0.1 s."""
     driver = CoreDriver(make_config(max_num_seqs=2, priority_seconds=_SECONDS, queue_depth=queue_depth))
     driver.add("last", prompt(6), max_tokens=8, priority=_WORST)
     number = 0
@@ -335,7 +337,7 @@ def test_a_stream_of_important_requests_does_not_starve_the_least_important_one(
         driver.step()
         driver.scheduler.check()
         assert number < 1500, "it starves"
-    overtakers = [name for name in finish_order(driver) if name != "last"]
-    assert max(int(name[1:]) for name in overtakers) <= 20 * _SECONDS / 0.01 + 2
+    earlier = [name for name in finish_order(driver) if name != "last"]
+    assert max(int(name[1:]) for name in earlier) <= 20 * _SECONDS / 0.01 + 2
     assert driver.finished["last", 0] is FinishReason.LENGTH
     driver.run()

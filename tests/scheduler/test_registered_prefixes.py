@@ -18,8 +18,8 @@ def prompt(length: int, start: int = 1) -> list[int]:
     return [(start + 7 * i) % 90 + 1 for i in range(length)]
 
 
-def pinned(**options) -> CoreDriver:  # type: ignore[no-untyped-def]
-    """A driver whose engine has PREFIX pinned as "p"."""
+def registered(**options) -> CoreDriver:  # type: ignore[no-untyped-def]
+    """A driver whose engine has PREFIX registered as "p"."""
     driver = CoreDriver(make_config(**options), record=True)
     driver.register_prefix("p", PREFIX)
     driver.run()
@@ -41,7 +41,7 @@ def fill(driver: CoreDriver, number: int = 6) -> None:
 def test_a_prompt_that_goes_on_begins_behind_the_last_token(
     windows: tuple[int | None, ...], queue_depth: int, chunk: int | None
 ) -> None:
-    driver = pinned(windows=windows, queue_depth=queue_depth, max_prefill_chunk=chunk, num_blocks=120)
+    driver = registered(windows=windows, queue_depth=queue_depth, max_prefill_chunk=chunk, num_blocks=120)
     before = driver.core.stats()
     driver.add("r", [*PREFIX, 7, 8, 9], max_tokens=9)
     driver.run()
@@ -68,7 +68,7 @@ def test_prefixes_of_every_length(length: int) -> None:
 
 
 def test_who_differs_in_the_last_block_shares_the_full_ones() -> None:
-    driver = pinned()
+    driver = registered()
     before = driver.core.stats().prefix_cache_hits_total
     driver.add("r", [*PREFIX[:21], 50, 51], max_tokens=2)
     driver.run()
@@ -77,7 +77,7 @@ def test_who_differs_in_the_last_block_shares_the_full_ones() -> None:
 
 
 def test_other_tenants_and_prompt_logprobs_do_not_hit() -> None:
-    driver = pinned()
+    driver = registered()
     driver.add("salted", [*PREFIX, 5], max_tokens=2, salt="other")
     driver.add("scored", [*PREFIX, 5], max_tokens=2, prompt_logprobs=0)
     driver.run()
@@ -91,7 +91,7 @@ def test_other_tenants_and_prompt_logprobs_do_not_hit() -> None:
 
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_it_is_never_evicted_and_survives_a_reset(windows: tuple[int | None, ...]) -> None:
-    driver = pinned(windows=windows, num_blocks=len(windows) * 16)
+    driver = registered(windows=windows, num_blocks=len(windows) * 16)
     fill(driver)
     driver.scheduler.kv.reset_prefix_cache()
     driver.scheduler.check()
@@ -103,7 +103,7 @@ def test_it_is_never_evicted_and_survives_a_reset(windows: tuple[int | None, ...
 
 
 def test_unpinning_frees_the_memory_and_leaves_the_content_evictable() -> None:
-    driver = pinned(num_blocks=16)
+    driver = registered(num_blocks=16)
     stats = driver.core.stats()
     assert (stats.num_used_blocks, stats.num_registered_blocks) == (6, 6)
     assert stats.num_stored_tokens == 22
@@ -122,7 +122,7 @@ def test_unpinning_frees_the_memory_and_leaves_the_content_evictable() -> None:
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_unpinning_under_requests_that_share_it(queue_depth: int) -> None:
-    driver = pinned(queue_depth=queue_depth)
+    driver = registered(queue_depth=queue_depth)
     for index in range(3):
         driver.add(f"r{index}", [*PREFIX, 7 + index], max_tokens=12)
     for _ in range(3):
@@ -135,7 +135,7 @@ def test_unpinning_under_requests_that_share_it(queue_depth: int) -> None:
 
 
 def test_prefixes_share_what_they_have_in_common() -> None:
-    driver = pinned()
+    driver = registered()
     driver.register_prefix("longer", [*PREFIX, *prompt(10, start=60)])
     driver.run()
     assert driver.core.stats().num_registered_blocks == 5 + 1 + 3
@@ -148,8 +148,8 @@ def test_prefixes_share_what_they_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_content_that_is_computed_twice_is_pinned_once(windows: tuple[int | None, ...]) -> None:
-    """Somebody computed the same blocks at the same time: the ones that are found are those that stay."""
+def test_content_that_is_computed_twice_is_registered_once(windows: tuple[int | None, ...]) -> None:
+    """Another request computed the same blocks at the same time: the registration keeps those that are in the index."""
     driver = CoreDriver(make_config(windows=windows, max_prefill_chunk=4, num_blocks=120))
     driver.add("twin", [*PREFIX[:7], *PREFIX[7:], 4], max_tokens=20)
     driver.step()
@@ -163,8 +163,8 @@ def test_content_that_is_computed_twice_is_pinned_once(windows: tuple[int | None
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_preemption_takes_no_pinned_block_and_changes_no_token(queue_depth: int) -> None:
-    driver = pinned(num_blocks=17, max_num_seqs=4, queue_depth=queue_depth)
+def test_preemption_takes_no_registered_block_and_changes_no_token(queue_depth: int) -> None:
+    driver = registered(num_blocks=17, max_num_seqs=4, queue_depth=queue_depth)
     for index in range(4):
         driver.add(f"r{index}", [*PREFIX, 7 + index], max_tokens=16)
     while driver.core.has_work:
@@ -178,16 +178,16 @@ def test_preemption_takes_no_pinned_block_and_changes_no_token(queue_depth: int)
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])
-def test_parallel_samples_fork_behind_a_pinned_prefix(queue_depth: int) -> None:
-    driver = pinned(queue_depth=queue_depth)
+def test_parallel_samples_fork_behind_a_registered_prefix(queue_depth: int) -> None:
+    driver = registered(queue_depth=queue_depth)
     driver.add("r", [*PREFIX, 7], n=3, temperature=1.0, max_tokens=8)
     driver.run()
     alone = generate_alone([*PREFIX, 7], n=3, temperature=1.0, max_tokens=8)
     assert [driver.tokens["r", index] for index in range(3)] == alone
 
 
-def test_a_prefix_that_is_preempted_while_it_is_computed_is_pinned_in_the_end() -> None:
-    """Also when its one sample is in flight: the token comes back, and there is nothing to pin."""
+def test_a_prefix_that_is_preempted_while_it_is_computed_is_registered_in_the_end() -> None:
+    """Also when its one sample is in flight: the token comes back, and there is nothing to register."""
     for num_steps in range(1, 12):
         driver = CoreDriver(make_config(queue_depth=2, max_prefill_chunk=4, max_num_batched_tokens=64))
         scheduler = driver.scheduler
@@ -255,7 +255,7 @@ def test_a_prefix_may_not_take_the_room_of_those_that_were_accepted() -> None:
 
 
 def test_a_request_need_not_find_room_for_what_it_shares() -> None:
-    driver = pinned(num_blocks=12)
+    driver = registered(num_blocks=12)
     driver.add("shares", [*PREFIX, 5], max_tokens=22)
     driver.add("shares too", [*PREFIX, 6], max_tokens=22)
     driver.add("does not", prompt(5, start=9), max_tokens=20)
@@ -268,7 +268,7 @@ def test_a_request_need_not_find_room_for_what_it_shares() -> None:
     assert set(driver.finished.values()) == {FinishReason.LENGTH}
 
 
-def test_without_prefix_caching_there_are_no_pins() -> None:
+def test_without_prefix_caching_there_are_no_registered_prefixes() -> None:
     driver = CoreDriver(make_config(enable_prefix_caching=False))
     driver.register_prefix("p", PREFIX)
     driver.run()
@@ -276,7 +276,7 @@ def test_without_prefix_caching_there_are_no_pins() -> None:
 
 
 def test_a_name_is_taken_once() -> None:
-    driver = pinned()
+    driver = registered()
     driver.register_prefix("p", prompt(5))
     driver.run()
     assert "registered already" in driver.refused["p"]

@@ -9,7 +9,7 @@ from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 @pytest.mark.parametrize(("elder", "younger"), [((6, 6), 16), ((6, 7), 16), ((6, 7), 15), ((7, 6), 16)])
 def test_a_plan_that_only_makes_its_row_goes_out(elder: tuple[int, int], younger: int) -> None:
-    """It was swapped out at the end of a block, and nobody took the room: there is nothing to copy back."""
+    """It was swapped out at the end of a block, and its blocks have no new owner: there is nothing to copy back."""
     driver = CoreDriver(make_config(num_blocks=8, num_host_blocks=48, preemption_mode="swap"), record=True)
     num_prompt_tokens, max_tokens = elder
     requests = {

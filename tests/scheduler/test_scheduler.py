@@ -1,4 +1,4 @@
-"""What the scheduler promises, one behaviour a test, over the fake executor that verifies every plan."""
+"""The behaviour of the scheduler, one property a test, over the fake executor that verifies every plan."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_aborting_the_leader_before_the_prompt_is_computed_passes_the_prompt_on(
 
 
 def test_a_request_whose_leader_was_aborted_keeps_its_place() -> None:
-    """It starts again, but it arrived first: whoever came later is preempted for it, and waits behind it."""
+    """It starts again, but it arrived first: later arrivals are preempted for it, and wait behind it."""
     config = make_config(num_blocks=18, max_num_batched_tokens=16, max_prefill_chunk=10, enable_prefix_caching=False)
     driver = CoreDriver(config, record=True)
     driver.add("first", prompt(24), n=3, temperature=1.0, max_tokens=16)

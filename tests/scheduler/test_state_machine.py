@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         stranger=st.booleans(),
     )
     def add_together(self, family, shared, own, salt, stranger, **request) -> None:  # type: ignore[no-untyped-def]
-        """Several with one prefix, of which each takes a part; the last may be somebody else."""
+        """Several with one prefix, of which each takes a part; the last may be a stranger with a prefix of its own."""
         for index, length in enumerate(shared):
             its_family = family + 1 if stranger and index + 1 == len(shared) else family
             name = f"r{len(self.requests)}"
@@ -140,12 +140,12 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         index = None if whole else data.draw(st.integers(0, self.requests[name]["n"] - 1))
         self.driver.abort(name, index)
-        if whole or "use_beam_search" not in self.requests[name]:  # whose sequences nobody outside knows
+        if whole or "use_beam_search" not in self.requests[name]:  # clients cannot name a beam
             self.aborted.add((name, index))
 
     @rule(family=st.integers(0, 2), length=st.integers(1, 16), salt=st.sampled_from(["", "", "", "tenant"]))
     def register_prefix(self, family: int, length: int, salt: str) -> None:
-        """Few at a time: with most of the pool pinned nothing else would happen."""
+        """Few at a time: with most of the pool registered nothing else would happen."""
         scheduler = self.driver.scheduler
         live = [name for name in self.prefixes if scheduler.kv.is_registered(name) or name in scheduler._requests]
         if len(live) == self.max_pins:
@@ -208,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 def test_random_schedules() -> None:
     """More than 3,500 engine steps, each followed by `check` (`make soak` takes as many as it is told). No shrinking: a
-    failing machine has so many decisions that it would take minutes, and the printed run can be replayed as it is."""
+    failing machine has thousands of decisions, which take minutes to shrink; the printed run can be replayed as is."""
     EngineMachine.totals.clear()
     run_state_machine_as_test(
         EngineMachine,

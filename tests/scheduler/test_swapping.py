@@ -36,13 +36,13 @@ def make_driver(
 
 
 def step_until_swapped(driver: CoreDriver) -> StepPlan:
-    """Step until somebody is swapped out; returns that plan."""
+    """Step until a request is swapped out; returns that plan."""
     for _ in range(500):
         driver.step()
         driver.scheduler.check()
         if driver.core.stats().num_swapped:
             return next(plan for plan in reversed(driver.executor.plans) if plan.swap_out)
-    raise AssertionError("nobody was swapped")
+    raise AssertionError("no request was swapped out")
 
 
 @pytest.mark.parametrize("queue_depth", [1, 2])

@@ -37,7 +37,7 @@ def slow(config: EngineConfig) -> FakeExecutor:
     return FakeExecutor(vocab_size=VOCAB_SIZE, choose=choose, latency=SLOW_STEP_SECONDS)
 
 
-def damaged(config: EngineConfig) -> FakeExecutor:
+def nonfinite(config: EngineConfig) -> FakeExecutor:
     """Computes no numbers behind an exclamation mark, which is the third token behind a prompt with a question mark."""
 
     def exclaim(sampling: SequenceSampling, index: int, token_ids: list[int]) -> int:
@@ -45,7 +45,7 @@ def damaged(config: EngineConfig) -> FakeExecutor:
         return EXCLAMATION if is_due else choose(sampling, index, token_ids)
 
     executor = FakeExecutor(vocab_size=VOCAB_SIZE, choose=exclaim)
-    executor.damaging = EXCLAMATION
+    executor.nonfinite_token = EXCLAMATION
     return executor
 
 

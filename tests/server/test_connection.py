@@ -526,7 +526,7 @@ class TestConnectionLimit:
 
 
 async def test_the_end_with_all_kinds_of_connections_open() -> None:
-    """None of them holds up the server beyond its farewell of 2 s (here: the loop below would not end)."""
+    """None of them holds up the server beyond its shutdown grace of 2 s (here: the loop below would not end)."""
     async with raw_server() as raw:
         writers = []
         for data in (b"", b"GET", post("/b", b"xx")[:-1], GET, post("/wait", b""), post("/unread", b"xx")[:-1]):

@@ -239,7 +239,7 @@ def test_what_a_client_reads_of_a_failure_is_a_sentence_and_the_id_of_a_log_reco
 async def test_a_request_that_the_model_computes_no_numbers_for(model_path: Path) -> None:
     message = "the model computed NaN or infinite logits for this request; the engine's log says more"
     expected = {"message": message, "type": "server_error", "param": None, "code": "model_error"}
-    async with serving(model_path, ServerSettings(), executor="damaged") as served:
+    async with serving(model_path, ServerSettings(), executor="nonfinite") as served:
         bodies = [{"prompt": "abc!"}, {"prompt": ["abc", "abc!"]}, {"prompt": "abc!", "n": 2, "temperature": 1}]
         for body in bodies:
             assert error(await served.client.post("/v1/completions", json={**body, "max_tokens": 4}), 500) == expected

@@ -116,7 +116,7 @@ async def test_requests_and_their_tables(live: Served) -> None:
     assert set(after.kv.states) <= {FREE_STATE, CACHED_STATE}
 
 
-async def test_nobody_looks_and_the_engine_is_left_alone(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_viewer_the_engine_is_not_asked(live: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     polls = count_polls(live, monkeypatch)
     await live.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 20})
     assert polls == []

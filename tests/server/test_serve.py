@@ -246,7 +246,7 @@ class TestBind:
         with pytest.raises(ConfigError, match=r"cannot listen on port 0 of 192\.0\.2\.1"):
             bind(ServerSettings(host="192.0.2.1", port=0))
 
-    def test_nobody_can_connect_before_the_server_listens(self) -> None:
+    def test_no_client_can_connect_before_the_server_listens(self) -> None:
         with bind(ServerSettings(port=0)) as listener, pytest.raises(ConnectionRefusedError):
             socket.create_connection(listener.getsockname())
 
@@ -281,7 +281,7 @@ class TestTls:
         check_certificate(ServerSettings(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]))
 
 
-def test_preloaded_prefixes_are_pinned_before_the_server_is_ready(
+def test_preloaded_prefixes_are_registered_before_the_server_is_ready(
     model_path: Path, tmp_path: Path, processes: list[Process]
 ) -> None:
     paths = []

@@ -42,7 +42,7 @@ REQUESTS = [
     (3, TraceRequest(0.0, 20, 18, n=2)),
     (4, TraceRequest(0.0, 90, 22)),
     (9, TraceRequest(0.0, 50, 12, "examples", 32)),
-    (12, TraceRequest(0.0, 33, 10, priority=-3)),  # overtakes who waits
+    (12, TraceRequest(0.0, 33, 10, priority=-3)),  # goes before the requests that wait
     (70, TraceRequest(0.0, 45, 9, "examples", 32)),
 ]
 """(steps made before, the request)"""
@@ -163,7 +163,7 @@ def test_plans_are_the_engines(depth: int, mode: str, caching: bool) -> None:
     assert len(found) == len(expected)
     assert any(plan.swap_out for plan in expected) == (mode == "swap")
     assert any(plan.forks for plan in expected)
-    assert sum(len(plan.new_sequences) for plan in expected) > len(REQUESTS), "nobody was preempted"
+    assert sum(len(plan.new_sequences) for plan in expected) > len(REQUESTS), "no request was preempted"
 
 
 def bytes_of_a_block(config: EngineConfig) -> int:

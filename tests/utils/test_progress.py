@@ -1,4 +1,4 @@
-"""The progress bar shows itself to somebody who watches, and only when the work takes a while."""
+"""The progress bar appears on a terminal only, and only when the work takes a while."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, enabled=False) == ""
 
 
-def test_nothing_is_written_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, is_terminal=False) == ""

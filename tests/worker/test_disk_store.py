@@ -133,7 +133,7 @@ def test_another_namespace_is_not_seen(make_host, layout: BlockLayout) -> None:
     assert other.get(1)
 
 
-def test_damaged_files_are_ignored_with_one_warning_and_replaced(
+def test_corrupt_files_are_ignored_with_one_warning_and_replaced(
     make_host, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = make_host()
@@ -206,7 +206,7 @@ def test_a_lower_limit_holds_from_the_start(make_host, tmp_path: Path) -> None:
 
 
 def test_engines_share_the_limit(make_host, tmp_path: Path) -> None:
-    """Also with one of another model, whose files nobody uses any more."""
+    """Also with an engine of another model, whose files are not used any more."""
     limit = 40 * LAYOUT.file_bytes
     other = make_host(limit=limit, layout=BlockLayout(b"m" * 32, 2, 64))
     for number in range(30):

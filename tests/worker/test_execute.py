@@ -209,7 +209,7 @@ def test_a_chunk_that_samples_nothing(make_driver: MakeDriver) -> None:
     assert driver.step({0: 10}).token_ids == []
 
 
-def test_a_token_that_nobody_sampled_is_a_bug_that_shows(make_driver: MakeDriver) -> None:
+def test_a_token_that_was_not_sampled_is_a_bug_that_shows(make_driver: MakeDriver) -> None:
     driver = make_driver()
     driver.add(0, PROMPTS[0])
     driver.step({0: 3})

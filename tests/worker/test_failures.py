@@ -1,4 +1,4 @@
-"""Damaged logits, and what happens after any failure."""
+"""Non-finite logits, and what happens after any failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.sampling_params import SamplingParams
 from tests.worker.conftest import MakeDriver
 from tests.worker.driver import Driver, sampling_of
 
-Damage = Callable[[Driver, int], None]
+SpoilLogits = Callable[[Driver, int], None]
 
 
 @pytest.fixture
-def damage(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) -> Damage:
+def spoil_logits(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) -> SpoilLogits:
     """Make the logits NaN wherever the model reads the given token."""
 
     def apply(driver: Driver, token: int) -> None:
@@ -36,14 +36,14 @@ def damage(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"logprobs": 2, "top_p": 0.9, "seed": 4}], ids=str)
-def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage, params: dict) -> None:
+def test_nonfinite_logits_name_the_sequence(make_driver: MakeDriver, spoil_logits: SpoilLogits, params: dict) -> None:
     prompts = {70: [1, 2, 3], 71: [4, 50], 72: [50, 6], 73: [7, 8, 50]}
     sampling = sampling_of(SamplingParams(**params))
     results = []
-    for is_damaged in (False, True):
+    for is_nonfinite in (False, True):
         driver = make_driver()
-        if is_damaged:
-            damage(driver, 50)
+        if is_nonfinite:
+            spoil_logits(driver, 50)
         for seq_id, prompt in prompts.items():
             driver.add(seq_id, prompt, sampling)
         results.append(driver.step({72: 2, 71: 2, 70: 3, 73: 3}))
@@ -55,10 +55,10 @@ def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damag
     assert found.logprobs == {index: entry for index, entry in sound.logprobs.items() if index in (0, 2)}
 
 
-def test_a_damaged_sequence_has_a_token_that_exists(make_driver: MakeDriver, damage: Damage) -> None:
+def test_a_nonfinite_sequence_has_a_token_that_exists(make_driver: MakeDriver, spoil_logits: SpoilLogits) -> None:
     """A plan that is in flight already computes it."""
     driver = make_driver(queue_depth=2)
-    damage(driver, 50)
+    spoil_logits(driver, 50)
     driver.add(1, [50])
     driver.submit({1: 1})
     driver.submit({1: 1})
@@ -67,11 +67,11 @@ def test_a_damaged_sequence_has_a_token_that_exists(make_driver: MakeDriver, dam
     assert 0 <= results[0].token_ids[0] < 50
 
 
-def test_damaged_prompt_logits_name_the_sequence(
-    make_driver: MakeDriver, damage: Damage, caplog: pytest.LogCaptureFixture
+def test_nonfinite_prompt_logits_name_the_sequence(
+    make_driver: MakeDriver, spoil_logits: SpoilLogits, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = make_driver()
-    damage(driver, 50)
+    spoil_logits(driver, 50)
     driver.add(70, [1, 2, 3], sampling_of(SamplingParams(prompt_logprobs=0)))
     driver.add(72, [50, 6], sampling_of(SamplingParams(prompt_logprobs=0)))
     result = driver.step({70: 3, 72: 2})

@@ -1,4 +1,4 @@
-"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain chooser."""
+"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain sampler."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class ChooseSubject:
         used, is_greedy = table.used(batch.rows), case.shape == "greedy"
         scores = logits.copy()
 
-        def choose(chooser: SamplerBackend) -> np.ndarray:
+        def choose(sampler: SamplerBackend) -> np.ndarray:
             if not is_greedy:
                 np.copyto(scores, logits)
-            return chooser.choose(scores, batch, used)
+            return sampler.choose(scores, batch, used)
 
         native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
         missed = float(np.mean(choose(native) != choose(plain)))
@@ -71,8 +71,8 @@ class LogprobsSubject:
         tokens, num_top = logits.argmax(axis=1), [NUM_TOP] * case.rows
         native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
         found, expected = (
-            np.array([entry.logprobs for entry in chooser.logprobs(logits, tokens, num_top)])
-            for chooser in (native, plain)
+            np.array([entry.logprobs for entry in sampler.logprobs(logits, tokens, num_top)])
+            for sampler in (native, plain)
         )
         return Prepared(
             natives={"f32": _once(lambda: native.logprobs(logits, tokens, num_top))},

@@ -129,7 +129,7 @@ def test_request_level_batch_runs_until_its_last_request_ends() -> None:
     assert [len(driver.tokens[name, 0]) for name in ("long", "short", "next")] == [8, 2, 2]
 
 
-def test_nobody_joins_a_batch_that_runs_though_there_is_room() -> None:
+def test_no_request_joins_a_batch_that_runs_though_there_is_room() -> None:
     driver = Driver("FasterTransformer", num_blocks=128, max_num_seqs=16)
     driver.add("first", prompt(1, 4), max_tokens=5)
     driver.step()

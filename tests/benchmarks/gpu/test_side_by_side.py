@@ -1,4 +1,4 @@
-"""Two engines in turns: who fails is left out, sizes fit both, ratios are of medians."""
+"""Two engines in turns: an engine that fails is left out, sizes fit both, ratios are of medians."""
 
 from __future__ import annotations
 

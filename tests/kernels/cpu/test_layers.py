@@ -134,7 +134,7 @@ def test_a_normed_row_has_the_same_bits_everywhere(isa: str, width: int) -> None
 
 
 @each_isa
-def test_norms_of_no_rows_and_of_damaged_rows(isa: str) -> None:
+def test_norms_of_no_rows_and_of_nonfinite_rows(isa: str) -> None:
     assert norm(isa, torch.zeros(0, 8), None, None, subtract_mean=True).shape == (0, 8)
     x = randn(5, 40)
     whole = norm(isa, x, None, None, subtract_mean=False)

@@ -97,7 +97,7 @@ def test_activations_are_rounded_to_nearest_and_ties_to_even(isa: str) -> None:
 
 @each_bf16_isa
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_damage_stays_where_it_is(isa: str, bad: float) -> None:
+def test_nonfinite_values_stay_where_they_are(isa: str, bad: float) -> None:
     """In the row of x and, for weights, in the column; also next to the padding of an odd depth."""
     for depth in (37, 64):
         weights, x = spread(40, depth, (-2, 3), 1), spread(20, depth, (-2, 3), 2)

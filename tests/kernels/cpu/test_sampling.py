@@ -1,4 +1,4 @@
-"""Native sampling over the vocabulary: the plain chooser's meaning, and a row's bits in any company."""
+"""Native sampling over the vocabulary: the plain sampler's meaning, and a row's bits in any company."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_best_tokens(isa: str, size: int) -> None:
 @each_isa
 @pytest.mark.parametrize("size", [1, 65, 1000])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_damaged_rows_are_told_and_change_no_others(isa: str, size: int, temperature: float) -> None:
+def test_nonfinite_rows_are_told_and_change_no_others(isa: str, size: int, temperature: float) -> None:
     logits = normal(60, size)
     clean, _ = Rows(60, temperature=temperature).choose(isa, logits)
     rng = np.random.default_rng(1)
@@ -97,10 +97,10 @@ def test_one_row_is_shared_by_the_threads(isa: str) -> None:
     for threads in (1, 2, 3):
         tokens, _ = Rows(1, temperature=0).choose(isa, logits, threads=threads)
         assert tokens[0] == logits.argmax()
-        damaged = logits.copy()
-        damaged[0, SHARED - 5] = np.nan
+        nonfinite = logits.copy()
+        nonfinite[0, SHARED - 5] = np.nan
         for temperature in (0.0, 1.0):
-            assert Rows(1, temperature=temperature).choose(isa, damaged, threads=threads)[0].tolist() == [-1]
+            assert Rows(1, temperature=temperature).choose(isa, nonfinite, threads=threads)[0].tolist() == [-1]
 
 
 # -- filters ----------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_log_probabilities_have_the_same_bits_everywhere(isa: str) -> None:
 
 
 @each_isa
-def test_damaged_rows_have_no_log_probabilities(isa: str) -> None:
+def test_nonfinite_rows_have_no_log_probabilities(isa: str) -> None:
     logits = normal(6, 130)
     sound = Rows(1).kernels(isa, 1).rank(logits, np.zeros(6, np.int64), 3)
     logits[1, 129], logits[3, 0], logits[4] = np.nan, np.inf, -np.inf

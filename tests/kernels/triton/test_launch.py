@@ -1,4 +1,4 @@
-"""The one call that starts kernels, and who may stand in between."""
+"""The one call that starts kernels, and what tests may put in its place."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_the_end_waits_for_every_stream(calls: Calls) -> None:
 
 
 def test_memory_that_the_system_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps the error for whoever launches next: that must not be a step."""
+    """CUDA reports the error at the next launch: that must not be a step's."""
 
     launches: list[Any] = []
 

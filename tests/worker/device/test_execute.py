@@ -12,7 +12,7 @@ from tests.worker.test_execute import (
     test_a_copied_block_leaves_its_source_alone,
     test_a_plan_that_only_releases,
     test_a_prefix_hit_starts_after_the_shared_blocks,
-    test_a_token_that_nobody_sampled_is_a_bug_that_shows,
+    test_a_token_that_was_not_sampled_is_a_bug_that_shows,
 )
 from tests.worker.test_overlap import (
     test_a_sequence_that_is_run_once_too_often,
@@ -29,7 +29,7 @@ __all__ = [
     "test_a_plan_that_only_releases",
     "test_a_prefix_hit_starts_after_the_shared_blocks",
     "test_a_sequence_that_is_run_once_too_often",
-    "test_a_token_that_nobody_sampled_is_a_bug_that_shows",
+    "test_a_token_that_was_not_sampled_is_a_bug_that_shows",
     "test_preempted_while_its_last_plan_runs",
     "test_the_last_position_of_the_context_can_be_overrun",
 ]

@@ -118,7 +118,7 @@ def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None
     assert torch.equal(graphs.backend.values[:, real], eager.backend.values[:, real])
 
 
-def test_padding_reaches_nobody(config: ModelConfig) -> None:
+def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
     """Whatever padded rows hold, NaN too, the others compute the same and nothing is written for them."""
     passes = Passes(config, SETTINGS["both"])
     steps = [([0, 1, 2], [0, 0, 0], [[1, 2, 3], [4, 5], [6]]), ([0, 1, 2], [3, 2, 1], [[7], [8], [9]])]

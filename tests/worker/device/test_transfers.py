@@ -148,7 +148,7 @@ def plan(**orders: Any) -> StepPlan:
 
 
 def test_the_disk_tier_sees_blocks_that_have_arrived() -> None:
-    """Stores wait for the copies to the host; loads wait until nobody reads what they overwrite."""
+    """Stores wait for the copies to the host; loads wait for the steps that read what they overwrite."""
     streams = LoggingStreams()
     pages, host = pools()
     transfers = StreamTransfers(streams, pages, host)

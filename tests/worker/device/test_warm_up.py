@@ -115,7 +115,7 @@ def test_nothing_is_compiled_while_serving(
     with recorded_launches(starting):
         executor.allocate(KVCacheLayout(4, 60, groups, layers_per_group))
     driver = Driver(executor.execute, block_size=4, num_blocks=60)
-    with recorded_launches(serving):  # results, which nobody has computed, are not taken
+    with recorded_launches(serving):  # the kernels do not run, so results are not read
         for seq_id, params in enumerate(KINDS[:4]):
             driver.add(seq_id, [5, 9, 2, 8, 1, 7, 3][: 3 + seq_id], sampling_of(params, seed=seq_id))
         driver.submit({0: 2})

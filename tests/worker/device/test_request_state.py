@@ -260,7 +260,7 @@ def test_a_plain_decode_step_sends_no_writes(device: torch.device) -> None:
     assert token_ids[0] == 3
 
 
-def test_a_token_that_nobody_sampled_is_a_bug_that_shows(device: torch.device) -> None:
+def test_a_token_that_was_not_sampled_is_a_bug_that_shows(device: torch.device) -> None:
     rows = Rows(device)
     new = NewSequence(5, [1, 2], 2, [[1], [2]], GREEDY)
     with pytest.raises(AssertionError, match="no step has sampled"):

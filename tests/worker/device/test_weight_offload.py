@@ -37,16 +37,16 @@ def test_all_weights_go_and_come_back(bundled_model_path: Path) -> None:
     tensors = list(tensors_of(model))
     with torch.inference_mode():
         memory = NotedMemory()
-        parked = OffloadedWeights(model, CPU, model.weight_bytes(), memory)
-        parked.release()
-        assert parked.num_bytes >= model.weight_bytes()
-        assert memory.pinned >= parked.num_bytes
+        offloaded = OffloadedWeights(model, CPU, model.weight_bytes(), memory)
+        offloaded.release()
+        assert offloaded.num_bytes >= model.weight_bytes()
+        assert memory.pinned >= offloaded.num_bytes
         assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
-        parked.restore()
+        offloaded.restore()
     assert torch.equal(passes.run(*STEP), before)
-    parked.restore()  # nothing left to do
+    offloaded.restore()  # nothing left to do
     for _ in range(2):
-        parked.close()
+        offloaded.close()
     assert memory.pinned == 0
     assert torch.equal(passes.run(*STEP), before)
 
@@ -59,10 +59,10 @@ def test_views_share_their_memory_again() -> None:
 
     Layer.__module__ = "quire.tests"
     layer = Layer()
-    parked = OffloadedWeights(layer, torch.device("cpu:0"), 32, NotedMemory())  # by another name
-    assert parked.num_bytes == 32
-    parked.release()
-    parked.restore()
+    offloaded = OffloadedWeights(layer, torch.device("cpu:0"), 32, NotedMemory())  # by another name
+    assert offloaded.num_bytes == 32
+    offloaded.release()
+    offloaded.restore()
     layer.whole[5] = -1
     assert layer.parts["half"][0].tolist() == [4, -1, 6, 7]
 
