@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replica = make_replica(options)
     found = find_rate(replica.run, replica.holds, start=options.start_rate, precision=0.03)
     fleet = plan_fleet(replica.cost, found.rate, found.metrics, options)
-    loads = [(load, load * fleet.share, replica.run(load * fleet.share)) for load in LOADS]
+    loads = [(load, load * fleet.share, replica.serve_trace(load * fleet.share)) for load in LOADS]
     show(replica, fleet, loads, options)
     if options.json:
         options.json.write_text(json.dumps(as_dict(replica, fleet, loads), indent=2))

@@ -1,7 +1,7 @@
 """The seam between the worker and the attention back ends: what a step attends to, and who computes it.
 
 The worker builds one AttentionBatch a step; a back end plans once (`plan`) and is then run once per layer
-(`AttentionStep.run`), so that whatever depends only on lengths and tables is computed once a step.
+(`AttentionStep.attend`), so that whatever depends only on lengths and tables is computed once a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LayerAttention:
 class AttentionStep(Protocol):
     """One step of one back end, over the KV pool."""
 
-    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k and v ([T, num_kv_heads, head_dim]) to their slots, then attend.
 
         q: [T, num_heads, head_dim]. Returns [T, num_heads, head_dim] in q's dtype. Causal: a token sees positions

@@ -50,7 +50,7 @@ class TorchAttentionStep:
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
 
-    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group, page = self._page_of_layer[layer.layer]
         pages = self._pages[page]
         reference.write_kv(pages, self._key_rows[group], k, v)

@@ -55,6 +55,6 @@ class DeviceOperations:
     ) -> torch.Tensor:
         return step.attend(heads, qkv, rotation, None)
 
-    def widen(self, x: torch.Tensor) -> torch.Tensor:
+    def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         """As it is: the sampling kernels widen what they read, and half the bytes are written and read."""
         return x

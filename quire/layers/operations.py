@@ -58,7 +58,7 @@ class Operations(Protocol):
         positions (None: none is applied). step: of an attention back end. Returns [T, num_heads * head_dim]."""
         ...
 
-    def widen(self, x: Value) -> Value:
+    def upcast_logits(self, x: Value) -> Value:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
@@ -110,8 +110,8 @@ class TorchOperations:
         if rotation is not None:
             turned = rotation.apply(turned)
         query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        attended: torch.Tensor = step.run(shape, query, key, value)
+        attended: torch.Tensor = step.attend(shape, query, key, value)
         return attended.flatten(1)
 
-    def widen(self, x: torch.Tensor) -> torch.Tensor:
+    def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()

@@ -95,7 +95,7 @@ class _Progress:
         """Sequence -> tokens so far."""
         self._last_times: dict[int, float] = {}
 
-    def add(self, completion: CompletionOutput, now: float) -> float | None:
+    def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
         """Count a delta; the mean time between its tokens, or None where there is no token before them."""
         count, index = len(completion.token_ids), completion.index
         if not count:
@@ -177,7 +177,7 @@ class EngineMetrics(Collector):
                 if output.metrics.time_to_first_token:
                     self.time_to_first_token.observe(output.metrics.time_to_first_token)
             for completion in output.outputs:
-                gap = progress.add(completion, now)
+                gap = progress.observe_tokens(completion, now)
                 if gap is not None:
                     self.inter_token_latency.observe(gap, len(completion.token_ids))
                 if completion.finish_reason is not None:

@@ -44,7 +44,9 @@ class LinearMethod(Protocol):
         """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
         ...
 
-    def load(self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int) -> None:
+    def load_rows(
+        self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
+    ) -> None:
         """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output
         rows first_row .. first_row + num_rows."""
         ...

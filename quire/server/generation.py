@@ -164,7 +164,7 @@ class TokenCounter:
         self._num_cached_tokens: dict[int, int] = {}
         self._num_completion_tokens = 0
 
-    def add(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
+    def count_output(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._num_cached_tokens[prompt_index] = output.num_cached_tokens
         if count_completion:

@@ -82,7 +82,7 @@ class Scenario:
     percentile: float = 99.0
     make_core: MakeCore = EngineCore
 
-    def run(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
+    def simulate(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
         """Serve the requests at a rate (None: as they are) by all replicas of the layout."""
         return merged(self.run_each(rate, num_processes=num_processes))
 

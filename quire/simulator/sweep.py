@@ -119,7 +119,7 @@ def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
     points: list[Point] = []
     rate = _lowest_rate(scenario)
     for _ in range(MAX_POINTS):
-        found_point = point(layout, rate, scenario.run(rate))
+        found_point = point(layout, rate, scenario.simulate(rate))
         if math.isnan(found_point.tpot):  # nobody arrived, or nobody for more than a token
             rate *= 2
             continue
@@ -132,7 +132,7 @@ def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
         raise UserError("no request of more than one token arrives: take a longer duration", param="duration")
     if scenario.objectives:
         try:
-            found = find_rate(scenario.run, scenario.holds, start=points[len(points) // 2].rate).rate
+            found = find_rate(scenario.simulate, scenario.holds, start=points[len(points) // 2].rate).rate
         except UnboundedRateError:
             found = math.inf
         except QuireError:

@@ -37,7 +37,7 @@ HostPages = Callable[[int], Sequence[Buffer]]
 
 
 class DiskStore:
-    """Takes orders from one thread (`store`, `load`, `take_report`, `wait`, `close`); reports in any order.
+    """Takes orders from one thread (`store_block`, `load_block`, `take_report`, `wait`, `close`); reports in any order.
 
     The caller leaves a host block alone from the order until the report names it.
     """
@@ -65,10 +65,10 @@ class DiskStore:
         self._loads = _Lane("quire-disk-load", NUM_LOADERS)
         self._stores.submit(self._scan)
 
-    def store(self, host_block: int, group: int, block_hash: bytes) -> None:
+    def store_block(self, host_block: int, group: int, block_hash: bytes) -> None:
         self._stores.submit(lambda: self._store(host_block, (group, block_hash)))
 
-    def load(self, group: int, block_hash: bytes, host_block: int) -> None:
+    def load_block(self, group: int, block_hash: bytes, host_block: int) -> None:
         with self._changed:
             self._num_loading += 1
         self._loads.submit(lambda: self._load((group, block_hash), host_block))

@@ -24,11 +24,11 @@ CLOSE_SECONDS = 3.0
 class DiskTier(Protocol):
     """Called once each for every plan, by the thread that runs it."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_transfers(self, plan: StepPlan) -> None:
         """Before the plan, and after all swapping of the plans before."""
         ...
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
         """After the plan, whose swapping may still go on."""
         ...
 
@@ -40,11 +40,11 @@ class DiskTier(Protocol):
 class NoDiskTier:
     """Nothing is kept on disk."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_transfers(self, plan: StepPlan) -> None:
         orders = (plan.disk_stores, plan.disk_loads, plan.awaits_disk)
         assert not any(orders), "a plan stores or loads, and there is no disk tier"
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
         return None
 
     def close(self) -> None:
@@ -60,21 +60,21 @@ class FileTier:
         self._token_seconds = 0.0
         self._began = 0.0
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_transfers(self, plan: StepPlan) -> None:
         self._began = time.perf_counter()
         if plan.disk_loads:
             self._transfers.synchronize()  # the blocks that are loaded into may have been on their way to the device
         for group, block_hash, host_block in plan.disk_loads:
-            self._store.load(group, block_hash, host_block)
+            self._store.load_block(group, block_hash, host_block)
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
         if plan.total_tokens >= TIMED_TOKENS:
             seconds = (time.perf_counter() - self._began) / plan.total_tokens
             self._token_seconds = smoothed(self._token_seconds, seconds)
         if plan.disk_stores:
             self._transfers.synchronize()
             for host_block, group, block_hash in plan.disk_stores:
-                self._store.store(host_block, group, block_hash)
+                self._store.store_block(host_block, group, block_hash)
         if plan.awaits_disk:
             self._store.wait(DISK_PATIENCE)
         report = self._store.take_report()

@@ -85,7 +85,7 @@ class ModelRunner:
         for seq_id in plan.released:
             tables.clear(requests.release(seq_id))
         for new in plan.new_sequences:
-            row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
+            row = requests.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
         self._create_branches(plan)
         self._transfers.start(plan.swap_out, plan.swap_in)
@@ -105,7 +105,7 @@ class ModelRunner:
             parent = requests.row_of(fork.parent)
             token_ids = requests.token_ids[parent, : requests.lengths[parent]]
             num_prompt_tokens = int(requests.num_prompt_tokens[parent])
-            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+            self._tables.copy(parent, requests.add_request(fork.child, token_ids, num_prompt_tokens, fork.sampling))
         for seq_id, token_id in plan.token_overrides:
             requests.replace_last(requests.row_of(seq_id), token_id)
 
@@ -121,7 +121,7 @@ class ModelRunner:
             num_tokens = sampled_at.get(fork.child, int(requests.lengths[parent]))
             token_ids = requests.token_ids[parent, :num_tokens] if fork.token_ids is None else fork.token_ids
             num_prompt_tokens = int(requests.num_prompt_tokens[parent])
-            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+            self._tables.copy(parent, requests.add_request(fork.child, token_ids, num_prompt_tokens, fork.sampling))
 
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> SampledTokens:
         """Choose the tokens of the plan's sampled sequences and write them to their rows."""

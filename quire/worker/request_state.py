@@ -37,7 +37,7 @@ class RequestState:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._index
 
-    def add(
+    def add_request(
         self, seq_id: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""

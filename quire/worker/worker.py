@@ -89,7 +89,7 @@ class Worker:
         self._failed = False
 
     @_computes
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
         InsufficientMemoryError for random weights that do not fit.
 
@@ -149,7 +149,7 @@ class Worker:
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
         """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
-        assert self._model is not None, "load comes first"
+        assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         longest, block_size = self._model_config.max_model_len, self._cache_config.block_size
         return PreemptionCosts(
@@ -159,7 +159,7 @@ class Worker:
             ),
         )
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         """What computes, with how many threads, in which formats."""
         model, device = self._model_config, self._device_config
         computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
@@ -177,9 +177,9 @@ class Worker:
             raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
         try:
             self._transfers.wait()
-            self._disk.begin(plan)
+            self._disk.begin_transfers(plan)
             result = self._runner.execute(plan)
-            result.disk = self._disk.end(plan)
+            result.disk = self._disk.end_transfers(plan)
             return result
         except BaseException:
             self._failed = True
@@ -202,7 +202,7 @@ class Worker:
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
-            self.load()
+            self.load_model()
         self.allocate(self._layout)
 
     def close(self) -> None:

@@ -72,15 +72,15 @@ def test_latencies_far_apart_have_a_logarithmic_axis(tmp_path: Path, drawn: list
     for rate, seconds in ((1.0, 0.01), (2.0, 5.0)):
         runs[rate] = Metrics()
         for distribution in runs[rate].latencies.values():
-            distribution.add(seconds)
+            distribution.add_value(seconds)
     plot_latency(tmp_path / "latency.png", runs)
     assert [axis.get_yscale() for axis in drawn] == ["log"] * 3
 
 
 def test_the_state_over_time_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
     metrics = Metrics(num_blocks=10)
-    metrics.series.add(0.0, Moments(seconds=1.0, running=3.0, waiting=2.0, used_blocks=5.0))
-    metrics.series.add(1.0, Moments(seconds=1.0, running=4.0, waiting=7.0, used_blocks=10.0, preemptions=6))
+    metrics.series.add_span(0.0, Moments(seconds=1.0, running=3.0, waiting=2.0, used_blocks=5.0))
+    metrics.series.add_span(1.0, Moments(seconds=1.0, running=4.0, waiting=7.0, used_blocks=10.0, preemptions=6))
     plot_memory(tmp_path / "memory.png", metrics)
     usage, requests, preemptions = drawn
     assert usage.get_ylim() == (0, 100)
@@ -92,7 +92,7 @@ def test_the_state_over_time_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
 
 def test_layouts_are_drawn_by_what_a_user_sees(tmp_path: Path, drawn: list[Any]) -> None:
     metrics = Metrics(num_output_tokens=100, end=1.0)
-    metrics.latencies["tpot"].add(0.02)
+    metrics.latencies["tpot"].add_value(0.02)
     layout = Layout(tp=4)
     plot_pareto(tmp_path / "pareto.png", [LayoutResult(layout, (point(layout, 1.0, metrics),), None)])
     (axis,) = drawn

@@ -45,7 +45,7 @@ def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
 def test_a_search_that_sees_nobody_says_so() -> None:
     """At low rates no request arrives in the time given, which is no objective kept."""
     case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
-    assert not case.holds(case.run(1e-3))
+    assert not case.holds(case.simulate(1e-3))
     with pytest.raises(QuireError, match=r"no request arrives at .* take a longer duration"):
         find_rate(case.run, case.holds)
     for start in (math.inf, math.nan, 0.0):
@@ -74,9 +74,9 @@ def test_more_memory_never_lowers_the_rate() -> None:
 
 def test_who_is_refused_breaks_every_objective() -> None:
     case = replace(scenario(num_blocks_override=20), objectives={})
-    assert not case.holds(case.run(1.0))
+    assert not case.holds(case.simulate(1.0))
     fits = replace(scenario(num_blocks_override=200), objectives={})
-    assert fits.holds(fits.run(1.0))
+    assert fits.holds(fits.simulate(1.0))
 
 
 def test_layouts_are_all_that_the_model_allows() -> None:
@@ -164,8 +164,8 @@ def test_a_sweep_begins_where_a_replica_is_busy_half_of_the_time() -> None:
 def test_a_point_is_what_a_user_sees_and_a_device_brings() -> None:
     metrics = Metrics(num_output_tokens=600, num_input_tokens=70, end=5.0)
     for tpot in (0.01, 0.01, 0.07):
-        metrics.latencies["tpot"].add(tpot)
-    metrics.latencies["ttft"].add(0.5)
+        metrics.latencies["tpot"].add_value(tpot)
+    metrics.latencies["ttft"].add_value(0.5)
     found = point(Layout(tp=2, pp=2, dp=3), 4.0, metrics)
     assert (found.ttft, found.tpot, found.tokens_per_second) == (0.5, pytest.approx(0.03), 120.0)
     assert found.interactivity == pytest.approx(1 / 0.03)

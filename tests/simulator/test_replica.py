@@ -292,7 +292,7 @@ def test_an_idle_clock_stands_where_it_was_told() -> None:
     assert replica.clock.now() == 7.5
     replica.offer(TraceRequest(7.0, 10, 2))
     replica.advance(math.inf)
-    result = replica.finish()
+    result = replica.finish_run()
     assert isinstance(result, Metrics)
     assert result.end > 7.5
 
@@ -318,7 +318,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyP
     sizes = []
     for count in (300, 1200):
         replica = Replica(make_cost(), settings(num_blocks_override=120, queue_depth=2))
-        replica.run(stream("sharegpt", Arrivals(20.0, num_requests=count)))
+        replica.serve_trace(stream("sharegpt", Arrivals(20.0, num_requests=count)))
         assert replica.metrics.stats.num_cached_blocks > 100
         sizes.append(_size(replica))
     assert sizes[1] < sizes[0] + 50, sizes

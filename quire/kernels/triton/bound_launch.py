@@ -82,7 +82,7 @@ class CompiledLaunches:
         enqueue(x, y, z, active.get_current_stream(device), *settings, *kind.order(kind.fixed + pointers + numbers))
         return True
 
-    def add(self, args: tuple[Any, ...], compiled: Any) -> None:
+    def add_compiled(self, args: tuple[Any, ...], compiled: Any) -> None:
         """Keep `compiled`, which Triton has launched with `args`."""
         kinds = tuple(map(type, args))
         if kinds not in self._kinds:

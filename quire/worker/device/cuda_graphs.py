@@ -166,16 +166,16 @@ class CudaGraphRunner:
             return None
 
     def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
-        capture.begin()
+        capture.begin_capture()
         self._hidden[: batch.num_tokens].copy_(self._forward(batch, token_ids))
-        return _FullPass(capture.end(), _addresses(batch, token_ids))
+        return _FullPass(capture.end_capture(), _addresses(batch, token_ids))
 
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
-        capture.begin()
+        capture.begin_capture()
         hidden = self._model.forward(token_ids, batch.positions, pieces)
         self._hidden[: batch.num_tokens].copy_(hidden)
-        last = capture.end()
+        last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
         return _PiecewisePass(self._backend, pieces.graphs, pieces.calls, last, inputs)
 
@@ -239,10 +239,10 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.graphs.append(self._capture.end())
+        self.graphs.append(self._capture.end_capture())
         out = self._attended[: qkv.shape[0]]
         self.calls.append(_AttentionCall(heads, self._capture.borrow(qkv), _borrowed(self._capture, rotation), out))
-        self._capture.begin()
+        self._capture.begin_capture()
         return out
 
 

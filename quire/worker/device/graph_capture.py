@@ -26,9 +26,9 @@ class GraphCapture(Protocol):
     last (with those that continue it) has left results. The tensors that a graph reads from outside must outlive it.
     """
 
-    def begin(self) -> None: ...
+    def begin_capture(self) -> None: ...
 
-    def end(self) -> Graph: ...
+    def end_capture(self) -> Graph: ...
 
     def abandon(self) -> None:
         """After an error between `begin` and `end`."""
@@ -67,7 +67,7 @@ class CudaGraphCapture:
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._current: torch.cuda.CUDAGraph | None = None
 
-    def begin(self) -> None:
+    def begin_capture(self) -> None:
         assert self._current is None, "one capture at a time"
         if not self._alive:
             # torch takes no more graphs into a pool whose graphs are all gone (a first capture ran out of memory).
@@ -77,7 +77,7 @@ class CudaGraphCapture:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._current = graph
 
-    def end(self) -> Graph:
+    def end_capture(self) -> Graph:
         assert self._current is not None, "begin comes first"
         graph, self._current = self._current, None
         graph.capture_end()

@@ -83,7 +83,7 @@ class DeviceWorker:
         self._last: PendingStep | None = None
 
     @_enqueues
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
         config = self._config
         if config.cache.offload_dir is not None:
@@ -145,7 +145,7 @@ class DeviceWorker:
     @_enqueues
     def measure_preemption_costs(self) -> PreemptionCosts:
         """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
-        assert self._model is not None, "load comes first"
+        assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len
         limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
@@ -154,7 +154,7 @@ class DeviceWorker:
         )
         return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         """What computes, in which formats."""
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
@@ -194,7 +194,7 @@ class DeviceWorker:
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
-            self.load()
+            self.load_model()
         elif self._parked is not None:
             with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
                 self._parked.restore()
@@ -216,7 +216,7 @@ class DeviceWorker:
                 plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             )
         try:
-            self._disk.begin(plan)
+            self._disk.begin_transfers(plan)
             collect = self._runner.launch(plan)
         except BaseException as error:
             self._last = failed_step(plan.step_id, error)
@@ -305,7 +305,7 @@ class DeviceWorker:
         def wait() -> StepResult:
             with self.streams.computing():
                 result = collect()
-                result.disk = self._disk.end(plan)
+                result.disk = self._disk.end_transfers(plan)
             return result
 
         return wait
