@@ -220,7 +220,7 @@ def _json(scenario: Scenario, metrics: Metrics) -> dict[str, Any]:
 
 
 def _layout_json(
-    scenario: Scenario, result: sweep_module.LayoutResult, front: list[sweep_module.Point]
+    scenario: Scenario, result: sweep_module.SweepResult, front: list[sweep_module.Point]
 ) -> dict[str, Any]:
     points = [
         {

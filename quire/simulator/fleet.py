@@ -47,7 +47,8 @@ class ReplicaSpec:
 
 
 class Group(Protocol):
-    """Some of the replicas, here or in another process. `begin_window` and `end_window` in turn, then `finish_replicas`."""
+    """Some of the replicas, in this process or another: `begin_window` and `end_window` in turn, then
+    `finish_replicas`."""
 
     def begin_window(self, shares: Shares, until: float) -> None:
         """Serve a window."""

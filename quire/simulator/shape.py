@@ -20,7 +20,7 @@ from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 
 BUILT_IN = Path(__file__).with_name("models.json")
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")
@@ -214,7 +214,7 @@ class ModelShape:
         """Of the largest of `pp` pipeline stages."""
         return -(-self.num_layers // pp)
 
-    def layer_specs(self, dtype: str, layout: Layout) -> list[LayerSpec]:
+    def layer_specs(self, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
         """What the layers of one device keep in the KV cache, for the largest pipeline stage."""
         elements, size = self.kv_elements(layout.tp), int(DTYPE_BYTES[dtype])
         if self.latent is None:
