@@ -38,7 +38,7 @@ class ModelRunner:
         transfers: BlockTransfers,
         requests: RequestState,
         tables: BlockTables,
-        chooser: SamplerBackend,
+        sampler_backend: SamplerBackend,
         vocab_size: int,
     ) -> None:
         self._model = model
@@ -47,8 +47,8 @@ class ModelRunner:
         self._transfers = transfers
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling, chooser)
-        self._prompt_scorer = PromptScorer(model, chooser, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
+        self._sampler = Sampler(requests.sampling, sampler_backend)
+        self._prompt_scorer = PromptScorer(model, sampler_backend, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan."""

@@ -12,7 +12,7 @@ from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
-from quire.sampling.backend import make_chooser
+from quire.sampling.backend import make_sampler_backend
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -117,4 +117,4 @@ def _sample_dummy(logits: torch.Tensor, runtime: NativeRuntime | None) -> None:
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
     batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, make_chooser(rows, runtime)).sample(lambda: logits, batch)
+    Sampler(rows, make_sampler_backend(rows, runtime)).sample(lambda: logits, batch)

@@ -24,7 +24,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.backend import make_chooser
+from quire.sampling.backend import make_sampler_backend
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
@@ -142,7 +142,7 @@ class Worker:
             transfers=self._transfers,
             requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
-            chooser=make_chooser(requests.sampling, self._runtime),
+            sampler_backend=make_sampler_backend(requests.sampling, self._runtime),
             vocab_size=self._model_config.vocab_size,
         )
 

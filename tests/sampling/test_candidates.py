@@ -92,7 +92,7 @@ def test_the_same_beside_other_rows() -> None:
         assert alone.logprobs.get(0) == together.logprobs.get(index)
 
 
-def test_a_damaged_beam_has_no_candidates() -> None:
+def test_a_nonfinite_beam_has_no_candidates() -> None:
     logits = random_logits(3, 30)
     for value in (float("nan"), float("inf")):
         logits[1, 4] = value

@@ -1,4 +1,4 @@
-"""The device's sampler against the host's: tokens, rules, log-probabilities, candidates, damage."""
+"""The device's sampler against the host's: tokens, rules, log-probabilities, candidates, non-finite logits."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_more_candidates_than_tokens(device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_damaged_logits_name_their_rows(device: torch.device, value: float, options: dict) -> None:
+def test_nonfinite_logits_name_their_rows(device: torch.device, value: float, options: dict) -> None:
     logits = random_logits(6, 130)
     logits[2, 77] = value
     logits[4] = -math.inf
@@ -219,11 +219,11 @@ def test_damaged_logits_name_their_rows(device: torch.device, value: float, opti
     assert found.nonfinite == (2, 4, 5)
     assert sorted(found.logprobs) == ([0, 1, 3] if "logprobs" in options else [])
     written = made.batch.token_table[:, 0].tolist()
-    assert [written[row] for row in (2, 4, 5)] == [0, 0, 0], "a damaged row still gets a token that exists"
+    assert [written[row] for row in (2, 4, 5)] == [0, 0, 0], "a nonfinite row still gets a token that exists"
     assert NEVER not in written
 
 
-def test_damage_that_rules_hide_is_found_by_log_probabilities(device: torch.device) -> None:
+def test_nonfinite_logits_that_rules_hide_are_found_by_log_probabilities(device: torch.device) -> None:
     logits = random_logits(3)
     logits[1, 9] = math.nan
     cases = [
@@ -282,7 +282,7 @@ def test_log_probabilities_of_given_tokens(device: torch.device) -> None:
             assert entry.rank == 1 + int((logits[row] > logits[row, target]).sum())
     logits[2, 5] = math.nan
     logits[0, 9] = -math.inf
-    damaged = made.sampler.logprobs(logits.to(device), targets, 1)
+    nonfinite = made.sampler.logprobs(logits.to(device), targets, 1)
     with pytest.raises(NonFiniteLogitsError) as caught:
-        damaged.assemble([tensor.cpu() for tensor in damaged.tensors()])
+        nonfinite.assemble([tensor.cpu() for tensor in nonfinite.tensors()])
     assert caught.value.indices == (0, 2)

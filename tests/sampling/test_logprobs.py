@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw logits; damaged logits are errors."""
+"""Log-probabilities of the raw logits; non-finite logits are errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DAMAGE = [math.nan, math.inf]
 @pytest.mark.parametrize("value", DAMAGE)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"logprobs": 1}, {"logit_bias": {1: 1.0}}], ids=str)
-def test_damaged_logits_name_their_rows(value: float, temperature: float, options: dict) -> None:
+def test_nonfinite_logits_name_their_rows(value: float, temperature: float, options: dict) -> None:
     if temperature == 0:
         options = {name: setting for name, setting in options.items() if name != "top_p"}
     logits = torch.randn(6, 130, generator=torch.Generator().manual_seed(2))
@@ -73,7 +73,7 @@ def test_damaged_logits_name_their_rows(value: float, temperature: float, option
     assert list(alone.logprobs.values()) == [entry for _, entry in sorted(found.logprobs.items())]
 
 
-def test_damaged_logits_in_a_batch_of_greedy_and_random_rows() -> None:
+def test_nonfinite_logits_in_a_batch_of_greedy_and_random_rows() -> None:
     for row in range(4):
         logits = torch.randn(4, 10)
         logits[row] = math.nan
@@ -81,7 +81,7 @@ def test_damaged_logits_in_a_batch_of_greedy_and_random_rows() -> None:
         assert sample(logits, cases).nonfinite == (row,)
 
 
-def test_all_minus_infinity_is_damage_too() -> None:
+def test_all_minus_infinity_is_nonfinite_too() -> None:
     for temperature in (0.0, 1.0):
         found = sample(torch.full((1, 8), -math.inf), [Case(SamplingParams(temperature=temperature))])
         assert found.nonfinite == (0,)

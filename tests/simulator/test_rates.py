@@ -47,10 +47,10 @@ def test_a_search_that_sees_nobody_says_so() -> None:
     case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
     assert not case.holds(case.simulate(1e-3))
     with pytest.raises(QuireError, match=r"no request arrives at .* take a longer duration"):
-        find_rate(case.run, case.holds)
+        find_rate(case.simulate, case.holds)
     for start in (math.inf, math.nan, 0.0):
         with pytest.raises(UserError, match="must begin at a rate above 0"):
-            find_rate(case.run, case.holds, start=start)
+            find_rate(case.simulate, case.holds, start=start)
 
 
 def scenario(**changes: object) -> Scenario:
@@ -67,7 +67,7 @@ def test_more_memory_never_lowers_the_rate() -> None:
     rates = []
     for num_blocks in (130, 200, 300, 450):
         case = scenario(num_blocks_override=num_blocks)
-        rates.append(find_rate(case.run, case.holds, start=20.0, precision=0.05).rate)
+        rates.append(find_rate(case.simulate, case.holds, start=20.0, precision=0.05).rate)
     assert all(less <= more * 1.05 for less, more in itertools.pairwise(rates)), rates
     assert rates[-1] > 1.3 * rates[0], "memory was never the limit"
 

@@ -36,13 +36,13 @@ def damage(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"logprobs": 2, "top_p": 0.9, "seed": 4}], ids=str)
-def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage, params: dict) -> None:
+def test_nonfinite_logits_name_the_sequence(make_driver: MakeDriver, damage: Damage, params: dict) -> None:
     prompts = {70: [1, 2, 3], 71: [4, 50], 72: [50, 6], 73: [7, 8, 50]}
     sampling = sampling_of(SamplingParams(**params))
     results = []
-    for is_damaged in (False, True):
+    for is_nonfinite in (False, True):
         driver = make_driver()
-        if is_damaged:
+        if is_nonfinite:
             damage(driver, 50)
         for seq_id, prompt in prompts.items():
             driver.add(seq_id, prompt, sampling)
@@ -55,7 +55,7 @@ def test_damaged_logits_name_the_sequence(make_driver: MakeDriver, damage: Damag
     assert found.logprobs == {index: entry for index, entry in sound.logprobs.items() if index in (0, 2)}
 
 
-def test_a_damaged_sequence_has_a_token_that_exists(make_driver: MakeDriver, damage: Damage) -> None:
+def test_a_nonfinite_sequence_has_a_token_that_exists(make_driver: MakeDriver, damage: Damage) -> None:
     """A plan that is in flight already computes it."""
     driver = make_driver(queue_depth=2)
     damage(driver, 50)

@@ -61,7 +61,7 @@ class DeviceSamples:
         return [tensor for tensor in (self.chosen, self.ranked, self.candidates) if tensor is not None]
 
     def assemble(self, hosts: Sequence[torch.Tensor]) -> SampledTokens:
-        """hosts: `tensors` on the host. A row with NaN or plus infinity, or without any finite score, is damaged."""
+        """hosts: `tensors` on the host. A row with NaN or plus infinity, or without any finite score, is nonfinite."""
         remaining = iter(hosts)
         chosen = next(remaining).numpy()
         ranked = None if self.ranked is None else next(remaining).numpy()

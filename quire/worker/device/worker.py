@@ -13,6 +13,7 @@ from quire import envs
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
+from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
@@ -27,7 +28,6 @@ from quire.worker.block_file import BlockLayout
 from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
-from quire.worker.device.facts import device_limits, device_name
 from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graph_dispatch import ExecutionSettings, execution_settings
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
@@ -48,6 +48,8 @@ from quire.worker.preemption_costs import time_copies
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+INTERPRETED_MULTIPROCESSORS = 8
 
 
 def _enqueues(
@@ -309,3 +311,19 @@ class DeviceWorker:
             return result
 
         return wait
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """What decides the shapes of kernels. The interpreter runs one program at a time: work is cut into few of them."""
+    if device.type != "cuda":
+        return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the device for logs and `describe_backend`."""
+    if device.type != "cuda":
+        return "the host, interpreted"
+    name: str = torch.cuda.get_device_name(device)
+    return name
