@@ -1,6 +1,6 @@
-"""The seam between the worker and the attention back ends: what a step attends to, and who computes it.
+"""The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
 
-The worker builds one AttentionBatch a step; a back end plans once (`plan`) and is then run once per layer
+The worker builds one AttentionBatch a step; a back end plans once (`plan`) and then attends once per layer
 (`AttentionStep.attend`), so that whatever depends only on lengths and tables is computed once a step.
 """
 

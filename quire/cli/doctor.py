@@ -43,7 +43,7 @@ DEVICE_NODE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """num_decodes sequences with one new token each, and prompts with so many new tokens."""
+    """A step of num_decodes sequences with one new token each, and of prompts, given by their numbers of new tokens."""
 
     num_decodes: int
     prompts: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """The engine's metrics for Prometheus: vLLM's names behind the prefix `quire:`, one registry per server.
 
-Counters and gauges are read from the engine's last snapshot when somebody scrapes, so they cost a step nothing;
+Counters and gauges are read from the engine's last snapshot at each scrape, so they cost a step nothing;
 histograms are fed from the outputs.
 """
 

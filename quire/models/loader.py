@@ -159,4 +159,4 @@ def dummy_weights(
 
 
 def _silent(done: int, total: int) -> None:
-    """Progress that nobody asked for."""
+    """The progress callback that reports nothing."""

@@ -20,8 +20,8 @@ MAX_HEADER_BYTES = 2**24
 MAX_TENSORS = 2**16
 """In one file."""
 MAPPED_BYTES = 2**24
-"""What was read of a mapping stays resident as long as it lives, and a model would be in memory twice by the time its
-last tensor is packed: after so many bytes a file is mapped anew."""
+"""Bytes read before a file is mapped anew. The pages read stay resident as long as their mapping, so with one mapping a
+model would be in memory twice when its last tensor is packed."""
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

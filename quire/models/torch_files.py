@@ -22,7 +22,7 @@ from quire.utils.model_files import file_bytes
 MAX_OPERATIONS = 2**20
 """Of a file's pickle; a tensor takes some 30. Each makes an object of some 50 bytes at most."""
 NUM_LEGACY_PICKLES = 5
-"""A file from before the zip format begins with so many: magic number, version, machine, tensors, order of data."""
+"""Pickles at the start of a file from before the zip format: magic number, version, machine, tensors, order of data."""
 
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int", "Long", "Bool")
 ALLOWED = frozenset(

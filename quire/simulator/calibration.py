@@ -33,7 +33,7 @@ MIN_STEPS = 30
 MIN_IDLE = 5
 """Steps after idle time, for what they take longer."""
 MAX_STEPS = 1500
-"""Of a longer log so many are fitted, taken evenly."""
+"""The most steps that are fitted; of a longer log they are taken evenly."""
 FEWEST_ROWS = 3
 """Steps of a run's beginning are left out: buffers grow, programs are recorded."""
 ITERATIONS = 60
@@ -42,7 +42,7 @@ PRIOR = 1e-5
 """Weight of staying where the profile was, against that of a step: decides what the log does not."""
 LEAST_SPREAD = 0.02
 USUAL = 1.5
-"""Residuals beyond so many spreads count linearly."""
+"""Residuals beyond this many spreads count linearly."""
 TRUSTING = 20
 """Iterations in which every step counts, however far from what is predicted ..."""
 ALL = 10.0

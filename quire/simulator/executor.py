@@ -34,7 +34,8 @@ class SimulatedFuture(Future[StepResult]):
     may be asked of it."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
-        # Not Future's own: a lock and a condition for each step, and nobody ever waits for this one.
+        # Future.__init__ is not called: it makes a lock and a condition for each step, and no thread waits for this
+        # one.
         self._clock = clock
         self._ready = ready
         self._step_result = result
@@ -131,7 +132,7 @@ class SimulatedExecutor:
         self._device_free = max(end, swapped)
         self.busy_seconds += model
         self.num_steps += 1
-        # Who computes nothing waits for what it moves.
+        # A plan without tokens ends when its transfers end.
         ready = end if work.num_tokens else self._device_free
         return SimulatedFuture(clock, ready, self._result(plan))
 

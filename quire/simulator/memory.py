@@ -51,12 +51,12 @@ def check_pool(cost: CostModel, num_bytes: int) -> None:
 
 
 def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
-    """Of so many blocks on each device."""
+    """Bytes of a pool of `num_blocks` blocks, on each device."""
     return num_blocks * block_bytes(*_groups(cost), block_size)
 
 
 def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """What so many sequences of full length can use: the engine takes no more (quire/kv_cache/sizing.py)."""
+    """Bytes that `max_num_seqs` sequences of full length use: the engine takes no more (quire/kv_cache/sizing.py)."""
     groups, _ = _groups(cost)
     return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
 

@@ -74,7 +74,7 @@ class Distribution:
         return self.total / self.count if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which so many percent lie, interpolated linearly; NaN when there are none."""
+        """The value below which `percent` percent of the values lie, interpolated linearly; NaN when there are none."""
         if not self.count:
             return math.nan
         if self._values is not None:

@@ -21,7 +21,7 @@ class Source(Protocol):
     """Where requests come from."""
 
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
-        """The requests, at so many a second (None: as they are); the same for the same rate."""
+        """The requests at `rate` requests a second (None: as they are); the same for the same rate."""
         ...
 
     def rate(self) -> float | None:

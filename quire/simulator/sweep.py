@@ -22,7 +22,7 @@ from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork
 
 GROWTH = 1.05
-"""A layout is saturated when twice the rate brings less than so many times the tokens."""
+"""A layout is saturated when twice the rate yields less than GROWTH times the tokens a second."""
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
@@ -65,8 +65,8 @@ class SweepResult:
 
 
 def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
-    """All layouts of exactly so many devices in which the model fits, tensor parallelism in powers of two and at most
-    MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices. Raises UserError when
+    """All layouts of exactly `num_devices` devices in which the model fits, tensor parallelism in powers of two and at
+    most MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices. Raises UserError when
     there is none, and says why the last one was left out."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
@@ -120,7 +120,7 @@ def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
     rate = _lowest_rate(scenario)
     for _ in range(MAX_POINTS):
         found_point = point(layout, rate, scenario.simulate(rate))
-        if math.isnan(found_point.tpot):  # nobody arrived, or nobody for more than a token
+        if math.isnan(found_point.tpot):  # no request arrived, or none of more than one token
             rate *= 2
             continue
         points.append(found_point)
@@ -179,7 +179,7 @@ def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """At which a replica is busy half of the time with one request. Raises UserError when nobody arrives."""
+    """The rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

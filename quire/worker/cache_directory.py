@@ -84,7 +84,7 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """Where a file can be written before it gets its name: a path that nobody else uses."""
+        """A path, different for every engine and call, where a file is written before it is renamed."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 

@@ -29,7 +29,7 @@ class BlockTransfers(Protocol):
         ...
 
     def is_reading(self, blocks: Iterable[int]) -> bool:
-        """Whether one of these device blocks is still to be saved, so that nobody may write it before `wait`."""
+        """Whether one of these device blocks is still to be saved; the caller must not write it before `wait`."""
         ...
 
     def wait(self) -> None:

@@ -148,7 +148,8 @@ class Worker:
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
+        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
+        plan."""
         assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         longest, block_size = self._model_config.max_model_len, self._cache_config.block_size

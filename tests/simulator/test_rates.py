@@ -42,7 +42,7 @@ def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
         find_rate(run_at, lambda metrics: True)
 
 
-def test_a_search_that_sees_nobody_says_so() -> None:
+def test_a_search_without_requests_raises() -> None:
     """At low rates no request arrives in the time given, which is no objective kept."""
     case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
     assert not case.holds(case.simulate(1e-3))

@@ -91,8 +91,8 @@ class Recorder:
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
-        """Add a kernel; returns its output, `width` wide, which takes the place of `over` where nobody needs that any
-        more (in_place: always; nobody may)."""
+        """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
+        (in_place: always; no later kernel may)."""
         out = Buffer(self, width, ARENA, -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT)
         self.calls.append(Call(kernel, buffers or {}, constants, out, over, in_place))
         return out

@@ -63,7 +63,8 @@ class DeviceSampler:
         num_logprobs = self._asked(batch, used, Feature.LOGPROBS)
         ranked = None
         if num_logprobs:
-            # One width whatever is asked for, so that it takes few shapes; no alternatives, if nobody wants any.
+            # One width whatever the requests ask for keeps the number of shapes small; 0 when none asks for
+            # alternatives.
             num_top = MAX_LOGPROBS if any(num_logprobs.values()) else 0
             ranked = self._rank(logits, chosen[:, 0], num_top, batch, Feature.LOGPROBS)
         return DeviceSamples(chosen, ranked, candidates, num_logprobs, num_candidates)

@@ -70,7 +70,7 @@ class CudaGraphRunner:
         """capture: None where there are no graphs; then `settings` must allow none."""
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
-        assert capture is not None or not largest, "graphs without somebody to capture them"
+        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
         self._model = model
         self._backend = backend
         self._longest = shape.longest

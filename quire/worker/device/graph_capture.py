@@ -103,7 +103,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Bytes of a device that somebody else owns, as torch takes them."""
+    """Device memory with another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

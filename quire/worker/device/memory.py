@@ -30,7 +30,7 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> int:
-        """What nobody uses, memory that torch only keeps in reserve counted as free."""
+        """Free bytes of the device, those that torch only keeps in reserve included."""
         ...
 
     def measure_peak(self, work: Callable[[], object]) -> int:
@@ -76,7 +76,7 @@ class CudaMemory:
     def pin(self, memory: torch.Tensor) -> None:
         status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(status) != 0:
-            # CUDA says it once more, to the next kernel's launch, unless somebody listens.
+            # CUDA reports the error again at the next kernel launch: this launch takes it, so that no later one fails.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             raise InsufficientMemoryError(
@@ -144,7 +144,7 @@ class HostPool:
         return self.blocks.unbind(1)
 
     def close(self) -> None:
-        """Nobody copies from or to it any more."""
+        """Unpin the memory. No copy from or to it may be under way."""
         self._memory.unpin(self.blocks)
 
 

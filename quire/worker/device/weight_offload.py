@@ -40,30 +40,30 @@ class OffloadedWeights:
             memory.pin(self._host)
         except InsufficientMemoryError as error:
             raise InsufficientMemoryError(f"{error} for sleeping weights; sleep at level 2 needs none") from None
-        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         start = 0
         for storage in storages.values():
             host = self._host[start : start + storage.nbytes()]
             host.copy_(_bytes_of(storage))
-            self._parked.append((storage, host))
+            self._offloaded.append((storage, host))
             start += _aligned(storage.nbytes())
 
     def release(self) -> None:
         """Give the device's memory back."""
-        for storage, _ in self._parked:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
 
     def restore(self) -> None:
         """Bring everything back; may be called again after an error. Raises torch.OutOfMemoryError."""
-        while self._parked:
-            storage, host = self._parked[-1]
+        while self._offloaded:
+            storage, host = self._offloaded[-1]
             storage.resize_(host.nbytes)
             _bytes_of(storage).copy_(host)
-            self._parked.pop()
+            self._offloaded.pop()
 
     def close(self) -> None:
         """Let the host's memory go, whether the weights are back or not. Idempotent."""
-        self._parked.clear()
+        self._offloaded.clear()
         if len(self._host):
             self._memory.unpin(self._host)
             self._host = self._host[:0]

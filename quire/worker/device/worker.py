@@ -76,7 +76,7 @@ class DeviceWorker:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
-        self._parked: OffloadedWeights | None = None
+        self._offloaded: OffloadedWeights | None = None
         self._host_pool: HostPool | None = None
         self._runner: DeviceModelRunner | None = None
         self._layout: KVCacheLayout | None = None
@@ -146,7 +146,8 @@ class DeviceWorker:
 
     @_enqueues
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
+        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
+        plan."""
         assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len
@@ -177,16 +178,18 @@ class DeviceWorker:
         altogether at level 2. What is on disk stays. Raises InsufficientMemoryError, awake as before, when the host has
         not got the memory for the weights."""
         self.streams.synchronize()
-        if level == 1 and self._parked is None:  # first of all: the host may have no room for it
+        if level == 1 and self._offloaded is None:  # first of all: the host may have no room for it
             assert self._model is not None, "load comes before sleep"
-            self._parked = OffloadedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
-            self._parked.release()
+            self._offloaded = OffloadedWeights(
+                self._model, self.streams.device, self._model.weight_bytes(), self._memory
+            )
+            self._offloaded.release()
         self._disk.close()
         self._last = None
         self._release_pools()
         if level == 2:
             self._model = None
-            self._drop_parked()
+            self._drop_offloaded()
         gc.collect()
         self._memory.free()  # what torch keeps in reserve goes back as well
 
@@ -197,10 +200,10 @@ class DeviceWorker:
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
             self.load_model()
-        elif self._parked is not None:
-            with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
-                self._parked.restore()
-            self._drop_parked()
+        elif self._offloaded is not None:
+            with arithmetic(self._memory, "the weights of a sleeping model", self._offloaded.num_bytes):
+                self._offloaded.restore()
+            self._drop_offloaded()
         try:
             self.allocate(self._layout)
         except BaseException:
@@ -234,12 +237,12 @@ class DeviceWorker:
         self._disk.close()
         self._last = None
         self._release_pools()
-        self._drop_parked()
+        self._drop_offloaded()
 
-    def _drop_parked(self) -> None:
-        if self._parked is not None:
-            self._parked.close()
-            self._parked = None
+    def _drop_offloaded(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
 
     def _release_pools(self) -> None:
         """Let go of everything that holds keys and values."""
