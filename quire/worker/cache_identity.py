@@ -1,4 +1,4 @@
-"""What a stored KV block depends on besides its tokens, as one hash: engines that agree on it may share blocks.
+"""A hash of all that a stored KV block depends on besides its tokens: engines with the same hash may share blocks.
 
 Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights,
 how they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are

@@ -24,10 +24,10 @@ PROMPT_LOGITS_ELEMENTS = 2**22
 
 
 class ModelRunner:
-    """Holds the rows and runs plans over them.
+    """Runs plans over the request state.
 
-    A token that the scheduler does not know yet needs no care here: the step that sampled it wrote it to the row,
-    and steps run in order.
+    Steps run in order, and a step writes the tokens it samples to the request state, so the next plan may schedule a
+    token that the scheduler does not know yet.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ModelRunner:
         return result
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Everything that happens before the forward pass."""
+        """Apply the plan's changes that take effect before the forward pass."""
         requests, tables = self._requests, self._tables
         for seq_id in plan.released:
             tables.clear(requests.release(seq_id))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
 
 PROFILED_TOKENS = 512
-"""Enough for the growth to stand out from the allocator's noise."""
+"""Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
 
@@ -83,7 +83,7 @@ def dummy_pass(
 
 def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) -> AttentionBatch:
     """`num_tokens` new tokens in sequences of `longest` (the last may be shorter) that all use the blocks 1, 2, ...:
-    what they compute means nothing, how much memory it takes is what a real step takes."""
+    the results are meaningless, the memory is that of a real step."""
     query_start = np.append(np.arange(0, num_tokens, longest), num_tokens)
     num_seqs = len(query_start) - 1
     sequence_index = np.repeat(np.arange(num_seqs), np.diff(query_start))

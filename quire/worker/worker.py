@@ -68,10 +68,10 @@ def _computes(
 
 
 class Worker:
-    """Owns the model, the pool's tensors and the rows. Takes the slices of the configuration that it needs."""
+    """The worker of a CPU: owns the model, the pools' tensors and the request state."""
 
     def __init__(self, config: EngineConfig) -> None:
-        # Native kernels bring threads of their own: torch's would only get in their way.
+        # Native kernels have threads of their own, which torch's would only slow down.
         native = config.device.attention_backend == "native"
         self.num_threads = 1 if native else config.device.num_threads
         self._model_config = config.model
@@ -96,7 +96,7 @@ class Worker:
         A bar on standard error shows the progress when it takes longer than a second.
         """
         if self._cache_config.offload_dir is not None:
-            require_writable(self._cache_config.offload_dir)  # better said before than after minutes of loading
+            require_writable(self._cache_config.offload_dir)  # fails before minutes of loading
         if self._load_config.load_format == "dummy":
             check_dummy(self._model_config, available_memory())
         with LoadProgress() as progress:
@@ -123,7 +123,7 @@ class Worker:
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
         self._layout = layout
@@ -161,7 +161,7 @@ class Worker:
         )
 
     def describe_backend(self) -> str:
-        """What computes, with how many threads, in which formats."""
+        """One line for users: kernels, number of threads, formats of weights, KV cache and products."""
         model, device = self._model_config, self._device_config
         computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
@@ -172,7 +172,7 @@ class Worker:
 
     @_computes
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. After an error the rows are in an unknown state, so every later plan fails as well."""
+        """Run one plan. After an error the request state is undefined, so every later plan fails as well."""
         assert self._runner is not None, "allocate comes before execute"
         if self._failed:
             raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
@@ -188,18 +188,18 @@ class Worker:
 
     @_computes
     def sleep(self, level: int) -> None:
-        """Give the pools back; at level 2 the weights as well. What is on disk stays."""
+        """Free the pools; at level 2 the weights as well. Blocks on disk stay."""
         assert self._model is not None, "load comes before sleep"
         self._disk.close()
         self._runner, self._transfers, self._disk = None, NoTransfers(), NoDiskTier()
         self._model.release_workspaces()
         if level == 2:
             self._model = None
-        gc.collect()  # what is left in cycles keeps mappings alive
+        gc.collect()  # objects in reference cycles would keep their memory mapped
 
     @_computes
     def wake_up(self) -> None:
-        """Load the weights, if they are gone, and make the pools anew. Raises ModelLoadError or
+        """Load the weights, if they were freed, and allocate the pools again. Raises ModelLoadError or
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
@@ -207,7 +207,7 @@ class Worker:
         self.allocate(self._layout)
 
     def close(self) -> None:
-        """Finish what is being stored on disk. Nothing may be executed afterwards. Idempotent."""
+        """Wait for the stores to disk. No plan may be executed afterwards. Idempotent."""
         self._disk.close()
 
     def _open_store(self, directory: Path, layout: KVCacheLayout, host_blocks: HostBlocks) -> DiskStore:

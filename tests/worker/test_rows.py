@@ -35,8 +35,8 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     assert len(rows) == 0
     sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
-    for column in (sampling.logit_bias, sampling.allowed_tokens):
-        assert len(column.select(np.arange(8))[0]) == 0
+    assert len(sampling.logit_bias.select(np.arange(8))[0]) == 0
+    assert len(sampling.allowed_tokens.select(np.arange(8))) == 0
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
 
 

@@ -1,4 +1,5 @@
-"""The worker of a device: the model and the KV cache lie there, plans are enqueued, results are waited for later."""
+"""The worker of a GPU: the model and the KV cache are on the device, plans are enqueued, results are waited for
+later."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def _enqueues(
 
 
 class DeviceWorker:
-    """Owns the model, the pool's tensors and the rows. Life as the CPU's worker; plans are launched."""
+    """Owns the model, the pools' tensors and the request state of a device. Life as the CPU's worker; `launch` takes
+    the place of `execute`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -89,7 +91,7 @@ class DeviceWorker:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
         config = self._config
         if config.cache.offload_dir is not None:
-            require_writable(config.cache.offload_dir)  # better said before than after minutes of loading
+            require_writable(config.cache.offload_dir)  # fails before minutes of loading
         layers = DeviceLayers(self.streams.device, config.device.batch_invariant)
         with LoadProgress() as progress, arithmetic(self._memory, f"the weights of {config.model.name}"):
             self._model = load_model(config.model, config.load, progress=progress, device_layers=layers)
@@ -114,7 +116,7 @@ class DeviceWorker:
 
     @_enqueues
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config = self._config
         model, scheduler = config.model, config.scheduler
@@ -158,7 +160,7 @@ class DeviceWorker:
         return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
 
     def describe_backend(self) -> str:
-        """What computes, in which formats."""
+        """One line for users: kernels, device, formats of weights and KV cache, CUDA graphs."""
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
@@ -174,11 +176,11 @@ class DeviceWorker:
 
     @_enqueues
     def sleep(self, level: int) -> None:
-        """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
-        altogether at level 2. What is on disk stays. Raises InsufficientMemoryError, awake as before, when the host has
-        not got the memory for the weights."""
+        """Free the pools and the graphs captured over them, and the weights: level 1 moves them to the host, level 2
+        drops them. Blocks on disk stay. Raises InsufficientMemoryError, without any change, when the host lacks the
+        memory for the weights."""
         self.streams.synchronize()
-        if level == 1 and self._offloaded is None:  # first of all: the host may have no room for it
+        if level == 1 and self._offloaded is None:  # first, because it fails when the host lacks memory
             assert self._model is not None, "load comes before sleep"
             self._offloaded = OffloadedWeights(
                 self._model, self.streams.device, self._model.weight_bytes(), self._memory
@@ -191,11 +193,11 @@ class DeviceWorker:
             self._model = None
             self._drop_offloaded()
         gc.collect()
-        self._memory.free()  # what torch keeps in reserve goes back as well
+        self._memory.free()  # frees what torch keeps in reserve as well
 
     @_enqueues
     def wake_up(self) -> None:
-        """Bring the weights back, or load them, and make the pools anew. Raises ModelLoadError or
+        """Copy the weights back, or load them, and allocate the pools again. Raises ModelLoadError or
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
@@ -207,13 +209,13 @@ class DeviceWorker:
         try:
             self.allocate(self._layout)
         except BaseException:
-            self._release_pools()  # all of it is made again at the next try
+            self._release_pools()  # the next call makes all of it again
             raise
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Enqueue one plan; its result is asked of what is returned. After an error the rows are in an unknown state,
-        so every later plan fails as well."""
+        """Enqueue one plan; return the future of its result. After an error the request state is undefined, so every
+        later plan fails as well."""
         assert self._runner is not None, "allocate comes before launch"
         previous = self._last
         if previous is not None and previous.has_failed:
@@ -232,7 +234,7 @@ class DeviceWorker:
         return self._last
 
     def close(self) -> None:
-        """Wait for what was enqueued, and finish what is being stored on disk. Idempotent."""
+        """Wait for the enqueued plans and the stores to disk. Idempotent."""
         self.streams.synchronize()
         self._disk.close()
         self._last = None
@@ -245,7 +247,7 @@ class DeviceWorker:
             self._offloaded = None
 
     def _release_pools(self) -> None:
-        """Let go of everything that holds keys and values."""
+        """Free everything that holds keys and values."""
         self._runner = None
         self._transfers, self._disk = NoTransfers(), NoDiskTier()
         if self._host_pool is not None:
@@ -317,7 +319,8 @@ class DeviceWorker:
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """What decides the shapes of kernels. The interpreter runs one program at a time: work is cut into few of them."""
+    """The properties that decide the shapes of kernels. For the interpreter, which runs one program at a time, work is
+    cut into few programs."""
     if device.type != "cuda":
         return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
     properties = torch.cuda.get_device_properties(device)
