@@ -1,4 +1,4 @@
-"""What a step of the device back end attends to: the counterpart of AttentionBatch whose tensors stay on the device.
+"""The attention batch of one step on a device: the counterpart of AttentionBatch whose tensors stay on the device.
 
 Sizes are the host's, so that grids are chosen without asking the device; everything else lies in tensors at addresses
 that stay the same for the life of a CUDA graph. A batch may be padded to the size that a graph was captured for.

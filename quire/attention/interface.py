@@ -32,7 +32,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What is constant of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
+    """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
     (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off)."""
 
     layer: int
@@ -57,7 +57,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Owns no memory: it is made with the pool's tensors."""
+    """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> Any:
         """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""

@@ -148,7 +148,7 @@ def _attend_chunk(
 
 
 def _merged(left: Partial, right: Partial) -> Partial:
-    """The softmax over the keys of both. Merging with what saw nothing changes no bit."""
+    """The softmax over the keys of both. Merging with a part that saw no key changes no bit."""
     maximum = torch.maximum(left[0], right[0])
     left_scale, right_scale = torch.exp(left[0] - maximum), torch.exp(right[0] - maximum)
     return (

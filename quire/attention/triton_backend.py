@@ -29,7 +29,7 @@ from quire.layers.operations import HeadWeights
 
 
 class TritonAttention:
-    """Knows the pool and the device, and holds the scratch for splits, which all layers and graphs share.
+    """Attention on a device's pool. Holds the scratch for splits, which all layers and graphs share.
 
     pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device.
     num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that

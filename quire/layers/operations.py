@@ -1,4 +1,5 @@
-"""What layers compute besides linear maps, behind one seam: eagerly with torch, or recorded for native kernels."""
+"""The operations of layers besides linear maps, behind one interface: eager in torch, or recorded for native
+kernels."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ class RotaryFrequencies:
 
 
 class Operations(Protocol):
-    """T rows throughout."""
+    """The operations of layers; every tensor has T rows, one per token."""
 
     def norm(self, weights: NormWeights, x: Value) -> Value:
         """[T, size] -> [T, size]."""
         ...
 
     def rotation(self, frequencies: RotaryFrequencies, positions: Indices) -> Any:
-        """What `attend` rotates with."""
+        """The rotation of these positions, for `attend`."""
         ...
 
     def attend(self, heads: HeadWeights, qkv: Value, rotation: Any, step: Any) -> Value:
@@ -82,7 +83,7 @@ class Rotation:
 
 
 class TorchOperations:
-    """The plain instance."""
+    """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         if weights.centred:

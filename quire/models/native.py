@@ -68,7 +68,7 @@ class NativeModel:
         return self._logits[:num_rows]
 
     def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
-        self._body = None  # first, so that two arenas never exist at the same time
+        self._body = None  # freed first, so that two arenas never exist at the same time
         recorder = Recorder()
         result = self._model.forward(
             RecordedIndices(recorder, by_position=False), RecordedIndices(recorder, by_position=True), backend

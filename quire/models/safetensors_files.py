@@ -18,7 +18,7 @@ from quire.utils.model_files import file_bytes
 MAX_HEADER_BYTES = 2**24
 """The library allows 100 MB, and takes some ten times that for what they say."""
 MAX_TENSORS = 2**16
-"""In one file."""
+"""The most tensors in one file."""
 MAPPED_BYTES = 2**24
 """Bytes read before a file is mapped anew. The pages read stay resident as long as their mapping, so with one mapping a
 model would be in memory twice when its last tensor is packed."""

@@ -52,7 +52,7 @@ def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise _refused(path) from None
     except MemoryError:
         raise
-    except Exception as error:  # torch and zipfile raise whatever their parsers come upon
+    except Exception as error:  # the parsers of torch and zipfile raise errors of many types
         reason = str(error).splitlines() or [type(error).__name__]
         raise ModelLoadError(f"{path} is corrupt or truncated: {reason[0]}") from None
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""How a linear layer's weights are stored, filled and multiplied: the door for int8, int4 and packed checkpoints."""
+"""How a linear layer's weights are stored, filled and multiplied: the interface for int8, int4 and packed weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.value import Indices, Value
 from quire.quantization.integer_weight import WeightTensor
 
 Parameters: TypeAlias = Any
-"""What one linear layer keeps; its LinearMethod alone looks inside."""
+"""The stored weights of one linear layer; only its LinearMethod reads them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a beam can go on with: the tokens of the best scores, a score being a log-probability that the rules changed."""
+"""Candidates to continue a beam: the tokens of the best scores, a score being a log-probability that rules changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.sampling.rules import BANNED_SCORE
 from quire.step import Candidates
 
 LOWEST_SCORE = float(BANNED_SCORE) / 2
-"""Nothing that the model and the other rules can come to is as low: what is lower was banned."""
+"""Scores below this one belong to banned tokens: neither the model nor other rules produce one as low."""
 
 
 def normalize(logits: np.ndarray) -> np.ndarray:

@@ -167,7 +167,7 @@ def test_foreign_files_are_left_alone_with_one_warning(
     (folder / f"{'0' * 64}-9").symlink_to(strangers[0])
     again = make_host(limit=LAYOUT.file_bytes)
     assert again.total.found == [key(1)]
-    assert len([record for record in caplog.records if "none of ours" in record.message]) == 1
+    assert len([record for record in caplog.records if "Quire did not write" in record.message]) == 1
     for number in range(2, 6):
         again.put(number)
     assert all(path.read_text() == "not ours" for path in strangers)

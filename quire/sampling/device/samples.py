@@ -1,4 +1,4 @@
-"""What the device sampler has enqueued: tensors that will hold the results, and how the host reads them."""
+"""Results that the device sampler has enqueued: their tensors, and how the host reads them."""
 
 from __future__ import annotations
 

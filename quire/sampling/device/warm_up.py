@@ -1,4 +1,4 @@
-"""Compiling the sampler's kernels before the first request wants them: compiling takes seconds, once for a machine."""
+"""Compiling the sampler's kernels before the first request needs them: it takes seconds, once for a machine."""
 
 from __future__ import annotations
 

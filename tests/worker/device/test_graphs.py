@@ -140,7 +140,7 @@ def test_inputs_must_stay_where_they_are(config: ModelConfig) -> None:
     passes.run(*step)
     passes.run(*step)
     passes.buffers = Buffers()
-    with pytest.raises(AssertionError, match="stay where they are"):
+    with pytest.raises(AssertionError, match="must keep their addresses"):
         passes.run(*step)
 
 
