@@ -18,7 +18,7 @@ CHUNK_BYTES = 4 << 20
 
 class TorchAttention:
     """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
-    zero) in place of whatever a sequence does not own."""
+    zero) for positions beyond a sequence's blocks."""
 
     def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
         self._block_size = layout.block_size

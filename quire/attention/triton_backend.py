@@ -143,8 +143,8 @@ class TritonAttentionStep:
         """Norms over heads, rotation, keys and values to their pages, attention.
 
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous, used up. rotation: of the T positions, or None.
-        out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Rows of padding are left
-        as they are. Causal: a token sees positions up to its own, of its own sequence.
+        out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Padding rows are not
+        written. Causal: a token sees positions up to its own, of its own sequence.
         """
         shape = heads.shape
         layer = self._backend.layer(heads)

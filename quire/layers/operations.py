@@ -15,8 +15,8 @@ from quire.kernels.value import Indices, Value
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """weight, bias: [size] in the activations' dtype, or None for ones and zeros. centred: LayerNorm, which takes the
-    mean away; else RMSNorm."""
+    """weight, bias: [size] in the activations' dtype, or None for ones and zeros. centred: LayerNorm, which subtracts
+    the mean; else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None

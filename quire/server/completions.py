@@ -123,7 +123,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """What is new, choice by choice; the first piece of a choice brings what is said of its prompt."""
+        """The new tokens, choice by choice; the first piece of a choice also has the prompt's echo and logprobs."""
         generates = self._body.max_tokens > 0
         self._counter.count_output(prompt_index, output, count_completion=generates)
         self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""What a step takes: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
+"""The seconds of a step: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
 
 Each limit is taken with its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so their
 times add up:
@@ -132,7 +132,7 @@ class CostModel:
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
 
-    # -- what callers ask -------------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def block_tokens(self) -> int:

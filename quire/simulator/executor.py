@@ -1,4 +1,5 @@
-"""An executor without a device: plans in, made-up tokens out, and a virtual clock that moves by what steps cost.
+"""An executor without a device: plans in, made-up tokens out, and a virtual clock that advances by the predicted
+seconds.
 
 Two timelines. The host (engine core and scheduler) is the clock itself: `execute` moves it by the host's overhead. The
 device runs plans one after the other: a plan begins when it has been handed over and the one before it is done. Taking
@@ -91,7 +92,7 @@ class SimulatedExecutor:
         self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """What the cost model says of a block's copy, and of a token of a long chunk."""
+        """The cost model's seconds for a block's copy, and for a token of a long chunk."""
         num_tokens = 1024
         chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
         kinds = len(self._cost.windows)

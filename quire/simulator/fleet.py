@@ -59,7 +59,7 @@ class Group(Protocol):
         ...
 
     def finish_replicas(self) -> list[Metrics]:
-        """Serve what is left; per replica the results."""
+        """Serve the remaining requests; returns each replica's results."""
         ...
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ def simulate_fleet(
     num_processes: int = 1,
     report_seconds: float = REPORT_SECONDS,
 ) -> list[Metrics]:
-    """Serve a trace by several replicas; per replica what came of it (`merged` adds them up).
+    """Serve a trace by several replicas; returns each replica's metrics (`merged` adds them up).
 
     The result is the same for any number of processes. Raises UserError for an unknown router, and what a replica's
     start can fail with.

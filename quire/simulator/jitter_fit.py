@@ -1,4 +1,4 @@
-"""The jitter of a device from logged steps: what each took over what it was expected to take, in the order of time."""
+"""The jitter of a device from logged steps: the ratio of each step's measured to its expected time, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device's memory holds: weights, activations, and the rest for the KV cache."""
+"""The memory of a device: weights, activations, and the rest for the KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUM_LOGIT_COPIES = 3
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """An estimate of what a step at its full budget keeps at once on a device: the residual stream three times, the
-    wider of attention and MLP, and the sampler's logits. The engine measures it."""
+    """An estimate of the bytes of activations of a step at its full budget on a device: the residual stream three
+    times, the wider of attention and MLP, and the sampler's logits. The engine measures it."""
     shape, tp = cost.shape, cost.layout.tp
     width = shape.intermediate
     if shape.experts is not None:
@@ -26,7 +26,7 @@ def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs:
 
 
 def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """What is left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
+    """Bytes left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
     arithmetic, when nothing is."""
     hardware = cost.hardware
     weights = int(cost.weight_bytes_per_device)

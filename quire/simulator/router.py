@@ -1,4 +1,4 @@
-"""Which replica a request goes to: decided by what a router can know, the replicas' reports and its own choices.
+"""Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
 
 Reports come at a fixed interval. Between two of them a router counts what it has sent since, and what has finished
 since it does not know.

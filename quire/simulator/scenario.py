@@ -1,4 +1,4 @@
-"""What is simulated, apart from the rate: requests, model, device, layout, engine, router. A rate makes a run of it."""
+"""A scenario is all of a simulation but the rate: requests, model, device, layout, engine, router."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
 
 
 def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
-    """What a run says of a layout."""
+    """The point of a run: its rate, latencies and throughput under a layout."""
     return Point(
         layout=layout,
         rate=rate,

@@ -44,7 +44,7 @@ def first_of_group(group: str) -> int:
 
 
 class Streams:
-    """What the sequences of an executor generate."""
+    """The token ids that the sequences of an executor generate."""
 
     def __init__(self) -> None:
         self._first_tokens: dict[int, int] = {}
