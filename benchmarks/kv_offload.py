@@ -78,10 +78,10 @@ def time_store(directory: Path, block_bytes: int, *, drop: bool) -> dict[str, fl
                 done += sum(len(getattr(report, name)) for name in names)
         return total / (time.perf_counter() - began)
 
-    stored = ended(lambda block: store.store(block, 0, hashes[block]), ("released",))
+    stored = ended(lambda block: store.store_block(block, 0, hashes[block]), ("released",))
     if drop:
         _drop_from_page_cache(directory)
-    loaded = ended(lambda block: store.load(0, hashes[block], block), ("loaded",))
+    loaded = ended(lambda block: store.load_block(0, hashes[block], block), ("loaded",))
     began = time.perf_counter()
     for pages in memory:
         for page in pages:

@@ -33,7 +33,7 @@ BlockCopies::BlockCopies(const int64_t* pairs, int64_t num_pairs, int64_t num_bl
   }
   for (int64_t i = 0; i < num_pairs; ++i)
     if (pairs[2 * i] == pairs[2 * i + 1]) source_of.erase(pairs[2 * i]);
-  // A block is written when nobody will read it any more; then its source may be free to be written, and so on.
+  // A block is written once no pair reads it any more; then its source may become writable, and so on.
   auto write_from = [&](int64_t destination) {
     for (;;) {
       auto entry = source_of.find(destination);

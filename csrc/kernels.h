@@ -200,7 +200,7 @@ struct RankArgs {
   int64_t vocab_size = 0;
   const int64_t* tokens = nullptr;  // [count]
   int64_t width = 0;                // best tokens of each row, at most kMostRanked and vocab_size
-  float* logprobs = nullptr;        // [count]; NaN for a damaged row, of which nothing else is written
+  float* logprobs = nullptr;        // [count]; NaN for a row with non-finite logits; nothing else of it is written
   int64_t* ranks = nullptr;         // [count]: 1 + tokens with a larger logit
   int64_t* top_tokens = nullptr;    // [count, width]
   float* top_logprobs = nullptr;    // [count, width]

@@ -157,7 +157,7 @@ void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64
 }
 
 // Tiles first .. end over one panel. next: the panel that this thread needs after it (or this one), which the passes
-// ask for. is_cold: nobody has asked for this one.
+// ask for. is_cold: this one was not prefetched.
 template <class Method>
 void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
                int64_t next, bool is_cold, int64_t first, int64_t end) {

@@ -81,9 +81,9 @@ Best scan_tiles(const float* row, int64_t size, int64_t first, int64_t last) {
     else
       scan_tile<false>(row + t * kTile, static_cast<int32_t>(t), left, scan);
   }
-  bool damaged = false;
-  for (int lane = 0; lane < kLanes; ++lane) damaged |= scan.nan[lane] != 0;
-  if (damaged) return {__builtin_nanf(""), 0, 0};
+  bool nonfinite = false;
+  for (int lane = 0; lane < kLanes; ++lane) nonfinite |= scan.nan[lane] != 0;
+  if (nonfinite) return {__builtin_nanf(""), 0, 0};
   const float value = max_lanes(scan.best);
   int64_t tile = last;
   for (int lane = 0; lane < kLanes; ++lane)
@@ -317,7 +317,7 @@ QUIRE_INLINE uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Number `index` of the stream of a seed, strictly between 0 and 1: bit for bit that of quire/sampling/randomness.py.
+// Number `index` of the stream of a seed, strictly between 0 and 1: bit for bit that of quire/sampling/draw.py.
 QUIRE_INLINE double uniform(uint64_t seed, int64_t index) {
   constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
   const uint64_t bits = mix(mix(seed + kGolden) + (static_cast<uint64_t>(index) + 1) * kGolden) >> 12;

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from quire.errors import UserError
-from quire.outputs import CompletionOutput, Logprob, RequestOutput, raise_if_damaged
+from quire.outputs import CompletionOutput, Logprob, RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 
 
@@ -93,7 +93,7 @@ def to_beam_search_output(
     """Word a finished beam-search request as vLLM does. tokenizer: None when the model has none.
 
     Raises ModelOutputError when the model computed NaN or infinite logits for it."""
-    raise_if_damaged(output)
+    raise_if_nonfinite(output)
     prompt_text = None
     if tokenizer is not None:
         prompt_text = tokenizer.decode(output.prompt_token_ids, not params.include_stop_str_in_output)

@@ -22,7 +22,7 @@ from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError, InternalError, UserError
-from quire.outputs import RequestOutput, raise_if_damaged
+from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
@@ -167,7 +167,7 @@ class LLM:
             request = self._input_processor.process_prefix(
                 f"prefix-{next(self._numbers)}", prefix, cache_salt=cache_salt
             )
-            raise_if_damaged(self._run([request], [None], use_tqdm=False)[0])
+            raise_if_nonfinite(self._run([request], [None], use_tqdm=False)[0])
         return request.request_id
 
     def unregister_prefix(self, prefix_id: str) -> int:

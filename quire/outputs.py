@@ -97,7 +97,7 @@ def is_damaged(output: RequestOutput) -> bool:
     return any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs)
 
 
-def raise_if_damaged(output: RequestOutput) -> None:
+def raise_if_nonfinite(output: RequestOutput) -> None:
     """Raise ModelOutputError for a request that ended because the model computed NaN or infinite logits."""
     if is_damaged(output):
         raise ModelOutputError("the model computed NaN or infinite logits for this request; the engine's log says more")

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 
@@ -63,7 +63,7 @@ class Server:
             pcie_bandwidth=PCIE_BANDWIDTH,
             pcie_latency=COPIES_PER_LAYER * device.pcie_latency,
         )
-        return CostModel(find_shape(self.model), hardware, Layout(tp=self.num_gpus))
+        return CostModel(find_shape(self.model), hardware, ParallelConfig(tp=self.num_gpus))
 
     def settings(self, **changes: object) -> EngineSettings:
         """The engine as the paper runs it: one step at a time, recomputation, no prefix cache, blocks of 16."""

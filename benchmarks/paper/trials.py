@@ -219,5 +219,5 @@ class Curve:
             replica.advance(replica.clock.now() + SLICE)
             if total > OFF_THE_CHART * num_requests:
                 return total / num_requests
-        replica.finish()
+        replica.finish_run()
         return total / num_requests

@@ -25,7 +25,7 @@ from quire.cli.simulate import engine_settings, parse_objectives
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import find_rate
 from quire.simulator.replica import EngineSettings, simulate
 from quire.simulator.shape import find_shape
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replica = make_replica(options)
     found = find_rate(replica.run, replica.holds, start=options.start_rate, precision=0.03)
     fleet = plan_fleet(replica.cost, found.rate, found.metrics, options)
-    loads = [(load, load * fleet.share, replica.run(load * fleet.share)) for load in LOADS]
+    loads = [(load, load * fleet.share, replica.serve_trace(load * fleet.share)) for load in LOADS]
     show(replica, fleet, loads, options)
     if options.json:
         options.json.write_text(json.dumps(as_dict(replica, fleet, loads), indent=2))
@@ -119,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
 def make_replica(options: argparse.Namespace) -> ReplicaRun:
     """A replica, as one of those that share experts."""
     shape = find_shape(options.model)
-    layout = Layout(tp=options.tp, pp=options.pp, dp=max(1, options.ep // options.tp), ep=options.ep)
+    layout = ParallelConfig(tp=options.tp, pp=options.pp, dp=max(1, options.ep // options.tp), ep=options.ep)
     precision = Precision.of(shape, options.dtype, options.kv_cache_dtype)
     return ReplicaRun(
         cost=CostModel(shape, find(options.gpu), layout, precision),

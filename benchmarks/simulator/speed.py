@@ -21,7 +21,7 @@ from quire.simulator.cost import CostModel
 from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, simulate
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.trace import TraceRequest
@@ -69,7 +69,7 @@ def measure_memory(shape: ModelShape, hardware: Hardware, num_requests: int) -> 
             yield request
 
     requests = stream("alpaca", Arrivals(RATE * SOAK_REPLICAS, num_requests=num_requests))
-    spec = ReplicaSpec(CostModel(shape, hardware, Layout(dp=SOAK_REPLICAS)), EngineSettings())
+    spec = ReplicaSpec(CostModel(shape, hardware, ParallelConfig(dp=SOAK_REPLICAS)), EngineSettings())
     simulate_fleet(watched(requests), spec, SOAK_REPLICAS, router="least-loaded")
     rows.append({"requests": num_requests, "peak_rss_mib": _peak_mib(resource.RUSAGE_SELF)})
     print(f"\n{SOAK_REPLICAS} replicas: requests so far, peak MiB of the process")
@@ -113,7 +113,7 @@ def main() -> None:
             )
         )
     if arguments.requests:
-        cost = CostModel(shape, hardware, Layout(dp=NUM_REPLICAS))
+        cost = CostModel(shape, hardware, ParallelConfig(dp=NUM_REPLICAS))
         requests = stream("alpaca", Arrivals(RATE * NUM_REPLICAS, num_requests=arguments.requests))
         rows.append(
             measure(

@@ -1,4 +1,4 @@
-"""What a step of the device back end attends to: the counterpart of AttentionBatch whose tensors stay on the device.
+"""The attention batch of one step on a device: the counterpart of AttentionBatch whose tensors stay on the device.
 
 Sizes are the host's, so that grids are chosen without asking the device; everything else lies in tensors at addresses
 that stay the same for the life of a CUDA graph. A batch may be padded to the size that a graph was captured for.
@@ -16,8 +16,8 @@ class DeviceBatch:
     """S sequences with T new tokens in all, concatenated in batch order, padding included.
 
     The first new token of sequence s is at position seq_lens[s] - (query_start[s + 1] - query_start[s]). Padding
-    sequences come last and own no tokens; padding tokens come last and belong to no sequence. What a row of padding
-    holds is anything, finite or not: no kernel reads out of range or writes pages for it, nothing of it reaches others.
+    sequences come last and own no tokens; padding tokens come last and belong to no sequence. Padding rows may hold any
+    values, finite or not: no kernel reads out of range or writes pages for them, and no real row depends on them.
     """
 
     num_seqs: int

@@ -1,7 +1,7 @@
-"""The seam between the worker and the attention back ends: what a step attends to, and who computes it.
+"""The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
 
-The worker builds one AttentionBatch a step; a back end plans once (`plan`) and is then run once per layer
-(`AttentionStep.run`), so that whatever depends only on lengths and tables is computed once a step.
+The worker builds one AttentionBatch a step; a back end plans once (`plan`) and then attends once per layer
+(`AttentionStep.attend`), so that whatever depends only on lengths and tables is computed once a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What is constant of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
+    """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
     (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off)."""
 
     layer: int
@@ -47,7 +47,7 @@ class LayerAttention:
 class AttentionStep(Protocol):
     """One step of one back end, over the KV pool."""
 
-    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k and v ([T, num_kv_heads, head_dim]) to their slots, then attend.
 
         q: [T, num_heads, head_dim]. Returns [T, num_heads, head_dim] in q's dtype. Causal: a token sees positions
@@ -57,7 +57,7 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Owns no memory: it is made with the pool's tensors."""
+    """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> Any:
         """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""

@@ -40,7 +40,7 @@ class Chunk:
     """[I] int64: the query tile of each item."""
     key_rows: torch.Tensor
     """[I, 1, KEY_TILE] int64: the page row of each key; one of block 0 for positions that the sequence has not
-    reached, so that what a block's former owner left there is never read."""
+    reached, so that no query reads keys of the block's earlier sequence."""
     edges: torch.Tensor
     """[E] int64: items with keys that not all of their queries see."""
     edge_bias: torch.Tensor

@@ -18,7 +18,7 @@ CHUNK_BYTES = 4 << 20
 
 class TorchAttention:
     """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
-    zero) in place of whatever a sequence does not own."""
+    zero) for positions beyond a sequence's blocks."""
 
     def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
         self._block_size = layout.block_size
@@ -50,7 +50,7 @@ class TorchAttentionStep:
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
 
-    def run(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group, page = self._page_of_layer[layer.layer]
         pages = self._pages[page]
         reference.write_kv(pages, self._key_rows[group], k, v)
@@ -148,7 +148,7 @@ def _attend_chunk(
 
 
 def _merged(left: Partial, right: Partial) -> Partial:
-    """The softmax over the keys of both. Merging with what saw nothing changes no bit."""
+    """The softmax over the keys of both. Merging with a part that saw no key changes no bit."""
     maximum = torch.maximum(left[0], right[0])
     left_scale, right_scale = torch.exp(left[0] - maximum), torch.exp(right[0] - maximum)
     return (

@@ -29,7 +29,7 @@ from quire.layers.operations import HeadWeights
 
 
 class TritonAttention:
-    """Knows the pool and the device, and holds the scratch for splits, which all layers and graphs share.
+    """Attention on a device's pool. Holds the scratch for splits, which all layers and graphs share.
 
     pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device.
     num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that
@@ -143,8 +143,8 @@ class TritonAttentionStep:
         """Norms over heads, rotation, keys and values to their pages, attention.
 
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], contiguous, used up. rotation: of the T positions, or None.
-        out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Rows of padding are left
-        as they are. Causal: a token sees positions up to its own, of its own sequence.
+        out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Padding rows are not
+        written. Causal: a token sees positions up to its own, of its own sequence.
         """
         shape = heads.shape
         layer = self._backend.layer(heads)

@@ -92,7 +92,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def describe(values: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES) -> Distribution | None:
+def summarize_values(
+    values: Sequence[float], percentiles: Sequence[float] = DEFAULT_PERCENTILES
+) -> Distribution | None:
     """Mean, median, population standard deviation, extremes and percentiles; None when there are no values."""
     if not values:
         return None
@@ -158,7 +160,7 @@ def summarize(
         num_prompt_tokens=sum(r.num_prompt_tokens for r in done),
         num_output_tokens=sum(r.num_output_tokens for r in done),
         num_good=sum(meets(r, goodput) for r in done) if goodput else None,
-        latencies={name: describe(values, percentiles) for name, values in samples.items()},
+        latencies={name: summarize_values(values, percentiles) for name, values in samples.items()},
         max_send_delay=max((r.sent - r.due for r in records), default=0.0),
     )
 

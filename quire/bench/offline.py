@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts
-from quire.bench.metrics import Distribution, describe
+from quire.bench.metrics import Distribution, summarize_values
 from quire.errors import UserError
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ def measure_latency(
         if repeat >= num_warmups:
             seconds.append(elapsed)
         on_done()
-    distribution = describe(seconds)
+    distribution = summarize_values(seconds)
     assert distribution is not None, "at least one repeat"
     return LatencyResult(shape, tuple(seconds), distribution)
 

@@ -140,7 +140,7 @@ class _Timeline:
     first_choice: float | None = None
     usage: _Usage | None = None
 
-    def add(self, chunk: _Chunk, now: float) -> None:
+    def add_chunk(self, chunk: _Chunk, now: float) -> None:
         if chunk.usage is not None:
             self.usage = chunk.usage
         if chunk.choices:
@@ -183,7 +183,7 @@ async def _follow(response: httpx.Response, timeline: _Timeline) -> None:
                 raise _RequestError("malformed event in the stream") from None
             if chunk.error is not None:
                 raise _RequestError(f"error in the stream: {_message(chunk.error)}"[:MAX_REASON])
-            timeline.add(chunk, now)
+            timeline.add_chunk(chunk, now)
     if not is_done:
         raise _RequestError("stream ended before [DONE]")
     timeline.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from quire import envs
-from quire.bench.arrivals import arrival_offsets
 from quire.bench.datasets import LengthRange, PromptSpec, RandomPrompts, as_messages, as_text, read_dataset
 from quire.bench.metrics import METRICS, parse_goodput, summarize
 from quire.cli.bench_mode import Mode, count_flag, json_flag, options_json
@@ -21,7 +20,7 @@ from quire.cli.session import import_executor
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import UserError, nearest_name
-from quire.outputs import RequestOutput, raise_if_damaged
+from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -196,7 +195,7 @@ def _serve(namespace: argparse.Namespace) -> int:
     import asyncio
 
     from quire.bench import openai_client
-    from quire.bench.serving import run_load
+    from quire.bench.serving import arrival_offsets, run_load
     from quire.cli import report
 
     report.check_writable(namespace.json)
@@ -308,7 +307,7 @@ def _generator(options: EngineOptions, *, show_progress: bool) -> Iterator[Gener
         def generate(prompts: list[dict[str, Any]], params: list[SamplingParams]) -> list[RequestOutput]:
             outputs = llm.generate(cast("list[Prompt]", prompts), params, use_tqdm=show_progress)
             for output in outputs:
-                raise_if_damaged(output)  # what a broken model takes is no figure
+                raise_if_nonfinite(output)  # what a broken model takes is no figure
             return outputs
 
         yield generate

@@ -1,4 +1,5 @@
-"""`quire doctor`: what would compute here, how and why, and what is wrong. Loads no weights and imports no torch."""
+"""`quire doctor`: the kernels and back ends that an engine would use here, why, and the problems found. Loads no
+weights and imports no torch."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ DEVICE_NODE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """num_decodes sequences with one new token each, and prompts with so many new tokens."""
+    """A step of num_decodes sequences with one new token each, and of prompts, given by their numbers of new tokens."""
 
     num_decodes: int
     prompts: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class TypicalStep:
 
 @dataclass
 class Report:
-    """What was found. choices, attention: (what, how). problems: what keeps something from working, worst first.
+    """The findings. choices, attention: (what, how). problems: what keeps something from working, worst first.
     can_start: whether an engine with these options would start, as far as can be told without loading anything."""
 
     versions: dict[str, str | None]

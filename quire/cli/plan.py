@@ -22,7 +22,7 @@ from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, profiles
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes
@@ -74,7 +74,7 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    layout = Layout(tp=namespace.tp, pp=namespace.pp)
+    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp)
     target = _target(namespace)
     if target.is_profile or layout.devices_per_replica > 1 or not _runs_here(options):
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
@@ -119,7 +119,7 @@ class Target:
 class Report:
     plan: MemoryPlan
     target: Target
-    layout: Layout
+    layout: ParallelConfig
     speeds: tuple[Speed, ...]
 
 
@@ -149,7 +149,7 @@ def _runs_here(options: EngineOptions) -> bool:
 
 
 def _plan_for_devices(
-    options: EngineOptions, chosen: Mapping[str, Any], target: Target, layout: Layout, tokens: Sequence[int]
+    options: EngineOptions, chosen: Mapping[str, Any], target: Target, layout: ParallelConfig, tokens: Sequence[int]
 ) -> tuple[MemoryPlan, CostModel]:
     """By the shape of the model alone, with a device's defaults: the engine need not know the model. chosen: options
     that matter to scheduling, as given."""

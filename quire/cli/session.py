@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.config.options import EngineOptions
-from quire.outputs import RequestOutput, raise_if_damaged
+from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 
 Prompt = str | dict[str, Any]
@@ -128,7 +128,7 @@ class Session:
             timing.add(output, total - seen)
             seen, last = total, output
         assert last is not None, "a request has at least one output"
-        raise_if_damaged(last)
+        raise_if_nonfinite(last)
         return last, timing
 
     async def _stream(self, prompt: Prompt, params: SamplingParams, written: list[str]) -> Timing:
@@ -139,7 +139,7 @@ class Session:
                 written.append(completion.text)
                 sys.stdout.write(completion.text)
                 sys.stdout.flush()
-            raise_if_damaged(output)
+            raise_if_nonfinite(output)
         return timing
 
 

@@ -131,12 +131,12 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError for what contradicts itself."""
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
-    from quire.simulator.parallel_config import Layout
+    from quire.simulator.parallel_config import ParallelConfig
     from quire.simulator.scenario import Scenario
     from quire.simulator.shape import find_shape
 
     shape = find_shape(namespace.model)
-    layout = Layout(tp=namespace.tp, pp=namespace.pp, dp=namespace.dp, ep=namespace.ep)
+    layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp, dp=namespace.dp, ep=namespace.ep)
     stored, kept = (None if name == "auto" else name for name in (namespace.dtype, namespace.kv_cache_dtype))
     precision = Precision.of(shape, stored, kept)
     if not 0 < namespace.slo_percentile <= 100:

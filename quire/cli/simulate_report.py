@@ -42,7 +42,7 @@ def prepare_plots(directory: Path) -> None:
 
 def run(scenario: Scenario, namespace: argparse.Namespace) -> int:
     """One run."""
-    metrics = scenario.run(namespace.rate, num_processes=namespace.processes)
+    metrics = scenario.simulate(namespace.rate, num_processes=namespace.processes)
     _check_objectives(scenario, metrics)
     _print_run(scenario, metrics)
     _write(namespace, scenario, {"result": _json(scenario, metrics)})
@@ -59,9 +59,9 @@ def rates(scenario: Scenario, namespace: argparse.Namespace) -> int:
     found: Iterator[Metrics]
     with report.progress_bar("rates", len(asked)) as tick:
         if scenario.cost.layout.dp > 1:  # the replicas of a rate share the processes
-            found = map(partial(scenario.run, num_processes=num_processes), asked)
+            found = map(partial(scenario.simulate, num_processes=num_processes), asked)
         else:
-            found = sweep_module.side_by_side(scenario.run, asked, num_processes)
+            found = sweep_module.side_by_side(scenario.simulate, asked, num_processes)
         for rate, metrics in zip(asked, found, strict=True):
             _check_objectives(scenario, metrics)
             runs[rate] = metrics
@@ -77,7 +77,7 @@ def find_rate(scenario: Scenario, namespace: argparse.Namespace) -> int:
     with report.progress_bar("rates tried", 0) as tick:
 
         def run_at(rate: float) -> Metrics:
-            metrics = scenario.run(rate, num_processes=namespace.processes)
+            metrics = scenario.simulate(rate, num_processes=namespace.processes)
             tick()
             return metrics
 
@@ -220,7 +220,7 @@ def _json(scenario: Scenario, metrics: Metrics) -> dict[str, Any]:
 
 
 def _layout_json(
-    scenario: Scenario, result: sweep_module.LayoutResult, front: list[sweep_module.Point]
+    scenario: Scenario, result: sweep_module.SweepResult, front: list[sweep_module.Point]
 ) -> dict[str, Any]:
     points = [
         {

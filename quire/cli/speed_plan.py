@@ -31,8 +31,8 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Speed:
-    """At one length: seconds to the first token of a prompt of so many tokens on an idle engine (None: not known), and
-    decoding."""
+    """Speed at one length: seconds to the first token of a prompt of that length on an idle engine (None: not known),
+    and of decoding."""
 
     num_tokens: int
     ttft_seconds: float | None

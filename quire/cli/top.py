@@ -62,7 +62,7 @@ def show_once(client: FrameClient, url: str) -> None:
 
     history = History()
     frame = client.frame()
-    history.add(frame, time.monotonic())
+    history.add_frame(frame, time.monotonic())
     Console().print(render(frame, history, url))
 
 
@@ -82,7 +82,7 @@ def follow(client: FrameClient, url: str, rate: float) -> None:
         while True:
             now = time.monotonic()
             if now >= next_sample:  # also while the server rests and sends nothing: then the rates fall to zero
-                history.add(frame, now)
+                history.add_frame(frame, now)
                 next_sample = now + SAMPLE_SECONDS
             live.update(render(frame, history, url), refresh=True)
             with contextlib.suppress(queue.Empty):

@@ -1,4 +1,4 @@
-"""One source of frames for all who look: it asks the engine only while somebody does, once for everybody."""
+"""One source of frames for all viewers: it polls the engine once for all of them, and only while there are any."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class FeedClosedError(QuireError):
 class Feed:
     """Frames for any number of viewers, each at a rate of its own.
 
-    The engine is asked at the rate of the most eager viewer. A frame that equals the last one is sent to nobody, and a
-    viewer that is slow to take one finds the newest when it is back: there is no queue. Used on one event loop.
+    The feed polls the engine at the rate of the fastest viewer. A frame that equals the last one is not sent, and a
+    slow viewer gets the newest frame next: there is no queue. Used on one event loop.
     """
 
     def __init__(self, poll: Poll, pause: Pause | None = None) -> None:
-        """poll: makes the newest frame (one line of JSON). pause: waits for so many seconds, or until `close`."""
+        """poll: makes the newest frame (one line of JSON). pause: waits for the given seconds, or until `close`."""
         self._poll = poll
         self._pause = pause or self._until_closed
         self._closing = asyncio.Event()
@@ -84,7 +84,7 @@ class Feed:
         del self._intervals[viewer]
         if not self._intervals:
             self._stop()
-            self._frame = None  # by the time somebody looks again it is old
+            self._frame = None  # it is out of date when the next viewer comes
 
     def _stop(self) -> None:
         if self._polling is not None:

@@ -43,7 +43,7 @@ class History:
         """`tokens`, `ttft`, `hits` or `usage`, oldest first."""
         return list(self._values[key])
 
-    def add(self, frame: Frame, now: float) -> None:
+    def add_frame(self, frame: Frame, now: float) -> None:
         """now: seconds of any clock that does not go back."""
         stats, first = frame.stats, frame.time_to_first_token
         newest = _Counters(

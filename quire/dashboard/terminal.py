@@ -25,7 +25,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 STATUSES = ("running", "preempted", "swapped", "waiting", "pinned")
 REQUESTS_SHOWN = 12
 MAP_ROWS = 24
-"""Lines of the map; a larger pool shows so many blocks in a cell that it fits."""
+"""Lines of the map; for a larger pool a cell shows several blocks."""
 
 
 def colour_of(request_id: str, *, shared: bool = False) -> Color:

@@ -33,7 +33,7 @@ from quire.engine.request_part import RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
-from quire.outputs import RequestOutput, raise_if_damaged
+from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
@@ -237,7 +237,7 @@ class AsyncLLM:
                 self._submit(request, None, stream, True)
             computing = asyncio.ensure_future(_last_output(stream))
             try:
-                raise_if_damaged(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
+                raise_if_nonfinite(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
             except BaseException:
                 computing.cancel()
                 self._leave(stream)

@@ -21,7 +21,7 @@ class DeviceExecutor:
         self._worker: DeviceWorker | None = DeviceWorker(config)
 
     def load(self) -> list[LayerSpec]:
-        return self._live_worker().load()
+        return self._live_worker().load_model()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         return self._live_worker().profile(max_num_batched_tokens, max_num_seqs)
@@ -33,7 +33,7 @@ class DeviceExecutor:
         return self._live_worker().measure_preemption_costs()
 
     def describe(self) -> str:
-        return self._live_worker().describe()
+        return self._live_worker().describe_backend()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._live_worker().launch(plan)

@@ -32,7 +32,7 @@ class InProcessExecutor:
         self._worker: Worker | None = Worker(config)
 
     def load(self) -> list[LayerSpec]:
-        return self._lane.submit(self._live_worker().load).result()
+        return self._lane.submit(self._live_worker().load_model).result()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         return self._lane.submit(self._live_worker().profile, max_num_batched_tokens, max_num_seqs).result()
@@ -44,7 +44,7 @@ class InProcessExecutor:
         return self._lane.submit(self._live_worker().measure_preemption_costs).result()
 
     def describe(self) -> str:
-        return self._live_worker().describe()
+        return self._live_worker().describe_backend()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         return self._lane.submit(self._live_worker().execute, plan)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 ROWS = 16
 """torch's CPU matrix products choose the order of additions by the number of rows, in a way that differs between
-processors. Computed so many at a time, every row has the same bits whatever the count; fewer at a time would make
-prompts slower, more single tokens."""
+processors. Computed ROWS at a time, every row has the same bits whatever the count; a smaller number would make
+prompts slower, a larger one single tokens."""
 
 
 def padded_rows(num_rows: int) -> int:

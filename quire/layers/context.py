@@ -1,4 +1,4 @@
-"""What every layer is built with."""
+"""The context that every layer is built with, and the slots that a checkpoint's tensors are loaded into."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.quantization.interface import LinearMethod
 @dataclass(frozen=True, slots=True)
 class LayerContext:
     """dtype, device: of activations and of the weights of norms. group: the ranks that share each layer.
-    operations: what computes everything but the linear maps. linear, vocabulary, positions: how the weights of linear
+    operations: compute everything but the linear maps. linear, vocabulary, positions: how the weights of linear
     layers, the matrices of the vocabulary and tables of learned positions are stored.
     """
 
@@ -29,7 +29,7 @@ class LayerContext:
     positions: LinearMethod
 
     def replicated(self) -> LayerContext:
-        """The same for a layer that every rank computes whole."""
+        """This context for a layer that every rank computes whole."""
         return replace(self, group=SingleRank())
 
 

@@ -14,8 +14,8 @@ from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies
 
 @dataclass(frozen=True, slots=True)
 class DeviceLayers:
-    """Asks for a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products whose
-    rows have the same bits whatever else is in the batch, at some cost in speed."""
+    """The choice of a model on `device` (a GPU, or the host in Triton's interpreter). batch_invariant: matrix products
+    whose rows have the same bits whatever else is in the batch, at some cost in speed."""
 
     device: torch.device
     batch_invariant: bool = False
@@ -31,7 +31,7 @@ class DeviceRotation:
 
 
 class DeviceAttentionStep(Protocol):
-    """What `attend` takes: one step of the device's attention back end."""
+    """One step of the device's attention back end, as `attend` takes it."""
 
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None
@@ -55,6 +55,6 @@ class DeviceOperations:
     ) -> torch.Tensor:
         return step.attend(heads, qkv, rotation, None)
 
-    def widen(self, x: torch.Tensor) -> torch.Tensor:
-        """As it is: the sampling kernels widen what they read, and half the bytes are written and read."""
+    def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits unchanged: the sampling kernels upcast what they read, and half the bytes are written and read."""
         return x

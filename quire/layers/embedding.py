@@ -24,7 +24,7 @@ class Embedding:
         return {
             "weight": WeightSlot(
                 size,
-                lambda tensor: self.method.load(self.parameters, "weight", tensor, 0, size[0]),
+                lambda tensor: self.method.load_rows(self.parameters, "weight", tensor, 0, size[0]),
                 self.method.stored_bytes(size),
             )
         }
@@ -45,9 +45,9 @@ class VocabularyProjection:
         return self._table.shape.in_features
 
     def __call__(self, hidden: Value) -> Value:
-        """[R, size] -> [R, vocabulary], as `Operations.widen` gives it."""
+        """[R, size] -> [R, vocabulary], as `Operations.upcast_logits` gives it."""
         table = self._table
-        return self._operations.widen(table.method.apply(table.parameters, hidden))
+        return self._operations.upcast_logits(table.method.apply(table.parameters, hidden))
 
     def slots(self) -> WeightSlots:
         """None when tied: the embedding loads the matrix."""

@@ -64,7 +64,7 @@ class ColumnParallelLinear:
                 local = self.local_parts[part]
                 share = tensor.narrow(0, start + self._context.group.rank * local, local)
                 first_row = sum(self.local_parts[:part])
-                self._context.linear.load(self._parameters, suffix, share, first_row, local)
+                self._context.linear.load_rows(self._parameters, suffix, share, first_row, local)
                 start += self._parts[part]
 
         return load
@@ -105,11 +105,11 @@ class RowParallelLinear:
     def _load_weight(self, tensor: WeightTensor, transposed: bool) -> None:
         tensor = _outputs_first(tensor, transposed)
         share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
-        self._context.linear.load(self._parameters, "weight", share, 0, self._shape[0])
+        self._context.linear.load_rows(self._parameters, "weight", share, 0, self._shape[0])
 
     def _load_bias(self, tensor: WeightTensor) -> None:
         if self._holds_bias:
-            self._context.linear.load(self._parameters, "bias", tensor, 0, self._shape[0])
+            self._context.linear.load_rows(self._parameters, "bias", tensor, 0, self._shape[0])
 
 
 def _outputs_first(tensor: WeightTensor, transposed: bool) -> WeightTensor:

@@ -53,7 +53,7 @@ class NativeOperations:
             rotary_dim=0 if rotation is None else rotation.width,
         )
 
-    def widen(self, x: Buffer) -> Buffer:
+    def upcast_logits(self, x: Buffer) -> Buffer:
         return x
 
 

@@ -1,4 +1,5 @@
-"""What layers compute besides linear maps, behind one seam: eagerly with torch, or recorded for native kernels."""
+"""The operations of layers besides linear maps, behind one interface: eager in torch, or recorded for native
+kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from quire.kernels.value import Indices, Value
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """weight, bias: [size] in the activations' dtype, or None for ones and zeros. centred: LayerNorm, which takes the
-    mean away; else RMSNorm."""
+    """weight, bias: [size] in the activations' dtype, or None for ones and zeros. centred: LayerNorm, which subtracts
+    the mean; else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None
@@ -43,14 +44,14 @@ class RotaryFrequencies:
 
 
 class Operations(Protocol):
-    """T rows throughout."""
+    """The operations of layers; every tensor has T rows, one per token."""
 
     def norm(self, weights: NormWeights, x: Value) -> Value:
         """[T, size] -> [T, size]."""
         ...
 
     def rotation(self, frequencies: RotaryFrequencies, positions: Indices) -> Any:
-        """What `attend` rotates with."""
+        """The rotation of these positions, for `attend`."""
         ...
 
     def attend(self, heads: HeadWeights, qkv: Value, rotation: Any, step: Any) -> Value:
@@ -58,7 +59,7 @@ class Operations(Protocol):
         positions (None: none is applied). step: of an attention back end. Returns [T, num_heads * head_dim]."""
         ...
 
-    def widen(self, x: Value) -> Value:
+    def upcast_logits(self, x: Value) -> Value:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
@@ -82,7 +83,7 @@ class Rotation:
 
 
 class TorchOperations:
-    """The plain instance."""
+    """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         if weights.centred:
@@ -110,8 +111,8 @@ class TorchOperations:
         if rotation is not None:
             turned = rotation.apply(turned)
         query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        attended: torch.Tensor = step.run(shape, query, key, value)
+        attended: torch.Tensor = step.attend(shape, query, key, value)
         return attended.flatten(1)
 
-    def widen(self, x: torch.Tensor) -> torch.Tensor:
+    def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()

@@ -1,6 +1,6 @@
 """The engine's metrics for Prometheus: vLLM's names behind the prefix `quire:`, one registry per server.
 
-Counters and gauges are read from the engine's last snapshot when somebody scrapes, so they cost a step nothing;
+Counters and gauges are read from the engine's last snapshot at each scrape, so they cost a step nothing;
 histograms are fed from the outputs.
 """
 
@@ -95,7 +95,7 @@ class _Progress:
         """Sequence -> tokens so far."""
         self._last_times: dict[int, float] = {}
 
-    def add(self, completion: CompletionOutput, now: float) -> float | None:
+    def observe_tokens(self, completion: CompletionOutput, now: float) -> float | None:
         """Count a delta; the mean time between its tokens, or None where there is no token before them."""
         count, index = len(completion.token_ids), completion.index
         if not count:
@@ -177,7 +177,7 @@ class EngineMetrics(Collector):
                 if output.metrics.time_to_first_token:
                     self.time_to_first_token.observe(output.metrics.time_to_first_token)
             for completion in output.outputs:
-                gap = progress.add(completion, now)
+                gap = progress.observe_tokens(completion, now)
                 if gap is not None:
                     self.inter_token_latency.observe(gap, len(completion.token_ids))
                 if completion.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Filling a model's weight slots from named tensors, forgiving what checkpoints are known to do with names."""
+"""Filling a model's weight slots from named tensors, with the known deviations of checkpoints in names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a model's configuration says it is, compared with what there is before anything of that size is made."""
+"""Checks of the model size that config.json claims, against files and memory, before anything of that size is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.quantization.unquantized import UnquantizedLinear
 from quire.utils.sizes import format_bytes
 
 PLAIN_BITS = 16
-"""Of a weight in a file that is not quantised, at least."""
+"""The fewest bytes of a weight in a file that is not quantised."""
 SHARING = 2
 """Tensors of a `torch.save` file may share their memory, as an embedding and the head that was tied to it do."""
 

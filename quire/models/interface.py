@@ -1,4 +1,4 @@
-"""What the runner asks of a model."""
+"""The interface of a model, as the model runner calls it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CausalLM(Protocol):
         ...
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        """token_ids, positions: [T] int64. attention: what the attention back end's `plan` gave. Returns the last
-        hidden states (after the final norm), [T, output_size]; they may be overwritten by the next call."""
+        """token_ids, positions: [T] int64. attention: the step that the attention back end's `plan` returned. Returns
+        the last hidden states (after the final norm), [T, output_size]; they may be overwritten by the next call."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class CausalLM(Protocol):
         ...
 
     def release_workspaces(self) -> None:
-        """Let go of memory that the next call makes again, and of the KV cache that it was made for."""
+        """Free working memory, which the next call allocates again, and references to the KV cache."""
         ...
 
     def weight_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""From a model directory to a model with its weights in place."""
+"""Loading: from a model directory to a model with its weights."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> None:
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
-        _load_from(model, files, config.quantization, _silent)  # a file or a tensor that is wrong says more
+        _load_from(model, files, config.quantization, _silent)  # loading the file fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
 
 
@@ -159,4 +159,4 @@ def dummy_weights(
 
 
 def _silent(done: int, total: int) -> None:
-    """Progress that nobody asked for."""
+    """The progress callback that reports nothing."""

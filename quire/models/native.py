@@ -68,13 +68,13 @@ class NativeModel:
         return self._logits[:num_rows]
 
     def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
-        self._body = None  # first, so that two arenas never exist at the same time
+        self._body = None  # freed first, so that two arenas never exist at the same time
         recorder = Recorder()
         result = self._model.forward(
             RecordedIndices(recorder, by_position=False), RecordedIndices(recorder, by_position=True), backend
         )
         self._backend = backend
-        self._body = recorder.finish(result, self._runtime, _rounded(num_rows))
+        self._body = recorder.finish_program(result, self._runtime, _rounded(num_rows))
         return self._body
 
     def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
@@ -85,7 +85,7 @@ class NativeModel:
         max_rows = _rounded(num_rows)
         self._logits = _separate_rows(max_rows, logits.width)
         recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
-        self._head = recorder.finish(logits, self._runtime, max_rows)
+        self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
 
 

@@ -1,4 +1,4 @@
-"""OPT: learned positions (two rows further on than their number), LayerNorm before each block, or after it (350m)."""
+"""OPT: learned positions (stored two rows after their number), LayerNorm before each block, or after it (350m)."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from quire.utils.model_files import file_bytes
 MAX_HEADER_BYTES = 2**24
 """The library allows 100 MB, and takes some ten times that for what they say."""
 MAX_TENSORS = 2**16
-"""In one file."""
+"""The most tensors in one file."""
 MAPPED_BYTES = 2**24
-"""What was read of a mapping stays resident as long as it lives, and a model would be in memory twice by the time its
-last tensor is packed: after so many bytes a file is mapped anew."""
+"""Bytes read before a file is mapped anew. The pages read stay resident as long as their mapping, so with one mapping a
+model would be in memory twice when its last tensor is packed."""
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What a tensor of a checkpoint must be before anything is computed with it."""
+"""Checks of a checkpoint's tensors before anything is computed with them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from quire.utils.model_files import file_bytes
 MAX_OPERATIONS = 2**20
 """Of a file's pickle; a tensor takes some 30. Each makes an object of some 50 bytes at most."""
 NUM_LEGACY_PICKLES = 5
-"""A file from before the zip format begins with so many: magic number, version, machine, tensors, order of data."""
+"""Pickles at the start of a file from before the zip format: magic number, version, machine, tensors, order of data."""
 
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int", "Long", "Bool")
 ALLOWED = frozenset(
@@ -52,7 +52,7 @@ def read_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise _refused(path) from None
     except MemoryError:
         raise
-    except Exception as error:  # torch and zipfile raise whatever their parsers come upon
+    except Exception as error:  # the parsers of torch and zipfile raise errors of many types
         reason = str(error).splitlines() or [type(error).__name__]
         raise ModelLoadError(f"{path} is corrupt or truncated: {reason[0]}") from None
     if not isinstance(state, dict):

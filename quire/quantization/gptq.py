@@ -24,7 +24,7 @@ PARTS = frozenset(("qweight", "qzeros", "scales"))
 
 
 def gptq_format(config: QuantizationConfig) -> MatrixFormat:
-    """Without act-order g_idx may be there, and must then say what goes without saying."""
+    """Whether g_idx, which may be stored without act-order too, has the groups in their natural order."""
 
     def build(parts: Parts) -> IntegerWeight:
         return _build(parts, config)

@@ -1,4 +1,4 @@
-"""A matrix of small integers with scales: what every quantised checkpoint, and every quantiser here, is turned into."""
+"""A matrix of small integers with scales: the common form of all quantised checkpoints and quantisers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class IntegerWeight:
 
 
 WeightTensor = torch.Tensor | IntegerWeight
-"""What a checkpoint holds for a matrix."""
+"""A matrix of a checkpoint: a plain tensor, or quantised."""
 
 LoadWeight = Callable[[WeightTensor], object]
 

@@ -1,4 +1,4 @@
-"""How a linear layer's weights are stored, filled and multiplied: the door for int8, int4 and packed checkpoints."""
+"""How a linear layer's weights are stored, filled and multiplied: the interface for int8, int4 and packed weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.value import Indices, Value
 from quire.quantization.integer_weight import WeightTensor
 
 Parameters: TypeAlias = Any
-"""What one linear layer keeps; its LinearMethod alone looks inside."""
+"""The stored weights of one linear layer; only its LinearMethod reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class LinearMethod(Protocol):
         """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
         ...
 
-    def load(self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int) -> None:
+    def load_rows(
+        self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
+    ) -> None:
         """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output
         rows first_row .. first_row + num_rows."""
         ...

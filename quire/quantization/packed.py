@@ -92,7 +92,7 @@ class PackedLinear:
     def create(self, shape: LinearShape) -> PackedParameters:
         return PackedParameters(shape)
 
-    def load(
+    def load_rows(
         self, parameters: PackedParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
         if suffix == "bias":

@@ -16,7 +16,7 @@ INTEGRAL = (torch.int32, torch.int64)
 
 @dataclass
 class Parts:
-    """What has come so far of the matrix `<module>.weight`."""
+    """The parts of the matrix `<module>.weight` that have been streamed so far."""
 
     module: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

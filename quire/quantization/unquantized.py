@@ -36,7 +36,7 @@ class UnquantizedLinear:
         bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
         return PlainParameters(shape, weight, bias)
 
-    def load(
+    def load_rows(
         self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
         target = parameters.weight if suffix == "weight" else parameters.bias

@@ -1,4 +1,4 @@
-"""What the sampler must know of the rows that it samples."""
+"""The batch of sequences that the sampler samples in one step."""
 
 from __future__ import annotations
 

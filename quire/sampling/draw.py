@@ -1,5 +1,7 @@
 """One token per row from one uniform number per row, by the inverse of the cumulative distribution.
 
+The numbers come without a generator's state: one per (seed, index), whatever else runs.
+
 Bitwise the same whatever the batch: NumPy's element-wise functions give an element the same result wherever it
 stands, and every sum runs inside one row, over blocks of a fixed size in a fixed order.
 """
@@ -12,6 +14,9 @@ BLOCK = 64
 """Weights are summed by blocks of this size (pairwise, float32), blocks one after the other (float64)."""
 MIN_TEMPERATURE = np.float32(1e-30)
 """Lower temperatures act as this one: the largest score alone is possible, ties are equally likely."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def compute_weights(scores: np.ndarray, temperature: np.ndarray) -> np.ndarray:
@@ -62,3 +67,21 @@ def _first_above(cumulative: np.ndarray, targets: np.ndarray) -> np.ndarray:
     above = (cumulative <= targets[:, None]).sum(axis=1)
     last = (cumulative < cumulative[:, -1:]).sum(axis=1)
     return np.minimum(above, last)
+
+
+def uniform(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Number `indices[i]` of the stream `seeds[i]`, strictly between 0 and 1.
+
+    seeds: [R] uint64; indices: [R] int64. Returns [R] float64, multiples of 2**-53 with 52 random bits.
+    The stream of a seed is SplitMix64 started at a scrambled seed, so that neighbouring seeds are unrelated.
+    """
+    state = _mix(seeds + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    bits = _mix(state) >> np.uint64(12)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser, a bijection of 64 bits. x: [R] uint64."""
+    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIERS[0]
+    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIERS[1]
+    return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""What can go wrong while sampling."""
+"""The error of sampling from non-finite logits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """top-k, top-p and min-p as one lowest kept weight per row.
 
-A filter keeps the tokens whose weight is at least some value, so equal weights live or die together (at the edge
-more than k tokens may stay), and the result depends on the row's values alone, never on how they were sorted.
+A filter keeps the tokens whose weight is at least some value, so equal weights are kept or removed together (at the
+edge more than k tokens may stay), and the result depends on the row's values alone, never on how they were sorted.
 """
 
 from __future__ import annotations

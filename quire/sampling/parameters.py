@@ -12,7 +12,7 @@ SEED_MASK = 2**64 - 1
 
 
 class Feature:
-    """What a row asks of the sampler, as bits. A step does only what the union over its rows asks for.
+    """The features of the sampler that a row uses, as bits. A step runs only those in the union over its rows.
 
     Plain integers: an enumeration's operators take a microsecond each, several times in every step.
     """

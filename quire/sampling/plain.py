@@ -1,6 +1,6 @@
-"""The plain chooser: NumPy on the scores, torch for log-probabilities. It defines what every other chooser means.
+"""The plain sampler back end: NumPy on the scores, torch for log-probabilities; the reference for the other ones.
 
-NumPy is on a CPU several times faster here than the same torch operators, and every operator used gives a row the
+On a CPU NumPy is several times faster here than the same torch operators, and every operator used gives a row the
 same bits whatever the other rows are.
 """
 
@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from quire.sampling.batch import SampleBatch
-from quire.sampling.draw import compute_weights, cumulative_blocks, draw
+from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.filters import apply_filters
 from quire.sampling.logprobs import log_probabilities, token_logprobs
 from quire.sampling.parameters import Feature, SamplingRows
-from quire.sampling.randomness import uniform
 from quire.step import TokenLogprobs
 
 SLICE_ELEMENTS = 2**20

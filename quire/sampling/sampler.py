@@ -1,7 +1,6 @@
-"""The batched sampler for host memory: the recipe. Each ingredient has a file of its own.
+"""The batched sampler for host memory: the order of its passes. Each pass has a file of its own.
 
-What touches the whole vocabulary is left to a chooser; rules that touch single tokens work on a NumPy view of the
-logits.
+A sampler back end does what touches the whole vocabulary; rules on single tokens work on a NumPy view of the logits.
 """
 
 from __future__ import annotations
@@ -17,15 +16,20 @@ from quire.sampling.batch import SampleBatch
 from quire.sampling.candidates import best_candidates, normalize
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.parameters import EDITS, NEEDS_INDEX_OF_ROW, Feature, SamplingRows
-from quire.sampling.penalties import apply_output_penalties, apply_repetition_penalty
-from quire.sampling.rules import add_logit_bias, ban_stop_tokens, keep_allowed
+from quire.sampling.rules import (
+    add_logit_bias,
+    apply_output_penalties,
+    apply_repetition_penalty,
+    ban_stop_tokens,
+    keep_allowed,
+)
 from quire.step import Candidates, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for. damaged:
-    indices of rows whose logits are NaN or infinite; they have some token, and neither of the others."""
+    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for.
+    nonfinite: indices of rows whose logits are NaN or infinite; they have some token, and neither of the others."""
 
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs]
@@ -36,35 +40,35 @@ class SampledTokens:
 class Sampler:
     """Chooses one token per row. Holds no state of its own: all of it is in the rows and the batch."""
 
-    def __init__(self, rows: SamplingRows, chooser: SamplerBackend) -> None:
+    def __init__(self, rows: SamplingRows, backend: SamplerBackend) -> None:
         self._rows = rows
-        self._chooser = chooser
+        self._backend = backend
 
     def sample(self, compute_logits: Callable[[], torch.Tensor], batch: SampleBatch) -> SampledTokens:
         """compute_logits: returns [R, vocab_size] float32 on the host, which may be overwritten.
 
-        A row with NaN or plus infinity, or without any finite logit, is damaged. The others get what they get without
-        it: they are sampled once more, since nothing remembers that they were.
+        A row with NaN or plus infinity, or without any finite logit, is reported as nonfinite. The other rows are then
+        sampled again without it and get the tokens they would have had alone, because sampling keeps no state.
         """
-        damaged: set[int] = set()
+        nonfinite: set[int] = set()
         while True:
             logits = compute_logits()
-            if damaged:
-                logits[list(damaged)] = 0.0
+            if nonfinite:
+                logits[list(nonfinite)] = 0.0
             try:
                 sampled = self._sample(logits, batch)
             except NonFiniteLogitsError as error:
-                damaged.update(error.indices)
+                nonfinite.update(error.indices)
                 continue
-            if not damaged:
+            if not nonfinite:
                 return sampled
-            for index in damaged:
+            for index in nonfinite:
                 sampled.logprobs.pop(index, None)
                 sampled.candidates.pop(index, None)
-            return replace(sampled, nonfinite=tuple(sorted(damaged)))
+            return replace(sampled, nonfinite=tuple(sorted(nonfinite)))
 
     def _sample(self, logits: torch.Tensor, batch: SampleBatch) -> SampledTokens:
-        """Raises NonFiniteLogitsError when a row is damaged, not necessarily with all that are."""
+        """Raises NonFiniteLogitsError, which names at least one row with non-finite logits, not necessarily all."""
         rows = self._rows
         used = rows.used(batch.rows)
         scores = logits.numpy()
@@ -82,20 +86,20 @@ class Sampler:
             self._edit(scores, batch, used)
         beam_scores = scores[beams]
         # 3. Greedy rows take the best score, the others draw.
-        token_ids = self._chooser.choose(scores, batch, used)
+        token_ids = self._backend.choose(scores, batch, used)
         # 4. What beams can go on with: the best token, which was just chosen for them, and the next ones.
         candidates = {}
         if beams.size:
             num_candidates = rows.num_candidates[batch.rows[beams]].tolist()
-            found = best_candidates(beam_scores, num_candidates, self._chooser)
+            found = best_candidates(beam_scores, num_candidates, self._backend)
             candidates = dict(zip(beams.tolist(), found, strict=True))
         # 5. Log-probabilities of what was chosen.
         if not used & Feature.LOGPROBS:
             return SampledTokens(token_ids, {}, candidates)
         num_top = rows.num_logprobs[batch.rows[wants_logprobs]].tolist()
         try:
-            entries = self._chooser.logprobs(unchanged, token_ids[wants_logprobs], num_top)
-        except NonFiniteLogitsError as error:  # damage where the rules hid it from the choice
+            entries = self._backend.logprobs(unchanged, token_ids[wants_logprobs], num_top)
+        except NonFiniteLogitsError as error:  # a token that the rules ban had a NaN or infinite logit
             raise NonFiniteLogitsError(wants_logprobs[list(error.indices)].tolist()) from None
         return SampledTokens(token_ids, dict(zip(wants_logprobs.tolist(), entries, strict=True)), candidates)
 

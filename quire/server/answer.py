@@ -1,4 +1,5 @@
-"""What every endpoint that generates has in common: its route, and what is known of an answer before it begins."""
+"""The common part of all generating endpoints: the route, and the fields of an answer that are known before it
+begins."""
 
 from __future__ import annotations
 

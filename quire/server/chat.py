@@ -100,7 +100,7 @@ class ChatAnswer(Answer[ChatRequest]):
         )
         async with aclosing(running) as outputs:
             async for _, output in outputs:
-                self._counter.add(0, output)
+                self._counter.count_output(0, output)
                 self._weight.generated(output.outputs)
                 yield output
 

@@ -123,9 +123,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
         )
 
     def _pieces(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """What is new, choice by choice; the first piece of a choice brings what is said of its prompt."""
+        """The new tokens, choice by choice; the first piece of a choice also has the prompt's echo and logprobs."""
         generates = self._body.max_tokens > 0
-        self._counter.add(prompt_index, output, count_completion=generates)
+        self._counter.count_output(prompt_index, output, count_completion=generates)
         self._prompt_logprobs.setdefault(prompt_index, output.prompt_logprobs)
         pieces = []
         for completion in output.outputs:
@@ -159,7 +159,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             if body.echo:
                 # A request that was ended in its prompt has no more.
                 known = list(entries or []) + [None] * (len(token_ids) - len(entries or []))
-                piece.logprobs = self._columns[piece.index].add(token_ids, limited(known, body.logprobs))
+                piece.logprobs = self._columns[piece.index].append_tokens(token_ids, limited(known, body.logprobs))
 
     def _add_completion(self, piece: CompletionChoice, completion: CompletionOutput) -> None:
         piece.text += completion.text
@@ -167,7 +167,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         if self._body.return_token_ids:
             piece.token_ids = completion.token_ids
         if self._body.logprobs is not None:
-            new = self._columns[piece.index].add(completion.token_ids, completion.logprobs or [])
+            new = self._columns[piece.index].append_tokens(completion.token_ids, completion.logprobs or [])
             piece.logprobs = new if piece.logprobs is None else _join(piece.logprobs, new)
 
 

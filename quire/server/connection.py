@@ -36,11 +36,11 @@ MIN_READ_BYTES = 64 * 1024
 LINGER_SECONDS = 2.0
 """How long a client that was refused may take to read why."""
 MAX_NUM_SURPLUS = 256
-"""Connections beyond the limit that are told so; any more are closed without a word."""
+"""Connections beyond the limit that get a 503 response; any more are closed without one."""
 
 
 class Phase(enum.IntEnum):
-    """What a connection waits for. Each phase but ANSWER has a deadline, which begins when the phase does."""
+    """The phases of a connection. Each phase but ANSWER has a deadline, which begins when the phase does."""
 
     IDLE = 0
     """The first byte of a request."""
@@ -49,7 +49,7 @@ class Phase(enum.IntEnum):
     ANSWER = 3
     """The application's, to a request that has arrived in full."""
     CLOSING = 4
-    """The client, to read why it was refused. What it sends is dropped."""
+    """The client reads why it was refused; its data is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The request whose answer is not complete; those in `pipeline` come after it."""
         self._is_surplus = False
         self._is_deaf = False
-        """Whether everything that still comes is dropped."""
+        """Whether further data is dropped."""
         self._refusal: ApiError | None = None
         self._num_head_bytes = 0
         self._num_headers = 0
@@ -238,7 +238,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end_late()
 
     def _check_reader(self, num_unsent_bytes: int, now: float) -> None:
-        """Cut a client that reads nothing. Only a buffer to which nothing is added tells whether it reads."""
+        """Close the connection of a client that reads nothing. Only a buffer to which nothing is added tells whether it
+        reads."""
         if self._running is not None and not self.flow.write_paused:
             self._num_unsent_bytes = 0
         elif self._num_unsent_bytes == 0 or num_unsent_bytes <= self._num_unsent_bytes - MIN_READ_BYTES:

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the settings, the doors that are open."""
+"""The context that all routes share: the engine, the settings, and the admission of requests."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of a request whose client hung up before the answer began: for the metrics, since nobody reads it."""
+"""Status of a request whose client hung up before the response began. Only the metrics show it."""
 
 
 class ClientDisconnectedError(Exception):
-    """The client hung up; there is nobody left to answer."""
+    """The client hung up, so no response is sent."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -37,7 +37,7 @@ MAX_PARAM_CHARACTERS = 200
 
 
 class ErrorDetail(msgspec.Struct):
-    """What a client reads of its mistake. This is the one place that cuts it: a message may quote a value or a field's
+    """The message of a client's error. This is the one place that shortens it: a message may quote a value or a field's
     name that the client sent, of any length."""
 
     message: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from quire.errors import UserError
-from quire.outputs import RequestOutput, raise_if_damaged
+from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.sampling_params import SamplingParams
 from quire.server.protocol.chat import ChatMessage
 from quire.server.protocol.common import PromptTokensDetails, Usage
@@ -100,7 +100,7 @@ async def generate(
     try:
         async with aclosing(_merge(streams) if len(streams) > 1 else _number(streams[0])) as outputs:
             async for number, output in outputs:
-                raise_if_damaged(output)
+                raise_if_nonfinite(output)
                 index = number // per_prompt
                 if per_prompt > 1:
                     # Later parts find the whole prompt in the cache; the request found what its first part did.
@@ -164,7 +164,7 @@ class TokenCounter:
         self._num_cached_tokens: dict[int, int] = {}
         self._num_completion_tokens = 0
 
-    def add(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
+    def count_output(self, prompt_index: int, output: RequestOutput, *, count_completion: bool = True) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._num_cached_tokens[prompt_index] = output.num_cached_tokens
         if count_completion:

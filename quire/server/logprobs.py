@@ -28,7 +28,7 @@ class CompletionColumns:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens, prompt_token_ids)
         self._offset = 0
 
-    def add(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
+    def append_tokens(self, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> CompletionLogprobs:
         """The columns of these tokens. An entry is None for the first token of a prompt, and where a prompt was not
         computed because the request ended before."""
         columns = CompletionLogprobs()

@@ -55,10 +55,10 @@ _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Stru
 def add_openapi_route(app: FastAPI) -> None:
     @app.get("/openapi.json")
     async def openapi() -> Response:
-        return Response(msgspec.json.encode(describe()), media_type="application/json")
+        return Response(msgspec.json.encode(api_description()), media_type="application/json")
 
 
-def describe() -> dict[str, Any]:
+def api_description() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     structs = [struct for _, *pair in _OPERATIONS.values() for struct in pair if struct is not None]
     references, components = msgspec.json.schema_components(

@@ -1,4 +1,4 @@
-"""What a server tells when it has started: where it listens, and where the time went."""
+"""The lines that a started server logs: its address, and the seconds of each phase of the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StartReport:
         self._last = now
 
     def engine_phases(self, seconds: Mapping[str, float]) -> None:
-        """What the engine process did meanwhile."""
+        """The phases of the engine process."""
         self._rows += [(f"engine: {name}", value) for name, value in seconds.items()]
 
     def show(self, model_names: Sequence[str], url: str, backend: str) -> None:

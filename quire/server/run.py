@@ -177,7 +177,7 @@ class _Service:
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the address before the model is loaded; nobody can connect until the server listens.
+    """Bind the address before the model is loaded; clients cannot connect until the server listens.
 
     Raises ConfigError when the address is in use, not allowed or not ours.
     """

@@ -48,7 +48,7 @@ class HttpCounter(Collector):
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, int], int] = {}
 
-    def add(self, handler: str, method: str, status: int) -> None:
+    def count_response(self, handler: str, method: str, status: int) -> None:
         key = (handler, method, status)
         self._counts[key] = self._counts.get(key, 0) + 1
 
@@ -85,4 +85,4 @@ class CountingMiddleware:
         finally:
             route = scope.get("route")
             method = scope["method"] if route is not None else "other"
-            self.counter.add(getattr(route, "path", "unmatched"), method, status)
+            self.counter.count_response(getattr(route, "path", "unmatched"), method, status)

@@ -1,4 +1,4 @@
-"""ServerSettings: what the HTTP server is told besides the engine's options."""
+"""ServerSettings: the options of the HTTP server besides the engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one answer may weigh: a request whose answer would be too large is refused, with the arithmetic."""
+"""The limit on an answer's size: a request whose answer would be too large is refused, with the arithmetic."""
 
 from __future__ import annotations
 

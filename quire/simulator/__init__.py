@@ -1,2 +1,2 @@
-"""The engine without a model: the product's scheduler and KV cache on a virtual clock, with steps that cost what an
-analytic model says."""
+"""The engine without a model: the product's scheduler and KV cache on a virtual clock, with steps whose seconds an
+analytic cost model predicts."""

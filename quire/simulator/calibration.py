@@ -1,11 +1,11 @@
 """Factors of the cost model from logged steps of a real run.
 
-The profile of a device says what its limits are; how much of them kernels reach, and what a step costs besides, is
-fitted: few numbers, each with a meaning and bounds, to the time of every step, by least squares of the logarithm of
-predicted over measured time (a step of 2 ms counts as much as one of 200). Steps that something else disturbed must
-not count: what took far longer than usual is weighted down. The sum of all steps would then come out too short; in the
-end all times are scaled so that the sum is right, the worst hundredth left out. Numbers that a log says nothing about
-(no long prompts, no copies) stay where they were, and are named.
+The profile of a device states its limits; the share of them that kernels reach, and a step's other costs, are fitted:
+few numbers, each with a meaning and bounds, to the time of every step, by least squares of the logarithm of predicted
+over measured time (a step of 2 ms counts as much as one of 200). Steps that something else disturbed must not count:
+what took far longer than usual is weighted down. The sum of all steps would then come out too short; in the end all
+times are scaled so that the sum is right, the worst hundredth left out. Numbers that a log says nothing about (no long
+prompts, no copies) stay where they were, and are named.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Vector = npt.NDArray[np.float64]
 
 MIN_STEPS = 30
 MIN_IDLE = 5
-"""Steps after idle time, for what they take longer."""
+"""The fewest steps after idle time from which their extra seconds are fitted."""
 MAX_STEPS = 1500
-"""Of a longer log so many are fitted, taken evenly."""
+"""The most steps that are fitted; of a longer log they are taken evenly."""
 FEWEST_ROWS = 3
 """Steps of a run's beginning are left out: buffers grow, programs are recorded."""
 ITERATIONS = 60
@@ -42,7 +42,7 @@ PRIOR = 1e-5
 """Weight of staying where the profile was, against that of a step: decides what the log does not."""
 LEAST_SPREAD = 0.02
 USUAL = 1.5
-"""Residuals beyond so many spreads count linearly."""
+"""Residuals beyond this many spreads count linearly."""
 TRUSTING = 20
 """Iterations in which every step counts, however far from what is predicted ..."""
 ALL = 10.0
@@ -80,7 +80,7 @@ SCALED_UP = ("launch_overhead", "token_overhead", "sequence_overhead", "new_sequ
 
 @dataclass(frozen=True)
 class Sample:
-    """A step: what it computed and what it took. gap: seconds on the host before it, None where it may be idle time.
+    """A logged step: its work and its seconds. gap: seconds on the host before it, None where it may be idle time.
     at: seconds from the log's first step to its beginning. follows_idle: nothing ran for IDLE_SECONDS before it."""
 
     work: StepWork

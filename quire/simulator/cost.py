@@ -1,4 +1,4 @@
-"""What a step takes: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
+"""The seconds of a step: for each operator the longer of its operations at the peak and its bytes at the bandwidth.
 
 Each limit is taken with its factor (`quire.simulator.hardware.Factors`). Operators run one after the other, so their
 times add up:
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from quire.errors import UserError
 from quire.simulator.hardware import DTYPE_BYTES, Hardware
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import QUANTIZED, ModelShape
 from quire.simulator.work import StepWork
 
@@ -104,12 +104,16 @@ class CostModel:
     alone is computed once, so that a step costs microseconds."""
 
     def __init__(
-        self, shape: ModelShape, hardware: Hardware, layout: Layout | None = None, precision: Precision | None = None
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        layout: ParallelConfig | None = None,
+        precision: Precision | None = None,
     ) -> None:
         """Raises UserError when the model cannot be laid out so, or the device lacks the dtype."""
         self.shape = shape
         self.hardware = hardware
-        self.layout = layout or Layout()
+        self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
         self.windows = tuple(dict.fromkeys(shape.windows))
         self._block_tokens = BLOCK_TOKENS
@@ -128,7 +132,7 @@ class CostModel:
         self._constant, self._per_token, self._per_sampled = self._linear_parts()
         self._set_up_experts()
 
-    # -- what callers ask -------------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def block_tokens(self) -> int:
@@ -448,7 +452,7 @@ def _share(work: StepWork, m: int) -> StepWork:
     )
 
 
-def _check(shape: ModelShape, layout: Layout) -> None:
+def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if shape.num_heads % layout.tp:
         raise UserError(f"tp={layout.tp} does not divide the {shape.num_heads} heads of {shape.name}", param="tp")

@@ -1,4 +1,5 @@
-"""An executor without a device: plans in, made-up tokens out, and a virtual clock that moves by what steps cost.
+"""An executor without a device: plans in, made-up tokens out, and a virtual clock that advances by the predicted
+seconds.
 
 Two timelines. The host (engine core and scheduler) is the clock itself: `execute` moves it by the host's overhead. The
 device runs plans one after the other: a plan begins when it has been handed over and the one before it is done. Taking
@@ -34,7 +35,8 @@ class SimulatedFuture(Future[StepResult]):
     may be asked of it."""
 
     def __init__(self, clock: VirtualClock, ready: float, result: StepResult) -> None:
-        # Not Future's own: a lock and a condition for each step, and nobody ever waits for this one.
+        # Future.__init__ is not called: it makes a lock and a condition for each step, and no thread waits for this
+        # one.
         self._clock = clock
         self._ready = ready
         self._step_result = result
@@ -90,7 +92,7 @@ class SimulatedExecutor:
         self._swap_seconds = copies * hardware.pcie_latency + layout.block_bytes / bandwidth
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """What the cost model says of a block's copy, and of a token of a long chunk."""
+        """The cost model's seconds for a block's copy, and for a token of a long chunk."""
         num_tokens = 1024
         chunk = StepWork(num_tokens=num_tokens, num_sequences=1, num_chunks=1)
         kinds = len(self._cost.windows)
@@ -131,7 +133,7 @@ class SimulatedExecutor:
         self._device_free = max(end, swapped)
         self.busy_seconds += model
         self.num_steps += 1
-        # Who computes nothing waits for what it moves.
+        # A plan without tokens ends when its transfers end.
         ready = end if work.num_tokens else self._device_free
         return SimulatedFuture(clock, ready, self._result(plan))
 

@@ -47,18 +47,19 @@ class ReplicaSpec:
 
 
 class Group(Protocol):
-    """Some of the replicas, here or in another process. `begin` a window, `end` it, ..., `finish`."""
+    """Some of the replicas, in this process or another: `begin_window` and `end_window` in turn, then
+    `finish_replicas`."""
 
-    def begin(self, shares: Shares, until: float) -> None:
+    def begin_window(self, shares: Shares, until: float) -> None:
         """Serve a window."""
         ...
 
-    def end(self) -> list[int]:
+    def end_window(self) -> list[int]:
         """Wait for the window; per replica the requests that have not ended."""
         ...
 
-    def finish(self) -> list[Metrics]:
-        """Serve what is left; per replica the results."""
+    def finish_replicas(self) -> list[Metrics]:
+        """Serve the remaining requests; returns each replica's results."""
         ...
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ def simulate_fleet(
     num_processes: int = 1,
     report_seconds: float = REPORT_SECONDS,
 ) -> list[Metrics]:
-    """Serve a trace by several replicas; per replica what came of it (`merged` adds them up).
+    """Serve a trace by several replicas; returns each replica's metrics (`merged` adds them up).
 
     The result is the same for any number of processes. Raises UserError for an unknown router, and what a replica's
     start can fail with.
@@ -89,12 +90,12 @@ def simulate_fleet(
             for request in arrived:
                 shares[chooser.choose(request)].append(request)
             for number, group in enumerate(groups):
-                group.begin(shares[number :: len(groups)], until)
+                group.begin_window(shares[number :: len(groups)], until)
             num_live = [0] * num_replicas
             for number, group in enumerate(groups):
-                num_live[number :: len(groups)] = group.end()
+                num_live[number :: len(groups)] = group.end_window()
             chooser.learn(num_live)
-        return _in_order([group.finish() for group in groups], num_replicas)
+        return _in_order([group.finish_replicas() for group in groups], num_replicas)
     finally:
         for group in groups:
             group.close()
@@ -148,21 +149,21 @@ class LocalGroup:
     def __init__(self, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
         self._replicas = [spec.build(number) for number in numbers]
 
-    def begin(self, shares: Shares, until: float) -> None:
+    def begin_window(self, shares: Shares, until: float) -> None:
         for replica, share in zip(self._replicas, shares, strict=True):
             for request in share:
                 replica.advance(request.arrival)
                 replica.offer(request)
             replica.advance(until)
 
-    def end(self) -> list[int]:
+    def end_window(self) -> list[int]:
         return [replica.num_live for replica in self._replicas]
 
-    def finish(self) -> list[Metrics]:
+    def finish_replicas(self) -> list[Metrics]:
         results = []
         for replica in self._replicas:
             replica.advance(float("inf"))
-            results.append(replica.finish())
+            results.append(replica.finish_run())
         return results
 
     def close(self) -> None:
@@ -179,14 +180,14 @@ class ProcessGroup:
         self._process.start()
         theirs.close()
 
-    def begin(self, shares: Shares, until: float) -> None:
+    def begin_window(self, shares: Shares, until: float) -> None:
         self._send((shares, until))
 
-    def end(self) -> list[int]:
+    def end_window(self) -> list[int]:
         answer: list[int] = self._receive()
         return answer
 
-    def finish(self) -> list[Metrics]:
+    def finish_replicas(self) -> list[Metrics]:
         self._send(None)
         answer: list[Metrics] = self._receive()
         return answer
@@ -220,9 +221,9 @@ def _serve(pipe: Connection, spec: ReplicaSpec, numbers: Sequence[int]) -> None:
     try:
         group = LocalGroup(spec, numbers)
         while (message := pipe.recv()) is not None:
-            group.begin(*message)
-            pipe.send(group.end())
-        pipe.send(group.finish())
+            group.begin_window(*message)
+            pipe.send(group.end_window())
+        pipe.send(group.finish_replicas())
     except EOFError:
         return  # given up
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Devices as data: what the manufacturers' public data sheets say, and how much of it is reached.
+"""Devices as data: the limits of the manufacturers' public data sheets, and the share of them that kernels reach.
 
 `hardware.json` holds the profiles. A data sheet's numbers are limits; `Factors` says which share of them real kernels
 reach. There is one set of factors for a device, whatever is simulated: a calibration replaces it (docs/simulator.md).

@@ -1,4 +1,4 @@
-"""How much equal steps differ on a real machine: what lengthens one and not the next, and for how long.
+"""Jitter: how much the times of equal steps differ on a real machine, and for how long.
 
 The cost model says what a step usually takes. Neighbours, the operating system and cold caches make that the middle of
 many values, and not independent ones: what slows a step often slows the next hundred. Means of latencies hardly need to
@@ -39,7 +39,7 @@ class Jitter:
     stalls: Pairs = ()
 
     def __post_init__(self) -> None:
-        """Raises UserError for what is no distribution, or shares of more than all of it."""
+        """Raises UserError for an invalid distribution, or shares above 1."""
         for name, table in (("single", self.single), ("chunks", self.chunks)):
             levels = [level for level, _ in table]
             is_rising = all(low < high for low, high in zip([0.0, *levels], levels, strict=False))
@@ -72,7 +72,7 @@ class Scatter(Protocol):
 
 
 class NoScatter:
-    """Every step takes what it should."""
+    """No jitter: every step takes its predicted time."""
 
     def seconds(self, now: float, expected: float, has_chunks: bool) -> float:
         return expected

@@ -1,4 +1,4 @@
-"""The jitter of a device from logged steps: what each took over what it was expected to take, in the order of time."""
+"""The jitter of a device from logged steps: the ratio of each step's measured to its expected time, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LASTING = (0.01, 0.1, 1.0, 10.0)
 """Seconds over which parts of the scatter fade."""
 LEAST_SHARE = 0.01
 STALLED = 2.0
-"""A step with single tokens that takes so many times what it should has stalled."""
+"""A step with single tokens has stalled if it takes this many times the predicted seconds."""
 NUM_STALLS = 8
 """Lengths of stalls that are told apart."""
 
@@ -54,7 +54,7 @@ def _stalls(seconds: Vector, worked: float) -> Pairs:
 
 
 def _distribution(ratios: Vector) -> Pairs:
-    """Means between levels, of which only so many are kept that each interval has steps enough to say something."""
+    """Means between levels. Levels are left out until each interval has FEWEST steps."""
     count, ordered = len(ratios), np.sort(ratios)
     if count < FEWEST:
         return ()

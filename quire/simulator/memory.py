@@ -1,4 +1,4 @@
-"""What a device's memory holds: weights, activations, and the rest for the KV cache."""
+"""The memory of a device: weights, activations, and the rest for the KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUM_LOGIT_COPIES = 3
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """An estimate of what a step at its full budget keeps at once on a device: the residual stream three times, the
-    wider of attention and MLP, and the sampler's logits. The engine measures it."""
+    """An estimate of the bytes of activations of a step at its full budget on a device: the residual stream three
+    times, the wider of attention and MLP, and the sampler's logits. The engine measures it."""
     shape, tp = cost.shape, cost.layout.tp
     width = shape.intermediate
     if shape.experts is not None:
@@ -26,7 +26,7 @@ def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs:
 
 
 def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """What is left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
+    """Bytes left for the KV cache of a share of the device's memory. Raises InsufficientMemoryError, with the
     arithmetic, when nothing is."""
     hardware = cost.hardware
     weights = int(cost.weight_bytes_per_device)
@@ -51,12 +51,12 @@ def check_pool(cost: CostModel, num_bytes: int) -> None:
 
 
 def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
-    """Of so many blocks on each device."""
+    """Bytes of a pool of `num_blocks` blocks, on each device."""
     return num_blocks * block_bytes(*_groups(cost), block_size)
 
 
 def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """What so many sequences of full length can use: the engine takes no more (quire/kv_cache/sizing.py)."""
+    """Bytes that `max_num_seqs` sequences of full length use: the engine takes no more (quire/kv_cache/sizing.py)."""
     groups, _ = _groups(cost)
     return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
 

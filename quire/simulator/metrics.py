@@ -39,7 +39,7 @@ class Distribution:
         self._bins: Counter[int] = Counter()
         """Number of a bin (of the value's logarithm) -> values in it; used when there are too many to keep."""
 
-    def add(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         self.count += 1
         self.total += value
         self.lowest = min(self.lowest, value)
@@ -74,7 +74,7 @@ class Distribution:
         return self.total / self.count if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which so many percent lie, interpolated linearly; NaN when there are none."""
+        """The value below which `percent` percent of the values lie, interpolated linearly; NaN when there are none."""
         if not self.count:
             return math.nan
         if self._values is not None:
@@ -125,7 +125,7 @@ class Moments:
     preemptions: int = 0
     tokens: int = 0
 
-    def add(self, other: Moments) -> None:
+    def add_moments(self, other: Moments) -> None:
         self.seconds += other.seconds
         self.running += other.running
         self.waiting += other.waiting
@@ -141,7 +141,7 @@ class TimeSeries:
         self.width = width
         self.bins: list[Moments] = []
 
-    def add(self, start: float, moments: Moments) -> None:
+    def add_span(self, start: float, moments: Moments) -> None:
         """Integrals (value times seconds) over an interval that begins at `start`. It counts where it begins, unless it
         is longer than a bin: then it is spread over those that it covers."""
         if moments.seconds > self.width:
@@ -157,7 +157,7 @@ class TimeSeries:
             number = int(start / self.width)
         while number >= len(self.bins):
             self.bins.append(Moments())
-        self.bins[number].add(moments)
+        self.bins[number].add_moments(moments)
 
     def _spread(self, start: float, moments: Moments) -> None:
         """Cut an interval into parts of a bin at most. What is counted (tokens, preemptions) belongs to its end."""
@@ -184,7 +184,7 @@ class TimeSeries:
         for number in range(0, len(self.bins), 2):
             moments = self.bins[number]
             for after in self.bins[number + 1 : number + 2]:
-                moments.add(after)
+                moments.add_moments(after)
             merged.append(moments)
         self.bins, self.width = merged, 2 * self.width
 

@@ -8,7 +8,7 @@ from quire.errors import UserError
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelConfig:
     """tp: devices that share each layer (tensor parallelism; experts and vocabulary are shared out as well). pp: groups
     of them that share the layers (pipeline parallelism). dp: replicas of all that, with a router in front of them.
     ep: devices over which whole experts are spread (expert parallelism), a multiple of tp; those of several replicas

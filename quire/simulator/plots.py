@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import UserError
 from quire.simulator.metrics import Metrics
-from quire.simulator.sweep import LayoutResult, pareto_front
+from quire.simulator.sweep import SweepResult, pareto_front
 
 WIDTH, HEIGHT, DOTS = 7.0, 4.0, 150
 """Inches, and dots for each."""
@@ -97,7 +97,7 @@ def plot_memory(path: Path, metrics: Metrics, *, title: str = "") -> None:
         axes[2].set_xlabel("time (s)")
 
 
-def plot_pareto(path: Path, results: Sequence[LayoutResult], *, title: str = "") -> None:
+def plot_pareto(path: Path, results: Sequence[SweepResult], *, title: str = "") -> None:
     """Output tokens a second of a device against those that a user sees (1/TPOT), and which points no other beats."""
     with figure(path, title=title) as (axis,):
         for result in results:

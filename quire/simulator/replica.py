@@ -236,13 +236,13 @@ class Replica:
         """Requests that have arrived and not ended."""
         return len(self._live)
 
-    def run(self, requests: Iterable[TraceRequest]) -> Metrics:
+    def serve_trace(self, requests: Iterable[TraceRequest]) -> Metrics:
         """Serve a whole trace, in the order of arrival."""
         for request in requests:
             self.advance(request.arrival)
             self.offer(request)
         self.advance(float("inf"))
-        return self.finish()
+        return self.finish_run()
 
     def advance(self, until: float) -> None:
         """Make steps until the clock has reached a moment (the step that is under way then is finished), or nothing is
@@ -279,7 +279,7 @@ class Replica:
             )
         )
 
-    def finish(self) -> Metrics:
+    def finish_run(self) -> Metrics:
         """The results. Checks that the engine is as it was: no request, no block in use."""
         stats = self.core.stats()
         assert not self._live, f"{len(self._live)} requests never ended"
@@ -310,7 +310,7 @@ class Replica:
             metrics.step_seconds += seconds
             metrics.running_seconds += running
             metrics.kv_seconds += used_blocks / metrics.num_blocks
-            metrics.series.add(
+            metrics.series.add_span(
                 started,
                 Moments(
                     seconds,
@@ -364,7 +364,7 @@ class Replica:
         for name, distribution in metrics.latencies.items():
             value = getattr(record, name)
             if value is not None:
-                distribution.add(value)
+                distribution.add_value(value)
                 is_good = is_good and value <= self._objectives.get(name, value)
         metrics.num_slo_met += is_good
         if self._observer.on_record is not None:
@@ -388,7 +388,7 @@ def simulate(
 ) -> Metrics:
     """Serve a trace by one replica. Raises InsufficientMemoryError when the model does not fit the device."""
     replica = Replica(cost, settings or EngineSettings(), make_core=make_core, objectives=objectives, observer=observer)
-    return replica.run(requests)
+    return replica.serve_trace(requests)
 
 
 @cache

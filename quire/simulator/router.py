@@ -1,4 +1,4 @@
-"""Which replica a request goes to: decided by what a router can know, the replicas' reports and its own choices.
+"""Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
 
 Reports come at a fixed interval. Between two of them a router counts what it has sent since, and what has finished
 since it does not know.
@@ -14,9 +14,9 @@ from quire.errors import UserError, nearest_name
 from quire.simulator.trace import TraceRequest
 
 SLACK = 1.25
-"""A replica takes requests of its prefixes while it has at most so many times the mean of the requests ..."""
+"""A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
 SLACK_REQUESTS = 4
-"""... and so many more."""
+"""... plus this number."""
 
 
 class Router(Protocol):
@@ -69,7 +69,7 @@ class LeastLoaded:
         return self.send(chosen)
 
     def send(self, replica: int) -> int:
-        """A request goes to a replica, whoever chose it."""
+        """Count a request that is sent to `replica`; returns `replica`."""
         self._loads[replica] += 1
         return replica
 

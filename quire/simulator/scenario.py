@@ -1,4 +1,4 @@
-"""What is simulated, apart from the rate: requests, model, device, layout, engine, router. A rate makes a run of it."""
+"""A scenario is all of a simulation but the rate: requests, model, device, layout, engine, router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Source(Protocol):
     """Where requests come from."""
 
     def requests(self, rate: float | None) -> Iterator[TraceRequest]:
-        """The requests, at so many a second (None: as they are); the same for the same rate."""
+        """The requests at `rate` requests a second (None: as they are); the same for the same rate."""
         ...
 
     def rate(self) -> float | None:
@@ -82,7 +82,7 @@ class Scenario:
     percentile: float = 99.0
     make_core: MakeCore = EngineCore
 
-    def run(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
+    def simulate(self, rate: float | None = None, *, num_processes: int = 1) -> Metrics:
         """Serve the requests at a rate (None: as they are) by all replicas of the layout."""
         return merged(self.run_each(rate, num_processes=num_processes))
 

@@ -20,7 +20,7 @@ from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 
 BUILT_IN = Path(__file__).with_name("models.json")
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")
@@ -200,8 +200,8 @@ class ModelShape:
     # -- KV cache ---------------------------------------------------------------------------------------------------
 
     def kv_elements(self, tp: int = 1) -> int:
-        """What one layer keeps of one token on one of `tp` devices. Heads are shared out while there are enough; what
-        latent attention keeps belongs to all heads and is kept by each device."""
+        """Elements of KV cache of one layer and token on one of `tp` devices. Heads are shared out while there are
+        enough; what latent attention keeps belongs to all heads and is kept by each device."""
         if self.latent is not None:
             return self.latent.token_elements
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
@@ -214,8 +214,8 @@ class ModelShape:
         """Of the largest of `pp` pipeline stages."""
         return -(-self.num_layers // pp)
 
-    def layer_specs(self, dtype: str, layout: Layout) -> list[LayerSpec]:
-        """What the layers of one device keep in the KV cache, for the largest pipeline stage."""
+    def layer_specs(self, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
+        """The KV specs of the layers of one device, for the largest pipeline stage."""
         elements, size = self.kv_elements(layout.tp), int(DTYPE_BYTES[dtype])
         if self.latent is None:
             heads, head_dim = max(1, self.num_kv_heads // layout.tp), self.head_dim
@@ -314,7 +314,7 @@ def _read(fields: Fields, name: str) -> ModelShape:
 
 
 def _dtypes(fields: Fields) -> tuple[str, str]:
-    """What the matrices of the layers, and of their experts, are stored in."""
+    """The dtypes that the matrices of the layers, and of their experts, are stored in."""
     stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
     plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
     quantization = fields.values.get("quantization_config")

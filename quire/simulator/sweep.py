@@ -16,13 +16,13 @@ from typing import TypeVar
 from quire.errors import InsufficientMemoryError, QuireError, UserError
 from quire.simulator.cost import CostModel
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import UnboundedRateError, find_rate
 from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork
 
 GROWTH = 1.05
-"""A layout is saturated when twice the rate brings less than so many times the tokens."""
+"""A layout is saturated when twice the rate yields less than GROWTH times the tokens a second."""
 MAX_POINTS = 14
 MAX_STAGES = 8
 SAMPLE, CONTEXT = 100, 512
@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 class Point:
     """One layout at one rate. tpot: mean seconds; tokens_per_second: output of all devices."""
 
-    layout: Layout
+    layout: ParallelConfig
     rate: float
     tpot: float
     ttft: float
@@ -55,18 +55,18 @@ class Point:
 
 
 @dataclass(frozen=True)
-class LayoutResult:
+class SweepResult:
     """points: at rising rates, the last one saturated. found_rate: requests a second that keep the objectives (None:
     there are no objectives, or not even the lowest rate does; infinite: every rate does)."""
 
-    layout: Layout
+    layout: ParallelConfig
     points: tuple[Point, ...]
     found_rate: float | None
 
 
-def layouts(scenario: Scenario, num_devices: int) -> list[Layout]:
-    """All layouts of exactly so many devices in which the model fits, tensor parallelism in powers of two and at most
-    MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices. Raises UserError when
+def layouts(scenario: Scenario, num_devices: int) -> list[ParallelConfig]:
+    """All layouts of exactly `num_devices` devices in which the model fits, tensor parallelism in powers of two and at
+    most MAX_STAGES stages; the experts of a mixture in each replica, and spread over all devices. Raises UserError when
     there is none, and says why the last one was left out."""
     if num_devices < 1:
         raise UserError(f"a sweep needs at least 1 device, not {num_devices}", param="gpus")
@@ -84,7 +84,7 @@ def layouts(scenario: Scenario, num_devices: int) -> list[Layout]:
     return found
 
 
-def sweep(scenario: Scenario, candidates: Sequence[Layout], *, num_processes: int = 1) -> list[LayoutResult]:
+def sweep(scenario: Scenario, candidates: Sequence[ParallelConfig], *, num_processes: int = 1) -> list[SweepResult]:
     """Run every layout at rising rates, and find its rate if there are objectives; several layouts side by side."""
     return list(side_by_side(partial(run_layout, scenario), candidates, num_processes))
 
@@ -113,14 +113,14 @@ def die_quietly() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
+def run_layout(scenario: Scenario, layout: ParallelConfig) -> SweepResult:
     """One layout: from a rate at which requests are alone, doubled until the layout is saturated."""
     scenario = replace(scenario, cost=_cost(scenario, layout))
     points: list[Point] = []
     rate = _lowest_rate(scenario)
     for _ in range(MAX_POINTS):
-        found_point = point(layout, rate, scenario.run(rate))
-        if math.isnan(found_point.tpot):  # nobody arrived, or nobody for more than a token
+        found_point = point(layout, rate, scenario.simulate(rate))
+        if math.isnan(found_point.tpot):  # no request arrived, or none of more than one token
             rate *= 2
             continue
         points.append(found_point)
@@ -132,16 +132,16 @@ def run_layout(scenario: Scenario, layout: Layout) -> LayoutResult:
         raise UserError("no request of more than one token arrives: take a longer duration", param="duration")
     if scenario.objectives:
         try:
-            found = find_rate(scenario.run, scenario.holds, start=points[len(points) // 2].rate).rate
+            found = find_rate(scenario.simulate, scenario.holds, start=points[len(points) // 2].rate).rate
         except UnboundedRateError:
             found = math.inf
         except QuireError:
             found = None
-    return LayoutResult(layout, tuple(points), found)
+    return SweepResult(layout, tuple(points), found)
 
 
-def point(layout: Layout, rate: float, metrics: Metrics) -> Point:
-    """What a run says of a layout."""
+def point(layout: ParallelConfig, rate: float, metrics: Metrics) -> Point:
+    """The point of a run: its rate, latencies and throughput under a layout."""
     return Point(
         layout=layout,
         rate=rate,
@@ -161,25 +161,25 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return front[::-1]
 
 
-def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[Layout]:
+def _candidates(num_devices: int, *, has_experts: bool) -> Iterator[ParallelConfig]:
     tp = 1
     while tp <= num_devices:
         for pp in range(1, MAX_STAGES + 1):
             if num_devices % (tp * pp) == 0:
-                layout = Layout(tp=tp, pp=pp, dp=num_devices // (tp * pp))
+                layout = ParallelConfig(tp=tp, pp=pp, dp=num_devices // (tp * pp))
                 yield layout
                 if has_experts and pp == 1 and layout.dp > 1:
                     yield replace(layout, ep=num_devices)
         tp *= 2
 
 
-def _cost(scenario: Scenario, layout: Layout) -> CostModel:
+def _cost(scenario: Scenario, layout: ParallelConfig) -> CostModel:
     cost = scenario.cost
     return CostModel(cost.shape, cost.hardware, layout, cost.precision)
 
 
 def _lowest_rate(scenario: Scenario) -> float:
-    """At which a replica is busy half of the time with one request. Raises UserError when nobody arrives."""
+    """The rate at which one request keeps a replica busy half of the time. Raises UserError when no request arrives."""
     outputs = [request.output_tokens for request in itertools.islice(scenario.source.requests(None), SAMPLE)]
     if not outputs:
         raise UserError("no request arrives: take a longer duration", param="duration")

@@ -1,4 +1,4 @@
-"""Token ids that nobody computed, such that the prefix cache finds exactly what it would find.
+"""Made-up token ids with which the prefix cache finds exactly what it would find with real ones.
 
 A prompt is a run of consecutive numbers, made when the request arrives: what two requests share is the run of their
 group, and what is their own starts with a number that no other request has. A hash of a block stands for all blocks
@@ -44,7 +44,7 @@ def first_of_group(group: str) -> int:
 
 
 class Streams:
-    """What the sequences of an executor generate."""
+    """The token ids that the sequences of an executor generate."""
 
     def __init__(self) -> None:
         self._first_tokens: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What arrives when: requests of a trace file, read as they are needed.
+"""Requests of a trace file with their arrival times, read as they are needed.
 
 JSON lines, one object a line, or CSV with a header. Columns: `arrival` (seconds from the start, not falling),
 `input_tokens`, `output_tokens`; optional: `prefix_group` (a name) and `prefix_tokens` (how many of the input tokens all

@@ -1,4 +1,4 @@
-"""What one plan computes, in numbers that a cost can be made of."""
+"""The work of one plan, in the numbers from which its cost is computed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepWork(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, plan: StepPlan, windows: Windows = (None,)) -> StepWork:
-        """What a plan computes. Sums over its columns; with windows, or chunks, a step of Python for each."""
+        """The work of a plan. Sums over its columns; with windows, or chunks, a step of Python for each."""
         starts, counts = plan.start_positions, plan.num_tokens
         num_tokens, num_sequences = sum(counts), len(counts)
         none = [0] * len(windows)

@@ -1,6 +1,6 @@
 """Files that came with a model, and so from anywhere: only regular files are opened, and read up to a limit.
 
-A FIFO would be waited for, a device has no end, a sparse file claims gigabytes that nobody wrote.
+Reading a FIFO would block, a device has no end, and a sparse file claims gigabytes that were never written.
 """
 
 from __future__ import annotations

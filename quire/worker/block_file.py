@@ -1,4 +1,4 @@
-"""One block of KV cache as a file: a header that says what it is, then its pages.
+"""One block of KV cache as a file: a header that identifies it, then its pages.
 
     offset  bytes
     0       8      magic, which is also the version of the format
@@ -14,7 +14,7 @@
 Little-endian. The file ends with the last page. Nothing in it is ever executed or unpickled: it is compared with what
 was asked for, and the pages are plain bytes. CRC-32 finds accidents (every error in up to 32 neighbouring bits, all
 others but one in four thousand million) at 4 GB/s; a keyed hash, which would find forgeries as well, takes more than
-twice as long, and who can write to the directory is trusted (docs/decisions/0011-disk-tier.md).
+twice as long, and the engine trusts every user that can write to the directory (docs/decisions/0011-disk-tier.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADER_BYTES = _KEYS.size + _CHECK.size
 
 
 class BlockFileError(Exception):
-    """The file is not what was asked for; the message says in which way."""
+    """The file does not hold the requested block; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class BlockLayout:
 
 
 def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
-    """Write to `path`, which must not exist. Raises OSError; what was written of the file until then is removed.
+    """Write to `path`, which must not exist. Raises OSError, having removed what was written.
 
-    The file is not forced to the disk: after a power failure it may be damaged, which its checksums tell.
+    The file is not forced to the disk: after a power failure it may be corrupt, which its checksums reveal.
     """
     header = layout.header(group, block_hash, _checksum(pages))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -77,8 +77,8 @@ def write_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, 
 
 
 def read_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, pages: Sequence[Buffer]) -> None:
-    """Fill `pages` from `path`. Raises OSError, or BlockFileError when it is not this block, whole and unharmed;
-    the pages then hold anything."""
+    """Fill `pages` from `path`. Raises OSError, or BlockFileError when the file is not this block, complete and intact;
+    the content of the pages is then undefined."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         size = os.fstat(descriptor).st_size
@@ -92,13 +92,13 @@ def read_block(path: Path, layout: BlockLayout, group: int, block_hash: bytes, p
         raise BlockFileError(f"it ends after {count} bytes")
     keys = header[: _KEYS.size]
     if keys[: len(MAGIC)] != MAGIC:
-        raise BlockFileError("it is no block of this format")
+        raise BlockFileError("it is not a block file of this format")
     if _CHECK.unpack_from(header, _KEYS.size)[0] != zlib.crc32(keys):
-        raise BlockFileError("its header is damaged")
+        raise BlockFileError("its header is corrupt")
     if bytes(header) != layout.header(group, block_hash, _KEYS.unpack(keys)[-1]):
         raise BlockFileError("it is another block's, or of another model or layout")
     if _checksum(pages) != _KEYS.unpack(keys)[-1]:
-        raise BlockFileError("its content is damaged")
+        raise BlockFileError("its content is corrupt")
 
 
 def _checksum(pages: Sequence[Buffer]) -> int:

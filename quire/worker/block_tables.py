@@ -48,7 +48,7 @@ class BlockTables:
         self._num_blocks[:, destination] = self._num_blocks[:, source]
 
     def clear(self, row: int) -> None:
-        """Forget the blocks of `row`."""
+        """Remove all blocks of `row`."""
         for group, table in enumerate(self._tables):
             table[row, : self._num_blocks[group, row]] = NULL_BLOCK
         self._num_blocks[:, row] = 0

@@ -1,12 +1,13 @@
-"""The directory of the disk tier: where a block's file lies, how much there is, and what goes first when it is full.
+"""The directory of the disk tier: the paths of blocks, the bytes in use, and the eviction when it is full.
 
     DIR/lock                                      held by the engine that makes room
     DIR/<namespace>/<two digits>/<hash>-<group>   one block
     DIR/<namespace>/.new-<engine>-<number>        one being written; renamed when it is whole
 
-Several engines may use one directory, of the same model or of others: names say content, a file appears whole by its
-rename and is never changed, and a reader has it open or finds it gone. The limit is on all of them together. How long
-ago a block was used is its file's modification time, so that all see the same order.
+Several engines may use one directory, of the same model or of others: a file's name identifies its
+content; it appears complete, by a rename, and is never changed; a reader either has it open or finds it removed. The
+limit is on all of them together. How long ago a block was used is its file's modification time, so that all see the
+same order.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from quire.errors import ConfigError
 from quire.kv_cache.disk_index import BlockKey
 
 LEVEL_AFTER_EVICTION = 0.9
-"""Share of the limit that is kept when room is made: looking through the directory then pays for many blocks."""
+"""Share of the limit that an eviction keeps, so that one scan of the directory makes room for many blocks."""
 STALE_SECONDS = 3600.0
-"""A file that has been "being written" for so long belongs to an engine that is gone."""
+"""An unfinished file that is older than this belongs to an engine that no longer runs."""
 
 LOCK = "lock"
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
@@ -68,13 +69,14 @@ class CacheDirectory:
         self.limit = limit
         self.own = path / namespace.hex()
         self.num_bytes = 0
-        """Of all blocks, those of other engines included, as far as known."""
+        """Bytes of all blocks, those of other engines included, as of the last scan."""
         self.num_foreign = 0
-        """Files, found by the last look, that are none of ours."""
+        """Files, found by the last scan, that Quire did not write."""
         self._written = 0
         self._number = 0
         self._name = secrets.token_hex(8)
-        """Of this engine's unfinished files: process ids repeat, where containers share a directory."""
+        """Part of the names of this engine's unfinished files. Process ids would repeat where containers share a
+        directory."""
         require_writable(path)
         require_writable(self.own)
 
@@ -84,7 +86,7 @@ class CacheDirectory:
         return self.own / name[:2] / f"{name}-{group}"
 
     def new_path(self) -> Path:
-        """Where a file can be written before it gets its name: a path that nobody else uses."""
+        """A path, different for every engine and call, where a file is written before it is renamed."""
         self._number += 1
         return self.own / f"{_NEW}{self._name}-{self._number}"
 
@@ -98,7 +100,8 @@ class CacheDirectory:
                 yield key
 
     def has_room(self) -> bool:
-        """Whether one can go on storing without `make_room`. What other engines write is noticed by looking again."""
+        """Whether a block can be stored without calling `make_room`. False as well after limit / 8 bytes of stores,
+        because only a scan finds what other engines have written."""
         return self.num_bytes <= self.limit and self._written <= self.limit // 8
 
     def count_stored(self, num_bytes: int) -> None:
@@ -106,8 +109,8 @@ class CacheDirectory:
         self._written += num_bytes
 
     def make_room(self) -> list[BlockKey]:
-        """Look through the directory and, if it is over its limit, remove what was not used for longest. Returns the
-        keys of our own namespace that went. Only one engine removes at a time; the others leave it to that one."""
+        """Scan the directory and, if it is over its limit, remove the least recently used blocks. Returns the removed
+        keys of our own namespace. One engine removes at a time; in the others this call then removes nothing."""
         blocks = list(self._blocks())
         self.num_bytes = sum(block.size for block in blocks)
         self._written = 0
@@ -129,7 +132,7 @@ class CacheDirectory:
         return gone
 
     def _blocks(self) -> Iterator[StoredBlock]:
-        """Every block of every namespace. Files left by engines that are gone are removed on the way."""
+        """Every block of every namespace. Removes the stale unfinished files that it meets."""
         self.num_foreign = 0
         for namespace in _entries(self.path):
             if not _NAMESPACE.fullmatch(namespace.name) or not namespace.is_dir(follow_symlinks=False):

@@ -1,4 +1,4 @@
-"""What a stored KV block depends on besides its tokens, as one hash: engines that agree on it may share blocks.
+"""A hash of all that a stored KV block depends on besides its tokens: engines with the same hash may share blocks.
 
 Everything that could change a bit of a block or its place in the pages is in it: the model's configuration and weights,
 how they are quantised, the types of cache and computation, the code that computes, and the layout. Paths and names are
@@ -29,8 +29,8 @@ WHOLE_FILE_BYTES = 64 * 2**20
 """Files up to this size are read whole ..."""
 SAMPLE_STRIDE = 2**16
 SAMPLE_BYTES = 512
-"""... of larger ones so many bytes at every stride: a change of any tensor of that size is seen, at the cost of a
-hundredth of the reading, of pages that loading the model has just brought into memory."""
+"""... and of larger files this many bytes at every stride. Any changed tensor of at least SAMPLE_STRIDE bytes is
+noticed, for a hundredth of the reading, from pages that loading the model has just brought into memory."""
 
 _NOT_CONTENT = {"name", "path", "hf", "max_model_len", "eos_token_ids"}
 _NOT_CONTENT_HF = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}

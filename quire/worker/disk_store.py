@@ -1,8 +1,8 @@
 """The worker's side of the disk tier: moves blocks between host memory and files, on threads of its own.
 
-What ended is collected and handed over as a DiskReport, which travels with a step's result. One thread stores (and
-looks through the directory, first of all at the start), others load, so that a request that waits never stands behind
-what nobody waits for. Reading, writing and checksums release the interpreter.
+A DiskReport, which travels with a step's result, tells which transfers ended. One thread stores (and first scans the
+directory), NUM_LOADERS others load, so that a load, for which a request waits, never queues behind a store, for which
+none does. Reading, writing and checksums release the interpreter.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = get_logger(__name__)
 
 NUM_LOADERS = 2
 MAX_KEYS_IN_REPORT = 16384
-"""What one result carries of a long list; the rest comes with the next ones."""
+"""The longest list of keys in one report; later reports carry the rest."""
 SMOOTHING = 0.1
 MAX_FULL_STORES = 64
-"""So many blocks are not stored after the disk was found full, before it is tried again."""
+"""Stores that are skipped after the disk was found full, before the next one is tried."""
 
 HostPages = Callable[[int], Sequence[Buffer]]
 """Host block -> its pages, writable."""
 
 
 class DiskStore:
-    """Takes orders from one thread (`store`, `load`, `take_report`, `wait`, `close`); reports in any order.
+    """Takes orders from one thread (`store_block`, `load_block`, `take_report`, `wait`, `close`); reports in any order.
 
-    The caller leaves a host block alone from the order until the report names it.
+    From an order until the report that names its host block, the caller must not use that block.
     """
 
     def __init__(self, directory: Path, limit: int, layout: BlockLayout, host_pages: HostPages) -> None:
@@ -54,27 +54,27 @@ class DiskStore:
         self._host_pages = host_pages
         self._warnings = _Warnings(directory)
         self._damaged: set[BlockKey] = set()
-        """Files not to be kept when their block is stored again."""
+        """Keys whose file could not be read: storing the block again replaces the file."""
         self._stores_to_skip = 0
         self._is_closing = False
         self._changed = threading.Condition()
         self._report = DiskReport(is_scanning=True)
         self._has_news = False
         self._num_loading = 0
-        self._stores = _Lane("quire-disk-store", 1)
-        self._loads = _Lane("quire-disk-load", NUM_LOADERS)
+        self._stores = _WorkerThreads("quire-disk-store", 1)
+        self._loads = _WorkerThreads("quire-disk-load", NUM_LOADERS)
         self._stores.submit(self._scan)
 
-    def store(self, host_block: int, group: int, block_hash: bytes) -> None:
+    def store_block(self, host_block: int, group: int, block_hash: bytes) -> None:
         self._stores.submit(lambda: self._store(host_block, (group, block_hash)))
 
-    def load(self, group: int, block_hash: bytes, host_block: int) -> None:
+    def load_block(self, group: int, block_hash: bytes, host_block: int) -> None:
         with self._changed:
             self._num_loading += 1
         self._loads.submit(lambda: self._load((group, block_hash), host_block))
 
     def take_report(self) -> DiskReport | None:
-        """What ended since the last call; None when nothing did."""
+        """The transfers that ended since the last call; None when none did."""
         with self._changed:
             if not self._has_news:
                 return None
@@ -92,8 +92,8 @@ class DiskStore:
         return report
 
     def wait(self, timeout: float) -> None:
-        """Return when there is something to report and all loads have ended (to look at each would only take time from
-        them), or after `timeout` seconds."""
+        """Return when there is something to report and all loads have ended (waking for each would slow the others), or
+        after `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_news and not self._num_loading, timeout)
 
@@ -130,7 +130,7 @@ class DiskStore:
             if self._directory.num_foreign:
                 num = self._directory.num_foreign
                 self._warnings.once(
-                    "foreign", f"holds {num} files or folders that are none of ours; they are left alone"
+                    "foreign", f"holds {num} files or folders that Quire did not write; it leaves them alone"
                 )
         except OSError as error:
             self._warnings.once("scan", f"cannot be looked through: {error}")
@@ -204,7 +204,7 @@ class DiskStore:
             if not self._is_closing:
                 read_block(path, self._layout, *key, self._host_pages(host_block))
                 is_loaded = True
-                os.utime(path)  # used now: it is the last to go
+                os.utime(path)  # marks it as most recently used
         except FileNotFoundError:
             pass  # removed, by another engine perhaps, to make room
         except BlockFileError as error:
@@ -228,8 +228,8 @@ def smoothed(mean: float, value: float) -> float:
     return value if mean == 0.0 else mean + SMOOTHING * (value - mean)
 
 
-class _Lane:
-    """Runs calls in order on daemon threads: a disk that hangs must not keep the process from ending."""
+class _WorkerThreads:
+    """Runs calls in order on daemon threads, so that a disk that hangs does not keep the process from ending."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -243,7 +243,8 @@ class _Lane:
         self._calls.put(call)
 
     def close(self, timeout: float) -> bool:
-        """Let the threads end when they have run everything; whether they did so in time."""
+        """End the threads after the calls submitted so far. Returns whether they ended within `timeout` seconds
+        each."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -256,13 +257,13 @@ def _run(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         try:
             call()
         except BaseException:
-            # It was reported as failed already. The next ones may do better, and blocks must not wait for ever.
+            # The transfer has reported its failure. The thread goes on, since later transfers may succeed.
             logger.exception("a transfer of the disk tier failed")
         del call
 
 
 class _Warnings:
-    """Each kind of trouble is told once: a damaged directory would otherwise fill the log."""
+    """Logs each kind of failure once, because a damaged directory would otherwise fill the log."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

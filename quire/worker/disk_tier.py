@@ -1,4 +1,4 @@
-"""The disk tier in a worker's step: loads begin with a plan, stores behind its copies; its result tells what ended."""
+"""The disk tier in a worker's step: loads start with a plan, stores after its copies; its result reports what ended."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from quire.worker.disk_store import DiskStore, smoothed
 from quire.worker.kv_transfer import BlockTransfers
 
 DISK_PATIENCE = 0.02
-"""Seconds that a plan which computes nothing waits for the end of a transfer: at most so late are new requests seen."""
+"""The longest time, in seconds, that a plan without tokens waits for transfers: it delays the next plan's new
+requests."""
 TIMED_TOKENS = 64
-"""A step of so many tokens tells what the tokens of a prompt take."""
+"""Steps of at least this many tokens are timed to estimate the seconds per token of a prompt."""
 CLOSE_SECONDS = 3.0
-"""At the end, what is on its way to disk gets so much time."""
+"""The longest time that closing waits for stores that were ordered."""
 
 
 class DiskTier(Protocol):
-    """Called once each for every plan, by the thread that runs it."""
+    """Loads and stores of KV blocks on disk. The thread that runs a plan calls both methods once for it."""
 
-    def begin(self, plan: StepPlan) -> None:
-        """Before the plan, and after all swapping of the plans before."""
+    def begin_transfers(self, plan: StepPlan) -> None:
+        """Start the plan's loads. Call before the plan runs, and after the swapping of all plans before it."""
         ...
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
-        """After the plan, whose swapping may still go on."""
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
+        """Start the plan's stores; return what ended since the last report. Call after the plan has run; its swapping
+        may still be under way."""
         ...
 
     def close(self) -> None:
@@ -38,21 +40,21 @@ class DiskTier(Protocol):
 
 
 class NoDiskTier:
-    """Nothing is kept on disk."""
+    """The DiskTier of an engine that keeps no blocks on disk."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_transfers(self, plan: StepPlan) -> None:
         orders = (plan.disk_stores, plan.disk_loads, plan.awaits_disk)
         assert not any(orders), "a plan stores or loads, and there is no disk tier"
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
         return None
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Nothing to close."""
 
 
 class FileTier:
-    """Blocks in files."""
+    """A DiskTier that keeps blocks in files, through a DiskStore."""
 
     def __init__(self, store: DiskStore, transfers: BlockTransfers) -> None:
         self._store = store
@@ -60,21 +62,21 @@ class FileTier:
         self._token_seconds = 0.0
         self._began = 0.0
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_transfers(self, plan: StepPlan) -> None:
         self._began = time.perf_counter()
         if plan.disk_loads:
-            self._transfers.synchronize()  # the blocks that are loaded into may have been on their way to the device
+            self._transfers.synchronize()  # earlier swapping may still be reading the blocks that are loaded into
         for group, block_hash, host_block in plan.disk_loads:
-            self._store.load(group, block_hash, host_block)
+            self._store.load_block(group, block_hash, host_block)
 
-    def end(self, plan: StepPlan) -> DiskReport | None:
+    def end_transfers(self, plan: StepPlan) -> DiskReport | None:
         if plan.total_tokens >= TIMED_TOKENS:
             seconds = (time.perf_counter() - self._began) / plan.total_tokens
             self._token_seconds = smoothed(self._token_seconds, seconds)
         if plan.disk_stores:
             self._transfers.synchronize()
             for host_block, group, block_hash in plan.disk_stores:
-                self._store.store(host_block, group, block_hash)
+                self._store.store_block(host_block, group, block_hash)
         if plan.awaits_disk:
             self._store.wait(DISK_PATIENCE)
         report = self._store.take_report()
@@ -87,7 +89,7 @@ class FileTier:
 
 
 class HostBlocks:
-    """Host memory as the store sees it: block -> its pages."""
+    """Host memory for the DiskStore: a callable from a host block to its pages."""
 
     def __init__(self, pages: Sequence[torch.Tensor]) -> None:
         """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""

@@ -1,4 +1,5 @@
-"""The inputs of one step, gathered from the rows: built once, frozen. No Python loop over sequences or tokens."""
+"""The input batch of one step: gathered from the request state, frozen, without a Python loop over sequences or
+tokens."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from quire.utils.sizes import format_bytes
 
 
 def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. What a page's bytes mean is the attention back
-    end's own.
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. The attention back
+    end decides what a page's bytes mean.
 
     On a CPU the memory is only reserved: the system backs it, by huge pages, when a block is first written, so a
     pool that is larger than the load needs costs nothing. Raises InsufficientMemoryError if even reserving it fails.
@@ -23,7 +23,7 @@ def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
 
 
 def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
-    """The same for the host pool, of `num_host_blocks` blocks and an unused block 0."""
+    """The page tensors of the host pool, of `num_host_blocks` blocks and an unused block 0, as `allocate_pages`."""
     return _reserve(layout, layout.num_host_blocks + 1, "swapped requests", "swap_space")
 
 
@@ -39,7 +39,7 @@ def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) 
 
 
 def typed_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same memory as the plain torch back end sees it: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+    """Views of the pages for the plain torch back end: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
     spec = layout.groups[0].spec
     shape = (layout.num_blocks, 2, layout.block_size, spec.num_kv_heads, spec.head_dim)
     return [page.view(dtype).view(shape) for page in pages]

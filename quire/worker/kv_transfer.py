@@ -22,27 +22,28 @@ BlockMover: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]
 
 
 class BlockTransfers(Protocol):
-    """The swapping of one plan at a time, in the order that `quire.step` documents."""
+    """Copies blocks between the pools, for one plan at a time, in the order that `quire.step` documents."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
-        """Begin. swap_out: (device block, host block). swap_in: (host block, device block), after all of swap_out."""
+        """Start copying. swap_out: (device block, host block). swap_in: (host block, device block), after all of
+        swap_out."""
         ...
 
     def is_reading(self, blocks: Iterable[int]) -> bool:
-        """Whether one of these device blocks is still to be saved, so that nobody may write it before `wait`."""
+        """Whether one of these device blocks is still to be saved; the caller must not write it before `wait`."""
         ...
 
     def wait(self) -> None:
-        """What the caller computes from here on finds everything done that was started. Raises what went wrong."""
+        """Order every copy that was started before whatever the caller computes next. Raises the error of a copy."""
         ...
 
     def synchronize(self) -> None:
-        """As `wait`, and the host's pool is up to date as well when this returns."""
+        """Return when every copy that was started has ended, so that the host may read and write its pool."""
         ...
 
 
 class NoTransfers:
-    """There is no host pool."""
+    """The BlockTransfers of an engine without a host pool."""
 
     def start(self, swap_out: Pairs, swap_in: Pairs) -> None:
         assert not swap_out, "a plan swaps, and there is no host pool"
@@ -59,7 +60,7 @@ class NoTransfers:
 
 
 class ThreadTransfers:
-    """Copies on one thread, which ends with this object."""
+    """BlockTransfers in the memory of this process, on one thread, which ends with this object."""
 
     def __init__(self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor], move: BlockMover) -> None:
         """device[j], host[j]: [num_blocks, page bytes] uint8, of both pools."""
@@ -96,7 +97,7 @@ class ThreadTransfers:
 
 
 def block_mover(runtime: NativeRuntime | None) -> BlockMover:
-    """runtime: whether there are native kernels to copy with; None: plain torch."""
+    """The copy function. runtime: the native kernels to copy with; None: plain torch."""
     if runtime is None:
         return move_blocks
     from quire.kernels.cpu import paged_attention

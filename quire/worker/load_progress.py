@@ -12,9 +12,9 @@ MIB = 2**20
 
 
 class LoadProgress:
-    """The callback that `load_model` takes; a context that takes the bar away again.
+    """The progress callback of `load_model`, and a context manager that removes the bar at its end.
 
-    How much there is to load is known with the first report, so the bar is made then.
+    The first report tells how many bytes there are to load, so the bar is made then.
     """
 
     def __init__(self) -> None:

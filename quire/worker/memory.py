@@ -11,7 +11,7 @@ ROOT = Path("/")
 RESET_PEAK = "5"
 """Written to clear_refs, this resets the peak of the resident set to its present size."""
 RESET_TOLERANCE = 16 * 2**20
-"""Bytes that other threads may have taken between the reset and the look at it."""
+"""Bytes that other threads may have allocated between the reset and the check of it."""
 
 
 def available_memory(root: Path = ROOT) -> int:

@@ -24,10 +24,10 @@ PROMPT_LOGITS_ELEMENTS = 2**22
 
 
 class ModelRunner:
-    """Holds the rows and runs plans over them.
+    """Runs plans over the request state.
 
-    A token that the scheduler does not know yet needs no care here: the step that sampled it wrote it to the row,
-    and steps run in order.
+    Steps run in order, and a step writes the tokens it samples to the request state, so the next plan may schedule a
+    token that the scheduler does not know yet.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ModelRunner:
         transfers: BlockTransfers,
         requests: RequestState,
         tables: BlockTables,
-        chooser: SamplerBackend,
+        sampler_backend: SamplerBackend,
         vocab_size: int,
     ) -> None:
         self._model = model
@@ -47,8 +47,8 @@ class ModelRunner:
         self._transfers = transfers
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling, chooser)
-        self._prompt_scorer = PromptScorer(model, chooser, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
+        self._sampler = Sampler(requests.sampling, sampler_backend)
+        self._prompt_scorer = PromptScorer(model, sampler_backend, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan."""
@@ -80,12 +80,12 @@ class ModelRunner:
         return result
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """Everything that happens before the forward pass."""
+        """Apply the plan's changes that take effect before the forward pass."""
         requests, tables = self._requests, self._tables
         for seq_id in plan.released:
             tables.clear(requests.release(seq_id))
         for new in plan.new_sequences:
-            row = requests.add(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
+            row = requests.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
         self._create_branches(plan)
         self._transfers.start(plan.swap_out, plan.swap_in)
@@ -105,7 +105,7 @@ class ModelRunner:
             parent = requests.row_of(fork.parent)
             token_ids = requests.token_ids[parent, : requests.lengths[parent]]
             num_prompt_tokens = int(requests.num_prompt_tokens[parent])
-            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+            self._tables.copy(parent, requests.add_request(fork.child, token_ids, num_prompt_tokens, fork.sampling))
         for seq_id, token_id in plan.token_overrides:
             requests.replace_last(requests.row_of(seq_id), token_id)
 
@@ -121,7 +121,7 @@ class ModelRunner:
             num_tokens = sampled_at.get(fork.child, int(requests.lengths[parent]))
             token_ids = requests.token_ids[parent, :num_tokens] if fork.token_ids is None else fork.token_ids
             num_prompt_tokens = int(requests.num_prompt_tokens[parent])
-            self._tables.copy(parent, requests.add(fork.child, token_ids, num_prompt_tokens, fork.sampling))
+            self._tables.copy(parent, requests.add_request(fork.child, token_ids, num_prompt_tokens, fork.sampling))
 
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> SampledTokens:
         """Choose the tokens of the plan's sampled sequences and write them to their rows."""

@@ -1,4 +1,4 @@
-"""Sequences for which a model computes NaN or infinite logits: their requests end, the others go on."""
+"""Reporting sequences for which a model computes NaN or infinite logits: the scheduler ends their requests only."""
 
 from __future__ import annotations
 

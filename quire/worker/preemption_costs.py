@@ -1,4 +1,4 @@
-"""What swapping and recomputing take on this machine: timed once, before the first request."""
+"""The seconds that swapping and recomputing take on this machine, measured once, before the first request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.profile import PROFILED_TOKENS, BackendFactory, dummy_pass
 
 COPIED_BYTES = 16 * 2**20
-"""Copied each way: more than the caches hold of it, little beside the pools, whose memory this touches."""
+"""Bytes copied each way: more than the processor's caches hold, and little beside the pools, whose memory this
+touches."""
 NUM_REPEATS = 3
-"""The fastest counts, and the first brings memory and caches into the state of a running engine."""
+"""Runs, of which the fastest counts. The first brings memory and caches into the state of a running engine."""
 
 
 def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
@@ -33,7 +34,8 @@ def time_prompt(
 ) -> float:
     """Seconds for one token of a prompt that is computed many tokens at a time.
 
-    The forward pass alone, over short sequences: what attention costs on top, far behind in a long one, is not seen.
+    Only the forward pass is timed, over short sequences; the additional cost of attention late in a long one is left
+    out.
     """
     num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
     forward = dummy_pass(model, make_backend, block_size, num_tokens, min(num_tokens, longest))

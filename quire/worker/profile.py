@@ -12,7 +12,7 @@ from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
-from quire.sampling.backend import make_chooser
+from quire.sampling.backend import make_sampler_backend
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
 
 PROFILED_TOKENS = 512
-"""Enough for the growth to stand out from the allocator's noise."""
+"""Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
 
@@ -83,7 +83,7 @@ def dummy_pass(
 
 def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) -> AttentionBatch:
     """`num_tokens` new tokens in sequences of `longest` (the last may be shorter) that all use the blocks 1, 2, ...:
-    what they compute means nothing, how much memory it takes is what a real step takes."""
+    the results are meaningless, the memory is that of a real step."""
     query_start = np.append(np.arange(0, num_tokens, longest), num_tokens)
     num_seqs = len(query_start) - 1
     sequence_index = np.repeat(np.arange(num_seqs), np.diff(query_start))
@@ -117,4 +117,4 @@ def _sample_dummy(logits: torch.Tensor, runtime: NativeRuntime | None) -> None:
         rows.set(row, sampling)
     ones = np.ones(num_seqs, np.int64)
     batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, make_chooser(rows, runtime)).sample(lambda: logits, batch)
+    Sampler(rows, make_sampler_backend(rows, runtime)).sample(lambda: logits, batch)

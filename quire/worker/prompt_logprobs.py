@@ -18,7 +18,7 @@ from quire.worker.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompts:
-    """found: batch index -> log-probabilities. damaged: batch indices of those whose logits are NaN or infinite."""
+    """found: batch index -> log-probabilities. nonfinite: batch indices of prompts with a NaN or infinite logit."""
 
     found: dict[int, PromptLogprobs]
     nonfinite: Sequence[int] = ()
@@ -30,9 +30,9 @@ NOTHING_SCORED = ScoredPrompts({})
 class PromptScorer:
     """slice_rows: most positions whose logits exist at a time."""
 
-    def __init__(self, model: CausalLM, chooser: SamplerBackend, slice_rows: int) -> None:
+    def __init__(self, model: CausalLM, backend: SamplerBackend, slice_rows: int) -> None:
         self._model = model
-        self._chooser = chooser
+        self._backend = backend
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestState) -> ScoredPrompts:
@@ -44,7 +44,7 @@ class PromptScorer:
         if not asked:
             return NOTHING_SCORED
         found: dict[int, PromptLogprobs] = {}
-        damaged = []
+        nonfinite = []
         for index, row in enumerate(batch.rows.tolist()):
             if row not in asked:
                 continue
@@ -58,10 +58,10 @@ class PromptScorer:
             try:
                 entries = self._by_slices(hidden[first : first + num_predicted], targets, num_top)
             except NonFiniteLogitsError:
-                damaged.append(index)
+                nonfinite.append(index)
                 continue
             found[index] = PromptLogprobs(start + 1, entries)
-        return ScoredPrompts(found, damaged)
+        return ScoredPrompts(found, nonfinite)
 
     def _by_slices(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
         """hidden: [N, hidden size]; targets: [N] int64."""
@@ -69,5 +69,5 @@ class PromptScorer:
         for first in range(0, len(targets), self._slice_rows):
             tokens = targets[first : first + self._slice_rows]
             logits = self._model.compute_logits(hidden[first : first + self._slice_rows])
-            entries += self._chooser.logprobs(logits.numpy(), tokens, [num_top] * len(tokens))
+            entries += self._backend.logprobs(logits.numpy(), tokens, [num_top] * len(tokens))
         return entries

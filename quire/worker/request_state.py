@@ -1,6 +1,6 @@
-"""Persistent rows: everything the worker knows of a live sequence, kept by row for the sequence's whole life.
+"""The worker's state of all live sequences. A sequence keeps one row of every table, its slot, as long as it lives.
 
-A step's inputs are gathered from here by row index; a plan brings only differences.
+The input batch of a step is gathered from these rows; a plan brings only differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RequestState:
     run once more before the scheduler knows). lengths: [num_rows] int64, how many of them are known, the prompt
     included. num_prompt_tokens: [num_rows] int64. sampling: the sampler's columns of the same rows.
 
-    The token table is reserved, not touched: a row costs physical memory only as far as it was ever filled.
+    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -37,7 +37,7 @@ class RequestState:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._index
 
-    def add(
+    def add_request(
         self, seq_id: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""

@@ -1,4 +1,4 @@
-"""Which row belongs to which live sequence."""
+"""The slots of the request state: which row belongs to which live sequence."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.backend import make_chooser
+from quire.sampling.backend import make_sampler_backend
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
@@ -68,10 +68,10 @@ def _computes(
 
 
 class Worker:
-    """Owns the model, the pool's tensors and the rows. Takes the slices of the configuration that it needs."""
+    """The worker of a CPU: owns the model, the pools' tensors and the request state."""
 
     def __init__(self, config: EngineConfig) -> None:
-        # Native kernels bring threads of their own: torch's would only get in their way.
+        # Native kernels have threads of their own, which torch's would only slow down.
         native = config.device.attention_backend == "native"
         self.num_threads = 1 if native else config.device.num_threads
         self._model_config = config.model
@@ -89,14 +89,14 @@ class Worker:
         self._failed = False
 
     @_computes
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
         InsufficientMemoryError for random weights that do not fit.
 
         A bar on standard error shows the progress when it takes longer than a second.
         """
         if self._cache_config.offload_dir is not None:
-            require_writable(self._cache_config.offload_dir)  # better said before than after minutes of loading
+            require_writable(self._cache_config.offload_dir)  # fails before minutes of loading
         if self._load_config.load_format == "dummy":
             check_dummy(self._model_config, available_memory())
         with LoadProgress() as progress:
@@ -123,7 +123,7 @@ class Worker:
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         pages = allocate_pages(layout)
         self._layout = layout
@@ -142,14 +142,15 @@ class Worker:
             transfers=self._transfers,
             requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
-            chooser=make_chooser(requests.sampling, self._runtime),
+            sampler_backend=make_sampler_backend(requests.sampling, self._runtime),
             vocab_size=self._model_config.vocab_size,
         )
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
-        assert self._model is not None, "load comes first"
+        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
+        plan."""
+        assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         longest, block_size = self._model_config.max_model_len, self._cache_config.block_size
         return PreemptionCosts(
@@ -159,8 +160,8 @@ class Worker:
             ),
         )
 
-    def describe(self) -> str:
-        """What computes, with how many threads, in which formats."""
+    def describe_backend(self) -> str:
+        """One line for users: kernels, number of threads, formats of weights, KV cache and products."""
         model, device = self._model_config, self._device_config
         computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
         threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
@@ -171,15 +172,15 @@ class Worker:
 
     @_computes
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. After an error the rows are in an unknown state, so every later plan fails as well."""
+        """Run one plan. After an error the request state is undefined, so every later plan fails as well."""
         assert self._runner is not None, "allocate comes before execute"
         if self._failed:
             raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
         try:
             self._transfers.wait()
-            self._disk.begin(plan)
+            self._disk.begin_transfers(plan)
             result = self._runner.execute(plan)
-            result.disk = self._disk.end(plan)
+            result.disk = self._disk.end_transfers(plan)
             return result
         except BaseException:
             self._failed = True
@@ -187,26 +188,26 @@ class Worker:
 
     @_computes
     def sleep(self, level: int) -> None:
-        """Give the pools back; at level 2 the weights as well. What is on disk stays."""
+        """Free the pools; at level 2 the weights as well. Blocks on disk stay."""
         assert self._model is not None, "load comes before sleep"
         self._disk.close()
         self._runner, self._transfers, self._disk = None, NoTransfers(), NoDiskTier()
         self._model.release_workspaces()
         if level == 2:
             self._model = None
-        gc.collect()  # what is left in cycles keeps mappings alive
+        gc.collect()  # objects in reference cycles would keep their memory mapped
 
     @_computes
     def wake_up(self) -> None:
-        """Load the weights, if they are gone, and make the pools anew. Raises ModelLoadError or
+        """Load the weights, if they were freed, and allocate the pools again. Raises ModelLoadError or
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
-            self.load()
+            self.load_model()
         self.allocate(self._layout)
 
     def close(self) -> None:
-        """Finish what is being stored on disk. Nothing may be executed afterwards. Idempotent."""
+        """Wait for the stores to disk. No plan may be executed afterwards. Idempotent."""
         self._disk.close()
 
     def _open_store(self, directory: Path, layout: KVCacheLayout, host_blocks: HostBlocks) -> DiskStore:

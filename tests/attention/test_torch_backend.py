@@ -79,7 +79,7 @@ class Pool:
                 [getattr(self.histories[s], name)[self.computed[s] : self.computed[s] + n] for s, n in work]
             )
 
-        out = self.backend.plan(batch).run(self.layer, rows("q"), rows("k"), rows("v"))
+        out = self.backend.plan(batch).attend(self.layer, rows("q"), rows("k"), rows("v"))
         for sequence, count in work:
             self.computed[sequence] += count
         return list(out.split([count for _, count in work]))

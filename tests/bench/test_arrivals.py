@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from quire.bench.arrivals import arrival_offsets
+from quire.bench.serving import arrival_offsets
 from quire.errors import UserError
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.bench.metrics import RequestRecord, describe, meets, parse_goodput, percentile, summarize
+from quire.bench.metrics import RequestRecord, meets, parse_goodput, percentile, summarize, summarize_values
 from quire.errors import UserError
 
 
@@ -45,13 +45,13 @@ def test_percentile_is_numpys(percent: float, size: int) -> None:
 
 
 def test_describe() -> None:
-    found = describe([4.0, 1.0, 3.0, 2.0], percentiles=(25, 50))
+    found = summarize_values([4.0, 1.0, 3.0, 2.0], percentiles=(25, 50))
     assert found is not None
     assert (found.count, found.mean, found.median, found.min, found.max) == (4, 2.5, 2.5, 1.0, 4.0)
     assert found.std == pytest.approx(np.std([1, 2, 3, 4]))
     assert found.percentiles == {25: 1.75, 50: 2.5}
     assert found.scaled(1000)["p25"] == 1750
-    assert describe([]) is None
+    assert summarize_values([]) is None
 
 
 def test_summary_of_a_run() -> None:

@@ -21,7 +21,7 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.jitter import Jitter
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.trace import TraceRequest
@@ -50,7 +50,7 @@ def measured_runs(
     true: Hardware, shape: ModelShape, path: Path, seconds: float
 ) -> tuple[StepLogHeader, list[StepRecord], list[predict.Run]]:
     """Runs of two workloads in turns on an engine whose steps cost what a cost model says."""
-    cost = CostModel(shape, true, Layout(), Precision.of(shape))
+    cost = CostModel(shape, true, ParallelConfig(), Precision.of(shape))
     config = EngineSettings(**{**predict.LIMITS, "queue_depth": 1}).config(cost)
     clock, log = VirtualClock(), path / "steps.jsonl"
     core = EngineCore(config, StepLog(Device(cost, clock, seed=77), config, log, clock), clock)

@@ -18,7 +18,7 @@ from quire.executors.inprocess import InProcessExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
@@ -144,7 +144,7 @@ def test_predictions_are_the_cost_models(model: str, capsys: pytest.CaptureFixtu
     found = plan_json(capsys, model, "--gpu", "l4", "--tokens", "100", "--max-num-seqs", "4")
     assert not found["is_bound"]
     hardware, shape = find("l4"), find_shape(model)
-    cost = CostModel(shape, hardware, Layout(), Precision.of(shape))
+    cost = CostModel(shape, hardware, ParallelConfig(), Precision.of(shape))
     prompt, whole = found["speed"]
     assert (prompt["num_tokens"], whole["num_tokens"]) == (100, 256)
 

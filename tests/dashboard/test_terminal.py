@@ -133,20 +133,20 @@ def test_hostile_names_are_text(driver: CoreDriver) -> None:
 
 def test_rates_between_frames(driver: CoreDriver) -> None:
     history = History()
-    history.add(frame_of(driver, first_tokens=(1.0, 2)), now=10.0)
+    history.add_frame(frame_of(driver, first_tokens=(1.0, 2)), now=10.0)
     assert (history.tokens_per_second, history.time_to_first_token, history.hit_rate) == (None, 0.5, None)
     driver.add("a", list(range(1, 13)), max_tokens=4)
     driver.run()
     driver.add("b", list(range(1, 13)), max_tokens=4)
     driver.run()
-    history.add(frame_of(driver, first_tokens=(4.0, 4)), now=12.0)
+    history.add_frame(frame_of(driver, first_tokens=(4.0, 4)), now=12.0)
     assert history.tokens_per_second == 4.0
     assert history.time_to_first_token == 1.5
     assert history.hit_rate == pytest.approx(8 / 24)
-    history.add(frame_of(driver, first_tokens=(4.0, 4)), now=13.0)
+    history.add_frame(frame_of(driver, first_tokens=(4.0, 4)), now=13.0)
     assert history.tokens_per_second == 0
     assert history.values("tokens") == [None, 4.0, 0.0]
-    history.add(frame_of(CoreDriver(make_config())), now=14.0)
+    history.add_frame(frame_of(CoreDriver(make_config())), now=14.0)
     assert history.values("tokens")[-1] is not None
     assert history.values("ttft")[-1] is None, "another server: nothing is subtracted from the old one's counts"
 

@@ -99,7 +99,7 @@ class RecordingCapture:
         self._current: tuple[RecordedGraph, ExitStack] | None = None
         self.graphs: list[RecordedGraph] = []
 
-    def begin(self) -> None:
+    def begin_capture(self) -> None:
         assert self._current is None
         if self._left is not None:
             self._left -= 1
@@ -111,7 +111,7 @@ class RecordingCapture:
         stack.enter_context(recorded_launches(self))
         stack.enter_context(_Recorder(self, graph))
 
-    def end(self) -> RecordedGraph:
+    def end_capture(self) -> RecordedGraph:
         assert self._current is not None
         (graph, stack), self._current = self._current, None
         stack.close()

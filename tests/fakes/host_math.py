@@ -71,7 +71,7 @@ class HostMathWorker(DeviceWorker):
         super().__init__(config)
         self.streams = LateStreams()
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         with torch.inference_mode():
             self._model = load_model(self._config.model, self._config.load)
         return self._model.kv_specs()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quire.server.openapi import describe
+from quire.server.openapi import api_description
 from quire.server.weight import MAX_ANSWER_BYTES
 from tests.fuzz.harness import Attack, Fuzzer
 from tests.server.conftest import Served, serving
@@ -147,7 +147,7 @@ def _mixed(value: Any, rng: random.Random) -> Any:
 
 def documented_statuses() -> dict[str, set[int]]:
     """Of each path that takes a body, from the OpenAPI document."""
-    paths = describe()["paths"]
+    paths = api_description()["paths"]
     return {
         path: {int(status) for status in entry["post"]["responses"]} for path, entry in paths.items() if "post" in entry
     }

@@ -38,8 +38,8 @@ def test_floats_are_packed_part_by_part_in_any_order(dtype: str, gated: bool) ->
     method = PackedLinear(WeightFormat(dtype))
     parameters = create(method, 40, gated=gated)
     first, second = randn(20, 1), randn(20, 2)
-    method.load(parameters, "weight", second, 20, 20)
-    method.load(parameters, "weight", first, 0, 20)
+    method.load_rows(parameters, "weight", second, 20, 20)
+    method.load_rows(parameters, "weight", first, 0, 20)
     expected = torch.cat((first, second)).to(getattr(torch, dtype)).float()
     assert torch.equal(weights(parameters), expected)
 
@@ -49,9 +49,9 @@ def test_floats_are_rounded_while_they_are_loaded(bits: int, group_size: int | N
     method = PackedLinear(WeightFormat("bfloat16", bits, group_size))
     parameters = create(method, 24)
     parts = [randn(16, 1), randn(8, 2)]
-    method.load(parameters, "weight", parts[0], 0, 16)
+    method.load_rows(parameters, "weight", parts[0], 0, 16)
     assert parameters.matrix is None
-    method.load(parameters, "weight", parts[1], 16, 8)
+    method.load_rows(parameters, "weight", parts[1], 16, 8)
     expected = [quantize_rows(part, bits, group_size, name="w").dequantize() for part in parts]
     torch.testing.assert_close(weights(parameters), torch.cat(expected), rtol=0, atol=1e-6)
     assert parameters.matrix is not None
@@ -61,7 +61,7 @@ def test_floats_are_rounded_while_they_are_loaded(bits: int, group_size: int | N
 def test_rounded_activations_are_a_property_of_the_matrix() -> None:
     method = PackedLinear(WeightFormat("float32", 8, None, rounded_activations=True))
     parameters = create(method, 16)
-    method.load(parameters, "weight", randn(16, 1), 0, 16)
+    method.load_rows(parameters, "weight", randn(16, 1), 0, 16)
     assert parameters.matrix is not None
     assert parameters.matrix.integer_activations
 
@@ -72,8 +72,8 @@ def test_parts_of_different_formats_are_brought_to_one_exactly() -> None:
     eight = IntegerWeight(eight.values, 8, 16, eight.scales.repeat(1, K // 16))
     method = PackedLinear(WeightFormat("float32"))
     parameters = create(method, 24)
-    method.load(parameters, "weight", eight, 16, 8)
-    method.load(parameters, "weight", four, 0, 16)
+    method.load_rows(parameters, "weight", eight, 16, 8)
+    method.load_rows(parameters, "weight", four, 0, 16)
     assert parameters.matrix is not None
     assert parameters.matrix.type == _native.WeightType.I8
     assert parameters.matrix.group_size == 16
@@ -87,7 +87,7 @@ def test_a_floating_point_part_makes_the_matrix_floating_point(integers_first: b
     method = PackedLinear(WeightFormat("float32"))
     parameters = create(method, 16)
     for row, part in [(8, integers), (0, dense)] if integers_first else [(0, dense), (8, integers)]:
-        method.load(parameters, "weight", part, row, 8)
+        method.load_rows(parameters, "weight", part, row, 8)
     assert torch.equal(weights(parameters), torch.cat((dense, integers.dequantize())))
 
 
@@ -101,7 +101,7 @@ def test_one_order_of_the_columns_is_kept() -> None:
     method = PackedLinear(WeightFormat("float32"))
     parameters = create(method, 16)
     for row, part in zip((0, 8), parts, strict=True):
-        method.load(parameters, "weight", part, row, 8)
+        method.load_rows(parameters, "weight", part, row, 8)
     assert parameters.matrix is not None
     assert parameters.matrix.column_order is not None
     expected = torch.cat([part.dequantize() for part in parts])
@@ -115,7 +115,7 @@ def test_different_orders_of_the_columns_end_in_floating_point_and_a_warning(cap
     parameters = create(method, 16)
     with caplog.at_level(logging.WARNING, logger="quire"):
         for row, part in zip((0, 8), parts, strict=True):
-            method.load(parameters, "weight", part, row, 8)
+            method.load_rows(parameters, "weight", part, row, 8)
     assert "kept as floating point" in caplog.text
     assert torch.equal(weights(parameters), torch.cat([part.dequantize() for part in parts]))
 
@@ -123,9 +123,9 @@ def test_different_orders_of_the_columns_end_in_floating_point_and_a_warning(cap
 def test_a_bias_may_come_before_or_after_the_weights() -> None:
     method = PackedLinear(WeightFormat("float32"))
     parameters = create(method, 8, bias=True)
-    method.load(parameters, "bias", torch.arange(4.0), 0, 4)
-    method.load(parameters, "weight", randn(8, 1), 0, 8)
-    method.load(parameters, "bias", torch.arange(4.0), 4, 4)
+    method.load_rows(parameters, "bias", torch.arange(4.0), 0, 4)
+    method.load_rows(parameters, "weight", randn(8, 1), 0, 8)
+    method.load_rows(parameters, "bias", torch.arange(4.0), 4, 4)
     assert parameters.bias is not None
     assert parameters.bias.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.sampling.backend import make_chooser
+from quire.sampling.backend import make_sampler_backend
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import SampledTokens, Sampler
@@ -58,7 +58,7 @@ def sample(
         num_prompt_tokens=np.array([len(case.prompt) for case in cases]),
         token_ids=tokens,
     )
-    return Sampler(table, make_chooser(table, RUNTIME)).sample(logits.clone, batch)
+    return Sampler(table, make_sampler_backend(table, RUNTIME)).sample(logits.clone, batch)
 
 
 def sample_one(logits: torch.Tensor, case: Case) -> int:

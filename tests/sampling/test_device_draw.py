@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from quire.kernels.triton import filters, sampling
 from quire.kernels.triton.sampling_shapes import SamplingShapes, allocate_buffers
-from quire.sampling.draw import MIN_TEMPERATURE, compute_weights
+from quire.sampling.draw import MIN_TEMPERATURE, compute_weights, uniform
 from quire.sampling.filters import apply_filters
 from quire.sampling.parameters import Feature
-from quire.sampling.randomness import uniform
 from quire.sampling_params import SamplingParams
 from tests.sampling.device_helpers import SMALL, prepare, sample_on
 from tests.sampling.helpers import Case, naive_probabilities, sample

@@ -219,11 +219,11 @@ def test_nonfinite_logits_name_their_rows(device: torch.device, value: float, op
     assert found.nonfinite == (2, 4, 5)
     assert sorted(found.logprobs) == ([0, 1, 3] if "logprobs" in options else [])
     written = made.batch.token_table[:, 0].tolist()
-    assert [written[row] for row in (2, 4, 5)] == [0, 0, 0], "a non-finite row still gets a token that exists"
+    assert [written[row] for row in (2, 4, 5)] == [0, 0, 0], "a nonfinite row still gets a token that exists"
     assert NEVER not in written
 
 
-def test_nonfinite_logits_that_rules_hide_is_found_by_log_probabilities(device: torch.device) -> None:
+def test_nonfinite_logits_that_rules_hide_are_found_by_log_probabilities(device: torch.device) -> None:
     logits = random_logits(3)
     logits[1, 9] = math.nan
     cases = [

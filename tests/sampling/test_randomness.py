@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.sampling.randomness import uniform
+from quire.sampling.draw import uniform
 
 
 def numbers(seed: int, count: int) -> np.ndarray:

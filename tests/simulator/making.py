@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import Hardware, find
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape
 from quire.simulator.trace import TraceRequest
@@ -33,7 +33,7 @@ def shape(**changes: object) -> ModelShape:
     return ModelShape.from_config({**LLAMA, **changes}, "tiny")
 
 
-def make_cost(gpu: str | Hardware = "a100-40g", layout: Layout | None = None, **changes: object) -> CostModel:
+def make_cost(gpu: str | Hardware = "a100-40g", layout: ParallelConfig | None = None, **changes: object) -> CostModel:
     return CostModel(shape(**changes), find(gpu) if isinstance(gpu, str) else gpu, layout)
 
 

@@ -121,7 +121,7 @@ def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[Step
             replica.offer(waiting.pop(0)[1])
         replica.step()
         num_steps += 1
-    assert replica.finish().num_finished == len(REQUESTS)
+    assert replica.finish_run().num_finished == len(REQUESTS)
     return recorders[0].plans
 
 

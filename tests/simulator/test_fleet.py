@@ -68,14 +68,14 @@ def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
     """An interrupt from the keyboard reaches every process: it ends them without a word, the first one speaks."""
     group = ProcessGroup(spec(), [0])
     try:
-        group.begin([[TraceRequest(0.0, 10, 5)]], 1.0)
-        assert group.end() == [0]
+        group.begin_window([[TraceRequest(0.0, 10, 5)]], 1.0)
+        assert group.end_window() == [0]
         process = group._process
         os.kill(process.pid or 0, number)
         process.join(60)
         assert process.exitcode == -number
         with pytest.raises(QuireError, match="ended before its time"):
-            group.finish()
+            group.finish_replicas()
     finally:
         group.close()
 

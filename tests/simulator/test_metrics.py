@@ -18,7 +18,7 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 def distribution(values: list[float]) -> Distribution:
     found = Distribution()
     for value in values:
-        found.add(value)
+        found.add_value(value)
     return found
 
 
@@ -63,7 +63,7 @@ def test_no_values_have_no_percentiles() -> None:
 def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, int]]) -> None:
     series = TimeSeries()
     for start, seconds, running in entries:
-        series.add(start, Moments(seconds=seconds, running=seconds * running, preemptions=running))
+        series.add_span(start, Moments(seconds=seconds, running=seconds * running, preemptions=running))
     assert len(series.bins) <= NUM_BINS
     assert sum(each.seconds for each in series.bins) == pytest.approx(sum(seconds for _, seconds, _ in entries))
     assert sum(each.preemptions for each in series.bins) == sum(running for _, _, running in entries)
@@ -74,14 +74,14 @@ def test_a_series_keeps_its_sums_in_few_bins(entries: list[tuple[float, float, i
 def test_a_long_step_lies_in_all_the_bins_that_it_covers() -> None:
     """Else a step of three seconds in bins of one would show 300 % of the memory in use, and then none."""
     series = TimeSeries()
-    series.add(10.0, Moments(seconds=4.0, running=8.0, waiting=4.0, used_blocks=40.0, preemptions=3, tokens=7))
+    series.add_span(10.0, Moments(seconds=4.0, running=8.0, waiting=4.0, used_blocks=40.0, preemptions=3, tokens=7))
     rows = series.rows(num_blocks=10)
     assert [row["kv_usage"] for row in rows[10:]] == [1.0] * 4
     assert [row["running"] for row in rows[10:]] == [2.0] * 4
     assert [row["waiting"] for row in rows[10:]] == [1.0] * 4
     assert [row["preemptions"] for row in rows[10:]] == [0, 0, 0, 3]
     assert [row["output_tokens_per_second"] for row in rows[10:]] == [0, 0, 0, 7]
-    series.add(14.0, Moments(seconds=5000.0, running=5000.0))
+    series.add_span(14.0, Moments(seconds=5000.0, running=5000.0))
     assert len(series.bins) <= NUM_BINS
     assert sum(each.seconds for each in series.bins) == pytest.approx(5004)
     assert max(row["running"] for row in series.rows(10)) <= 2
@@ -91,8 +91,8 @@ def test_a_long_step_lies_in_all_the_bins_that_it_covers() -> None:
 def test_series_of_different_widths_merge(first: float, second: float) -> None:
     one, other = TimeSeries(), TimeSeries()
     for number in range(100):
-        one.add(first * number / 100, Moments(seconds=1.0, tokens=2))
-        other.add(second * number / 100, Moments(seconds=1.0, tokens=3))
+        one.add_span(first * number / 100, Moments(seconds=1.0, tokens=2))
+        other.add_span(second * number / 100, Moments(seconds=1.0, tokens=3))
     one.merge(other)
     assert sum(each.tokens for each in one.bins) == 500
     assert sum(each.seconds for each in one.bins) == 200
@@ -104,8 +104,8 @@ def test_merged_series_have_the_sums_of_each_bin() -> None:
     one, other = TimeSeries(), TimeSeries()
     for number, seconds in enumerate((0.9, 1.004, 1.0, 0.5)):
         for part in range(4):
-            one.add(number + part / 4, Moments(seconds=seconds / 4, running=2 * seconds / 4, used_blocks=seconds))
-            other.add(number + part / 4, Moments(seconds=seconds / 4, running=3 * seconds / 4, waiting=seconds))
+            one.add_span(number + part / 4, Moments(seconds=seconds / 4, running=2 * seconds / 4, used_blocks=seconds))
+            other.add_span(number + part / 4, Moments(seconds=seconds / 4, running=3 * seconds / 4, waiting=seconds))
     one.merge(other)
     one.merge(other)
     found = [(each.seconds, each.running, each.used_blocks, each.waiting) for each in one.bins]

@@ -20,21 +20,21 @@ from quire.simulator.cost import (
     Precision,
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
 
 GPU = replace(find("h100"), half_rows=3.0, token_overhead=2e-7, sequence_overhead=5e-7, new_sequence_overhead=1e-6)
 CASES = [
-    ("opt-13b", Layout()),
-    ("llama-3-70b", Layout(tp=4)),
-    ("llama-3-70b", Layout(tp=2, pp=4)),
-    ("gemma-3-27b", Layout(tp=2)),
-    ("gpt-oss-120b", Layout(tp=2)),
-    ("deepseek-v3", Layout(tp=8)),
-    ("deepseek-v3", Layout(tp=4, dp=8, ep=32)),
-    ("qwen3-30b-a3b", Layout(tp=1, dp=4, ep=4)),
+    ("opt-13b", ParallelConfig()),
+    ("llama-3-70b", ParallelConfig(tp=4)),
+    ("llama-3-70b", ParallelConfig(tp=2, pp=4)),
+    ("gemma-3-27b", ParallelConfig(tp=2)),
+    ("gpt-oss-120b", ParallelConfig(tp=2)),
+    ("deepseek-v3", ParallelConfig(tp=8)),
+    ("deepseek-v3", ParallelConfig(tp=4, dp=8, ep=32)),
+    ("qwen3-30b-a3b", ParallelConfig(tp=1, dp=4, ep=4)),
 ]
 
 
@@ -53,7 +53,7 @@ def work_of(cost: CostModel, sequences: list[tuple[int, int]], copies: int = 0) 
     copies=st.integers(0, 3),
 )
 def test_the_fast_sum_is_that_of_the_breakdown(
-    case: tuple[str, Layout], sequences: list[tuple[int, int]], copies: int
+    case: tuple[str, ParallelConfig], sequences: list[tuple[int, int]], copies: int
 ) -> None:
     name, layout = case
     cost = CostModel(find_shape(name), GPU, replace(layout, pp=1))
@@ -123,7 +123,7 @@ def test_experts_are_read_as_tokens_come_to_them() -> None:
 
 def test_a_latent_is_read_instead_of_heads() -> None:
     shape = find_shape("deepseek-v3")
-    cost = CostModel(shape, find("h200"), Layout(tp=8))
+    cost = CostModel(shape, find("h200"), ParallelConfig(tp=8))
     hardware = cost.hardware
     context = 1_000_000
     seconds = cost.breakdown(work_of(cost, [(context - 1, 1)]))["decode attention"]
@@ -139,7 +139,7 @@ def test_a_latent_is_read_instead_of_heads() -> None:
     assert seconds == pytest.approx(
         max(by_bytes, pairs / (hardware.peak("bfloat16") * hardware.factors.attention_compute))
     )
-    alone = CostModel(shape, replace(hardware, memory=1e12), Layout(tp=1))
+    alone = CostModel(shape, replace(hardware, memory=1e12), ParallelConfig(tp=1))
     assert alone.breakdown(work_of(alone, [(context - 1, 1)]))["decode attention"] >= seconds
 
 
@@ -178,7 +178,7 @@ def test_sharing_layers_shares_the_work_and_costs_all_reduces(name: str) -> None
     shape = find_shape(name)
     steps = {}
     for tp in (1, 2, 4, 8):
-        cost = CostModel(shape, GPU, Layout(tp=tp))
+        cost = CostModel(shape, GPU, ParallelConfig(tp=tp))
         steps[tp] = cost.breakdown(work_of(cost, [(500, 1)] * 32))
     assert "all-reduce" not in steps[1]
     for tp in (2, 4, 8):
@@ -195,14 +195,14 @@ def test_more_devices_than_a_node_meet_on_the_network() -> None:
     shape = find_shape("llama-3.1-405b")
     seconds = {}
     for tp in (8, 16):
-        cost = CostModel(shape, GPU, Layout(tp=tp))
+        cost = CostModel(shape, GPU, ParallelConfig(tp=tp))
         seconds[tp] = cost.breakdown(work_of(cost, [(0, 4000)]))["all-reduce"]
     assert seconds[16] > 5 * seconds[8]
 
 
 def test_pipeline_stages_take_turns() -> None:
     shape = find_shape("llama-3-70b")
-    one, four = CostModel(shape, GPU, Layout(tp=2)), CostModel(shape, GPU, Layout(tp=2, pp=4))
+    one, four = CostModel(shape, GPU, ParallelConfig(tp=2)), CostModel(shape, GPU, ParallelConfig(tp=2, pp=4))
     sequences = [(500, 1)] * 64
     whole = one.step_seconds(work_of(one, sequences))
     assert whole < four.step_seconds(work_of(four, sequences)) < 2 * whole
@@ -215,7 +215,10 @@ def test_pipeline_stages_take_turns() -> None:
 def test_experts_spread_over_more_devices_are_read_less_and_visited() -> None:
     shape = find_shape("deepseek-v3")
     device = find("h200")
-    narrow, wide = CostModel(shape, device, Layout(tp=8)), CostModel(shape, device, Layout(tp=8, dp=8, ep=64))
+    narrow, wide = (
+        CostModel(shape, device, ParallelConfig(tp=8)),
+        CostModel(shape, device, ParallelConfig(tp=8, dp=8, ep=64)),
+    )
     sequences = [(1000, 1)] * 256
     before, after = narrow.breakdown(work_of(narrow, sequences)), wide.breakdown(work_of(wide, sequences))
     assert after["experts"] + after["exchange"] < 0.8 * before["experts"]
@@ -223,7 +226,9 @@ def test_experts_spread_over_more_devices_are_read_less_and_visited() -> None:
     assert narrow.weight_bytes_per_device - wide.weight_bytes_per_device == pytest.approx(experts / 8 - experts / 64)
     # A token goes to three other nodes in eight bits and comes back in sixteen, half of the way over the network.
     one, two = ([(1000, 1)] * count for count in (1000, 2000))
-    beyond = CostModel(shape, replace(device, peaks=dict.fromkeys(device.peaks, math.inf)), Layout(tp=8, dp=8, ep=64))
+    beyond = CostModel(
+        shape, replace(device, peaks=dict.fromkeys(device.peaks, math.inf)), ParallelConfig(tp=8, dp=8, ep=64)
+    )
     extra = beyond.breakdown(work_of(beyond, two))["experts"] - beyond.breakdown(work_of(beyond, one))["experts"]
     nodes = 7 * (1 - (7 / 8) ** 8)
     sent = 58 * 1000 / 8 * nodes * 7168 * 3 / (device.network_bandwidth * device.factors.link)
@@ -284,7 +289,7 @@ def test_a_device_without_limits_takes_no_time() -> None:
 )
 def test_layouts_that_cannot_be(layout: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        CostModel(find_shape("llama-3-70b"), GPU, Layout(**layout))
+        CostModel(find_shape("llama-3-70b"), GPU, ParallelConfig(**layout))
 
 
 @pytest.mark.parametrize("tp", [3, 6, 12])
@@ -292,13 +297,13 @@ def test_key_value_heads_are_shared_out_evenly_or_copied(tp: int) -> None:
     """Of 8 heads three devices cannot have as many each; the heads of queries alone would divide."""
     shape = replace(find_shape("llama-3-8b"), num_heads=24)
     with pytest.raises(UserError, match="8 key-value heads"):
-        CostModel(shape, GPU, Layout(tp=tp))
+        CostModel(shape, GPU, ParallelConfig(tp=tp))
 
 
 def test_stages_in_two_nodes_hand_over_by_the_network() -> None:
     shape, seconds = find_shape("llama-3-70b"), {}
     for tp, pp in ((4, 2), (8, 2)):
-        cost = CostModel(shape, GPU, Layout(tp=tp, pp=pp))
+        cost = CostModel(shape, GPU, ParallelConfig(tp=tp, pp=pp))
         seconds[tp * pp] = cost.breakdown(work_of(cost, [(0, 4000)]))["hand-over"]
     row = 4000 * shape.hidden * 2
     near, far = GPU.link_bandwidth * GPU.factors.link, GPU.network_bandwidth * GPU.factors.link
@@ -352,5 +357,5 @@ def test_a_device_multiplies_what_it_knows() -> None:
     shape: ModelShape = find_shape("deepseek-v3")
     old: Hardware = find("a100-80g")
     with pytest.raises(UserError, match="does not multiply float8"):
-        CostModel(shape, old, Layout(tp=8))
-    assert CostModel(shape, old, Layout(tp=8), Precision.of(shape, "bfloat16")).weight_bytes > 1.3e12
+        CostModel(shape, old, ParallelConfig(tp=8))
+    assert CostModel(shape, old, ParallelConfig(tp=8), Precision.of(shape, "bfloat16")).weight_bytes > 1.3e12

@@ -8,7 +8,7 @@ import pytest
 
 from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel, Precision
 from quire.simulator.hardware import find
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from tests.simulator.test_operators import GPU, work_of
 
@@ -16,7 +16,7 @@ PEAK = GPU.peaks["bfloat16"] * GPU.factors.compute
 BANDWIDTH = GPU.bandwidth * GPU.factors.bandwidth
 
 
-def model(name: str, layout: Layout | None = None) -> CostModel:
+def model(name: str, layout: ParallelConfig | None = None) -> CostModel:
     return CostModel(find_shape(name), GPU, layout)
 
 
@@ -42,7 +42,7 @@ def test_every_expert_that_is_touched_starts_anew() -> None:
     expert = 3 * 4096 * 14336
     rows = 2 * 8000 + 8 * GPU.half_rows
     assert cost.breakdown(work_of(cost, [(0, 8000)]))["experts"] == pytest.approx(32 * 2 * rows * expert / PEAK)
-    halved = model("mixtral-8x7b", Layout(tp=2))
+    halved = model("mixtral-8x7b", ParallelConfig(tp=2))
     found = halved.breakdown(work_of(halved, [(0, 8000)]))["experts"]
     assert found == pytest.approx(32 * 2 * rows * expert / 2 / PEAK)
 
@@ -51,7 +51,7 @@ def test_experts_that_are_shared_see_the_tokens_of_all_replicas() -> None:
     """Four replicas of one token a step, 128 experts of which 8 are picked: a device reads its part of what 4 tokens
     touch, 32 (1 - (15/16)^4)."""
     shape = find_shape("qwen3-30b-a3b")
-    cost = CostModel(shape, GPU, Layout(dp=4, ep=4))
+    cost = CostModel(shape, GPU, ParallelConfig(dp=4, ep=4))
     touched = 32 * (1 - (1 - 8 / 128) ** 4)
     expert = 3 * 2048 * 768
     rows = 8 * (2 * 2048 + 4 * 768)
@@ -63,7 +63,7 @@ def test_experts_that_are_shared_see_the_tokens_of_all_replicas() -> None:
 
 
 def test_logits_are_shared_out() -> None:
-    cost = model("llama-3-70b", Layout(tp=4))
+    cost = model("llama-3-70b", ParallelConfig(tp=4))
     few = cost.breakdown(work_of(cost, [(10, 1)] * 8))["logits"]
     assert few == pytest.approx(2 * (128256 * 8192 / 4 + 8 * (8192 + 128256 / 4)) / BANDWIDTH)
 
@@ -71,7 +71,7 @@ def test_logits_are_shared_out() -> None:
 def test_chunks_of_latent_attention_have_keys_and_values_of_heads() -> None:
     """A head's key has 128 + 64 elements, its value 128; each is multiplied and added."""
     hardware = find("h200")
-    cost = CostModel(find_shape("deepseek-v3"), hardware, Layout(tp=8))
+    cost = CostModel(find_shape("deepseek-v3"), hardware, ParallelConfig(tp=8))
     found = cost.breakdown(work_of(cost, [(0, 4000)]))["prefill attention"]
     pairs = 4000 * 4001 / 2
     rate = hardware.peaks["bfloat16"] * hardware.factors.attention_compute
@@ -82,7 +82,7 @@ def test_chunks_of_latent_attention_have_keys_and_values_of_heads() -> None:
 def test_a_step_of_two_stages_by_hand(overlapped: bool) -> None:
     """64 sequences at once: a stage for all and another; or two halves, that fill the second stage one after the
     other, and with the next step in flight the first one as well."""
-    cost = model("llama-3-70b", Layout(tp=2, pp=2))
+    cost = model("llama-3-70b", ParallelConfig(tp=2, pp=2))
 
     def stage(count: int) -> float:
         return sum(cost.breakdown(work_of(cost, [(500, 1)] * count)).values())
@@ -107,14 +107,14 @@ def test_weights_of_four_bits_are_multiplied_in_sixteen() -> None:
 
 def test_the_longest_stage_sets_the_pace_and_holds_the_most() -> None:
     """62 layers on four stages: 16 on the largest one. Its table of the vocabulary is one of two at the ends."""
-    cost = model("gemma-3-27b", Layout(pp=4))
+    cost = model("gemma-3-27b", ParallelConfig(pp=4))
     found = cost.breakdown(work_of(cost, [(10, 1)]))["launches"]
     assert found == pytest.approx((16 * KERNELS_PER_LAYER + KERNELS_PER_STEP) * GPU.launch_overhead)
     shape = find_shape("llama-3-70b")
     assert not shape.is_tied
     table = 128256 * 8192
     layers = shape.parameters() - 2 * table
-    staged = CostModel(shape, GPU, Layout(tp=2, pp=2))
+    staged = CostModel(shape, GPU, ParallelConfig(tp=2, pp=2))
     assert staged.weight_bytes_per_device == pytest.approx(2 * (layers / 2 + table) / 2)
     plain = CostModel(shape, replace(GPU, memory=1e12))
     assert plain.weight_bytes_per_device == plain.weight_bytes == 2 * shape.parameters()

@@ -10,10 +10,10 @@ import pytest
 
 from quire.errors import UserError
 from quire.simulator.metrics import Metrics, Moments
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.plots import figure, plot_latency, plot_memory, plot_pareto
 from quire.simulator.replica import simulate
-from quire.simulator.sweep import LayoutResult, point
+from quire.simulator.sweep import SweepResult, point
 from quire.simulator.workloads import Arrivals, stream
 from tests.simulator.making import make_cost, settings
 
@@ -28,7 +28,7 @@ def metrics() -> Metrics:
 def test_every_plot_is_a_png(tmp_path: Path, metrics: Metrics) -> None:
     plot_memory(tmp_path / "memory.png", metrics, title="a title")
     plot_latency(tmp_path / "latency.png", {1.0: metrics, 2.0: metrics})
-    results = [LayoutResult(Layout(tp=tp), (point(Layout(tp=tp), 1.0, metrics),), None) for tp in (1, 2)]
+    results = [SweepResult(ParallelConfig(tp=tp), (point(ParallelConfig(tp=tp), 1.0, metrics),), None) for tp in (1, 2)]
     plot_pareto(tmp_path / "pareto.png", results)
     for name in ("memory", "latency", "pareto"):
         content = (tmp_path / f"{name}.png").read_bytes()
@@ -72,15 +72,15 @@ def test_latencies_far_apart_have_a_logarithmic_axis(tmp_path: Path, drawn: list
     for rate, seconds in ((1.0, 0.01), (2.0, 5.0)):
         runs[rate] = Metrics()
         for distribution in runs[rate].latencies.values():
-            distribution.add(seconds)
+            distribution.add_value(seconds)
     plot_latency(tmp_path / "latency.png", runs)
     assert [axis.get_yscale() for axis in drawn] == ["log"] * 3
 
 
 def test_the_state_over_time_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
     metrics = Metrics(num_blocks=10)
-    metrics.series.add(0.0, Moments(seconds=1.0, running=3.0, waiting=2.0, used_blocks=5.0))
-    metrics.series.add(1.0, Moments(seconds=1.0, running=4.0, waiting=7.0, used_blocks=10.0, preemptions=6))
+    metrics.series.add_span(0.0, Moments(seconds=1.0, running=3.0, waiting=2.0, used_blocks=5.0))
+    metrics.series.add_span(1.0, Moments(seconds=1.0, running=4.0, waiting=7.0, used_blocks=10.0, preemptions=6))
     plot_memory(tmp_path / "memory.png", metrics)
     usage, requests, preemptions = drawn
     assert usage.get_ylim() == (0, 100)
@@ -92,9 +92,9 @@ def test_the_state_over_time_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
 
 def test_layouts_are_drawn_by_what_a_user_sees(tmp_path: Path, drawn: list[Any]) -> None:
     metrics = Metrics(num_output_tokens=100, end=1.0)
-    metrics.latencies["tpot"].add(0.02)
-    layout = Layout(tp=4)
-    plot_pareto(tmp_path / "pareto.png", [LayoutResult(layout, (point(layout, 1.0, metrics),), None)])
+    metrics.latencies["tpot"].add_value(0.02)
+    layout = ParallelConfig(tp=4)
+    plot_pareto(tmp_path / "pareto.png", [SweepResult(layout, (point(layout, 1.0, metrics),), None)])
     (axis,) = drawn
     for line in axis.lines:  # the layout's, and the front
         assert (list(line.get_xdata()), list(line.get_ydata())) == ([pytest.approx(50.0)], [25.0])

@@ -11,7 +11,7 @@ import pytest
 
 from quire.errors import QuireError, UserError
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
 from quire.simulator.sweep import Point, layouts, pareto_front, point, run_layout, side_by_side, sweep
@@ -42,15 +42,15 @@ def test_objectives_that_nothing_or_everything_meets_are_said() -> None:
         find_rate(run_at, lambda metrics: True)
 
 
-def test_a_search_without_arrivals_says_so() -> None:
+def test_a_search_without_requests_raises() -> None:
     """At low rates no request arrives in the time given, which is no objective kept."""
     case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=5.0)), objectives={"ttft": 1e-9})
-    assert not case.holds(case.run(1e-3))
+    assert not case.holds(case.simulate(1e-3))
     with pytest.raises(QuireError, match=r"no request arrives at .* take a longer duration"):
-        find_rate(case.run, case.holds)
+        find_rate(case.simulate, case.holds)
     for start in (math.inf, math.nan, 0.0):
         with pytest.raises(UserError, match="must begin at a rate above 0"):
-            find_rate(case.run, case.holds, start=start)
+            find_rate(case.simulate, case.holds, start=start)
 
 
 def scenario(**changes: object) -> Scenario:
@@ -67,23 +67,23 @@ def test_more_memory_never_lowers_the_rate() -> None:
     rates = []
     for num_blocks in (130, 200, 300, 450):
         case = scenario(num_blocks_override=num_blocks)
-        rates.append(find_rate(case.run, case.holds, start=20.0, precision=0.05).rate)
+        rates.append(find_rate(case.simulate, case.holds, start=20.0, precision=0.05).rate)
     assert all(less <= more * 1.05 for less, more in itertools.pairwise(rates)), rates
     assert rates[-1] > 1.3 * rates[0], "memory was never the limit"
 
 
 def test_who_is_refused_breaks_every_objective() -> None:
     case = replace(scenario(num_blocks_override=20), objectives={})
-    assert not case.holds(case.run(1.0))
+    assert not case.holds(case.simulate(1.0))
     fits = replace(scenario(num_blocks_override=200), objectives={})
-    assert fits.holds(fits.run(1.0))
+    assert fits.holds(fits.simulate(1.0))
 
 
 def test_layouts_are_all_that_the_model_allows() -> None:
     found = layouts(scenario(), 8)
-    assert Layout(tp=1, pp=1, dp=8) in found
-    assert Layout(tp=8, pp=1, dp=1) in found
-    assert Layout(tp=2, pp=4, dp=1) in found
+    assert ParallelConfig(tp=1, pp=1, dp=8) in found
+    assert ParallelConfig(tp=8, pp=1, dp=1) in found
+    assert ParallelConfig(tp=2, pp=4, dp=1) in found
     assert all(layout.num_devices == 8 for layout in found)
     assert all(layout.pp <= 4 for layout in found), "the model has four layers"
     small = replace(scenario(), cost=make_cost(num_attention_heads=2, num_key_value_heads=2))
@@ -105,14 +105,14 @@ def test_experts_are_swept_in_each_replica_and_spread() -> None:
 def test_objectives_that_do_not_bind_hold_at_every_rate() -> None:
     source = SyntheticSource("alpaca", Arrivals(1.0, num_requests=4))
     case = replace(scenario(), source=source, objectives={"latency": 1e9})
-    assert run_layout(case, Layout()).found_rate == math.inf
-    assert run_layout(replace(case, objectives={"latency": 1e-9}), Layout()).found_rate is None
+    assert run_layout(case, ParallelConfig()).found_rate == math.inf
+    assert run_layout(replace(case, objectives={"latency": 1e-9}), ParallelConfig()).found_rate is None
 
 
 def test_a_sweep_without_requests_says_so() -> None:
     case = replace(scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, duration=1e-6)))
     with pytest.raises(UserError, match="no request arrives"):
-        run_layout(case, Layout())
+        run_layout(case, ParallelConfig())
 
 
 def test_a_process_that_dies_is_no_traceback_of_the_pool() -> None:
@@ -129,7 +129,7 @@ def test_a_model_that_fits_nowhere_says_why() -> None:
 
 
 def test_a_sweep_ends_where_more_requests_bring_no_more_tokens() -> None:
-    result = run_layout(replace(scenario(), objectives={}), Layout())
+    result = run_layout(replace(scenario(), objectives={}), ParallelConfig())
     rates = [point.rate for point in result.points]
     assert rates == pytest.approx([rates[0] * 2**number for number in range(len(rates))])
     throughput = [point.tokens_per_second for point in result.points]
@@ -142,7 +142,7 @@ def test_layouts_side_by_side_give_what_one_after_the_other_gives() -> None:
     case = replace(
         scenario(), source=SyntheticSource("alpaca", Arrivals(1.0, num_requests=12)), objectives={"ttft": 1e-3}
     )
-    candidates = [Layout(), Layout(tp=2)]
+    candidates = [ParallelConfig(), ParallelConfig(tp=2)]
     one, two = sweep(case, candidates), sweep(case, candidates, num_processes=2)
     assert [each.found_rate for each in one] == [each.found_rate for each in two]
     assert [[point.tpot for point in each.points] for each in one] == [
@@ -157,16 +157,16 @@ def test_a_sweep_begins_where_a_replica_is_busy_half_of_the_time() -> None:
     cost = case.cost
     token = cost.step_seconds(StepWork.of(make_plan([(511, 1)])))
     for dp in (1, 2):
-        (first, *_) = run_layout(case, Layout(dp=dp)).points
+        (first, *_) = run_layout(case, ParallelConfig(dp=dp)).points
         assert first.rate == pytest.approx(0.5 * dp * len(outputs) / sum(outputs) / token, rel=1e-3)
 
 
 def test_a_point_is_what_a_user_sees_and_a_device_brings() -> None:
     metrics = Metrics(num_output_tokens=600, num_input_tokens=70, end=5.0)
     for tpot in (0.01, 0.01, 0.07):
-        metrics.latencies["tpot"].add(tpot)
-    metrics.latencies["ttft"].add(0.5)
-    found = point(Layout(tp=2, pp=2, dp=3), 4.0, metrics)
+        metrics.latencies["tpot"].add_value(tpot)
+    metrics.latencies["ttft"].add_value(0.5)
+    found = point(ParallelConfig(tp=2, pp=2, dp=3), 4.0, metrics)
     assert (found.ttft, found.tpot, found.tokens_per_second) == (0.5, pytest.approx(0.03), 120.0)
     assert found.interactivity == pytest.approx(1 / 0.03)
     assert found.tokens_per_device == 10.0
@@ -174,7 +174,7 @@ def test_a_point_is_what_a_user_sees_and_a_device_brings() -> None:
 
 def test_the_front_holds_what_nothing_beats() -> None:
     def at(tpot: float, tokens: float) -> Point:
-        return Point(Layout(), 1.0, tpot, 0.0, tokens, Metrics())
+        return Point(ParallelConfig(), 1.0, tpot, 0.0, tokens, Metrics())
 
     best = [at(0.1, 100), at(0.02, 60), at(0.01, 10)]
     beaten = [at(0.1, 90), at(0.02, 10), at(0.03, 60), at(0.01, 9)]

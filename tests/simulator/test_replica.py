@@ -19,7 +19,7 @@ from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
 from quire.simulator.memory import activation_bytes, kv_cache_bytes
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
 from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_fit_says_so() -> None:
 def test_what_a_step_keeps_at_once(name: str, tp: int, row: float) -> None:
     """The residual stream three times and the wider of attention and MLP, 16 bits each, and three copies of logits."""
     shape = find_shape(name)
-    cost = CostModel(shape, find("h100"), Layout(tp=tp))
+    cost = CostModel(shape, find("h100"), ParallelConfig(tp=tp))
     assert activation_bytes(cost, 8192, 256) == int(2 * 8192 * row + 3 * 256 * shape.vocab * 4)
 
 
@@ -292,7 +292,7 @@ def test_an_idle_clock_stands_where_it_was_told() -> None:
     assert replica.clock.now() == 7.5
     replica.offer(TraceRequest(7.0, 10, 2))
     replica.advance(math.inf)
-    result = replica.finish()
+    result = replica.finish_run()
     assert isinstance(result, Metrics)
     assert result.end > 7.5
 
@@ -318,7 +318,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyP
     sizes = []
     for count in (300, 1200):
         replica = Replica(make_cost(), settings(num_blocks_override=120, queue_depth=2))
-        replica.run(stream("sharegpt", Arrivals(20.0, num_requests=count)))
+        replica.serve_trace(stream("sharegpt", Arrivals(20.0, num_requests=count)))
         assert replica.metrics.stats.num_cached_blocks > 100
         sizes.append(_size(replica))
     assert sizes[1] < sizes[0] + 50, sizes

@@ -18,7 +18,7 @@ from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
 from quire.simulator.families import ARCHITECTURES, FAMILIES
-from quire.simulator.parallel_config import Layout
+from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import ModelShape, built_in, find_shape
 
 LLAMA = {
@@ -143,7 +143,7 @@ def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields
     shape = ModelShape.from_config(config.model)
     model = load_model(config.model, config.load)
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
-    specs = shape.layer_specs(config.model.kv_cache_dtype, Layout())
+    specs = shape.layer_specs(config.model.kv_cache_dtype, ParallelConfig())
     assert specs == layer_specs(config.model) == model.kv_specs()
     assert shape.kv_bytes_per_token("float32") == sum(spec.token_bytes for spec in specs)
     assert (shape.max_model_len, shape.windows) == (40, config.model.sliding_windows)
@@ -195,12 +195,12 @@ def test_what_is_kept_of_a_token() -> None:
 
 
 def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
-    specs = find_shape("gemma-3-27b").layer_specs("bfloat16", Layout(tp=2, pp=2))
+    specs = find_shape("gemma-3-27b").layer_specs("bfloat16", ParallelConfig(tp=2, pp=2))
     assert len(specs) == 31
     assert [isinstance(spec, FullAttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
     assert isinstance(specs[0], SlidingWindowSpec)
     assert (specs[0].window, specs[0].num_kv_heads, specs[0].token_bytes) == (1024, 8, 2 * 8 * 128 * 2)
-    assert find_shape("deepseek-v3").layer_specs("bfloat16", Layout(tp=8))[0].token_bytes == 576 * 2
+    assert find_shape("deepseek-v3").layer_specs("bfloat16", ParallelConfig(tp=8))[0].token_bytes == 576 * 2
 
 
 @pytest.mark.parametrize(

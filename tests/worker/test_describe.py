@@ -48,7 +48,7 @@ def test_what_computes_is_said(
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     settings = {"model": str(model_path), "num_threads": 1, **options}
-    assert Worker(resolve(EngineOptions.from_keywords(settings))).describe() == expected
+    assert Worker(resolve(EngineOptions.from_keywords(settings))).describe_backend() == expected
 
 
 def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_precision_for_weights_that_are_stored_in_bfloat16(
     raw = json.loads((model_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     config = resolve(EngineOptions(model=str(tmp_path), num_threads=1))
-    assert Worker(config).describe().endswith(f"{precision} products")
+    assert Worker(config).describe_backend().endswith(f"{precision} products")
 
 
 def test_an_instruction_set_that_cannot_multiply_bfloat16(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

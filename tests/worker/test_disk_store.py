@@ -64,13 +64,13 @@ class Host:
         """Store block `number` and wait for the end."""
         before = len(self.total.released)
         self.fill(1, number)
-        self.store.store(1, *key(number, group))
+        self.store.store_block(1, *key(number, group))
         self.wait(lambda: len(self.total.released) > before)
 
     def get(self, number: int, group: int = 0) -> bool:
         """Load block `number`; whether it came. What came is what was stored."""
         before = len(self.total.loaded), len(self.total.failed)
-        self.store.load(*key(number, group), 2)
+        self.store.load_block(*key(number, group), 2)
         self.wait(lambda: (len(self.total.loaded), len(self.total.failed)) != before)
         if len(self.total.loaded) == before[0]:
             return False
@@ -167,7 +167,7 @@ def test_foreign_files_are_left_alone_with_one_warning(
     (folder / f"{'0' * 64}-9").symlink_to(strangers[0])
     again = make_host(limit=LAYOUT.file_bytes)
     assert again.total.found == [key(1)]
-    assert len([record for record in caplog.records if "none of ours" in record.message]) == 1
+    assert len([record for record in caplog.records if "Quire did not write" in record.message]) == 1
     for number in range(2, 6):
         again.put(number)
     assert all(path.read_text() == "not ours" for path in strangers)
@@ -341,7 +341,7 @@ def test_closing_finishes_what_was_ordered(make_host, tmp_path: Path) -> None:
     host = make_host()
     for number in range(50):
         host.fill(10 + number, number)
-        host.store.store(10 + number, *key(number))
+        host.store.store_block(10 + number, *key(number))
     host.store.close(10.0)
     assert len(files(tmp_path)) == 50
     host.store.close(10.0)
@@ -350,7 +350,7 @@ def test_closing_finishes_what_was_ordered(make_host, tmp_path: Path) -> None:
 def test_a_bug_in_one_transfer_ends_it_alone(make_host, caplog: pytest.LogCaptureFixture) -> None:
     host = make_host()
     host.blocks[1] = None  # type: ignore[call-overload]
-    host.store.store(1, *key(5))
+    host.store.store_block(1, *key(5))
     host.wait(lambda: bool(host.total.released))
     assert host.total.num_store_failures == 1
     host.blocks[1] = [bytearray(64), bytearray(64)]
@@ -373,7 +373,7 @@ def _refuse(self: Path, *_arguments: object, **_keywords: object) -> None:
 def test_a_panic_ends_one_transfer_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(tmp_path)
     host.fill(1, 5)
-    host.store.store(1, *key(1))
+    host.store.store_block(1, *key(1))
     host.wait(lambda: bool(host.total.num_stored))
 
     def panic(*_arguments: object) -> None:
@@ -383,9 +383,9 @@ def test_a_panic_ends_one_transfer_and_no_thread(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(disk_store, "read_block", panic)
         for number in range(num_broken):
-            host.store.load(*key(1), 10 + number)
+            host.store.load_block(*key(1), 10 + number)
         host.wait(lambda: len(host.total.failed) == num_broken)
-    host.store.load(*key(1), 2)
+    host.store.load_block(*key(1), 2)
     host.wait(lambda: host.total.loaded == [2])
     assert host.holds(2, 5)
     host.store.close(60)

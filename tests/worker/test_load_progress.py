@@ -45,7 +45,7 @@ def test_reports_mebibytes_up_to_the_total(
     model_path: Path, bars: list[list[object]], load_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_progress, "MIB", 1000)
-    worker(model_path, load_format=load_format).load()
+    worker(model_path, load_format=load_format).load_model()
     ((total, *seen, last),) = bars
     assert last == "closed"
     assert len(seen) > 5
@@ -62,5 +62,5 @@ def test_the_bar_goes_away_when_loading_fails(
 
     monkeypatch.setattr("quire.worker.worker.load_model", fail)
     with pytest.raises(ModelLoadError):
-        worker(model_path).load()
+        worker(model_path).load_model()
     assert bars == [[10, 3, "closed"]]

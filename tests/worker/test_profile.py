@@ -19,7 +19,7 @@ from quire.worker.worker import Worker
 
 def loaded_worker(model_path: Path, **options: object) -> Worker:
     worker = Worker(resolve(EngineOptions.from_keywords({"model": str(model_path), "num_threads": 1, **options})))
-    worker.load()
+    worker.load_model()
     return worker
 
 

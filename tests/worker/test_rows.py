@@ -25,7 +25,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         if len(live) == 8 or (live and rng.random() < 0.4):
             gone = int(rng.choice(list(live)))
             assert rows.release(gone) == live.pop(gone)
-        row = rows.add(seq_id, [seq_id % 97] * 3, 3, RICH if seq_id % 2 else GREEDY)
+        row = rows.add_request(seq_id, [seq_id % 97] * 3, 3, RICH if seq_id % 2 else GREEDY)
         assert row == min(set(range(8)) - set(live.values()))
         live[seq_id] = row
     assert rows.rows_of(list(live)).tolist() == list(live.values())
@@ -43,7 +43,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
 def test_the_token_table_is_not_touched_before_it_is_used() -> None:
     """8 GiB of table: only the touched rows exist."""
     rows = RequestState(1024, max_model_len=2**21)
-    rows.add(5, [1, 2, 3], 2, GREEDY)
+    rows.add_request(5, [1, 2, 3], 2, GREEDY)
     rows.append(np.array([0]), np.array([3]), np.array([9]))
     assert rows.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
     assert rows.lengths[0] == 4
@@ -51,11 +51,11 @@ def test_the_token_table_is_not_touched_before_it_is_used() -> None:
 
 def test_misuse_of_rows_is_a_bug_that_shows() -> None:
     rows = RequestState(1, max_model_len=4)
-    rows.add(1, [1], 1, GREEDY)
+    rows.add_request(1, [1], 1, GREEDY)
     with pytest.raises(AssertionError, match="sequence 1 has a row already"):
-        rows.add(1, [1], 1, GREEDY)
+        rows.add_request(1, [1], 1, GREEDY)
     with pytest.raises(AssertionError, match="no free row for sequence 2"):
-        rows.add(2, [1], 1, GREEDY)
+        rows.add_request(2, [1], 1, GREEDY)
     with pytest.raises(KeyError):
         rows.release(2)
 
@@ -84,7 +84,7 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     rows = RequestState(6, max_model_len=64)
     tables = BlockTables(2, 6, 64, block_size)
     for seq_id in range(6):
-        row = rows.add(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
+        row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
         tables.append(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
     for _ in range(20):
         seq_ids = rng.permutation(6)[: int(rng.integers(1, 7))].tolist()

@@ -212,7 +212,7 @@ class _Native:
         for layer in layers:
             result = operations.attend(HeadWeights(layer, None, None), source, rotation, self._backend)
             recorder.redirect(result, target)
-        program = recorder.finish(result, self._runtime, len(qkv))
+        program = recorder.finish_program(result, self._runtime, len(qkv))
 
         def run() -> int:
             areas = [rows.data_ptr(), out.data_ptr()]

@@ -51,7 +51,7 @@ class _SmallSubject:
         calls = _calls(work)
         for _ in range(calls):
             result = record(recorder, source)
-        program = recorder.finish(result, self._machine.runtime, len(x))
+        program = recorder.finish_program(result, self._machine.runtime, len(x))
 
         def run() -> int:
             program.run(len(rows), token_ids=ids, positions=ids, areas=[rows.data_ptr()])

@@ -170,7 +170,7 @@ class _Calls:
             recorder.redirect(out, target)
         recorder.keep += copies
         rows, calls = len(self._x), len(copies)
-        program = recorder.finish(out, runtime, rows)
+        program = recorder.finish_program(out, runtime, rows)
 
         def run() -> int:
             program.run(rows, areas=[self._x.data_ptr(), self.out.data_ptr()])

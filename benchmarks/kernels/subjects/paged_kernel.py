@@ -76,4 +76,4 @@ class PagedKernel:
         target = recorder.external(hidden, hidden)
         attended = NativeOperations().attend(HeadWeights(layer, None, None), source, None, self._backend)
         recorder.redirect(attended, target)
-        self._program = recorder.finish(attended, self._runtime, count)
+        self._program = recorder.finish_program(attended, self._runtime, count)

@@ -1,4 +1,4 @@
-"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain sampler."""
+"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain back end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.kernels.cases import FLOAT_BYTES, Case
 from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.machine import Machine
-from quire.sampling.backend import SamplerBackend, make_chooser
+from quire.sampling.backend import SamplerBackend, make_sampler_backend
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
@@ -44,12 +44,12 @@ class ChooseSubject:
         used, is_greedy = table.used(batch.rows), case.shape == "greedy"
         scores = logits.copy()
 
-        def choose(sampler: SamplerBackend) -> np.ndarray:
+        def choose(backend: SamplerBackend) -> np.ndarray:
             if not is_greedy:
                 np.copyto(scores, logits)
-            return sampler.choose(scores, batch, used)
+            return backend.choose(scores, batch, used)
 
-        native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
+        native, plain = make_sampler_backend(table, self._machine.runtime), make_sampler_backend(table, None)
         missed = float(np.mean(choose(native) != choose(plain)))
         return Prepared(
             natives={"f32": _once(lambda: choose(native))},
@@ -69,10 +69,10 @@ class LogprobsSubject:
     def prepare(self, case: Case) -> Prepared:
         table, logits = SamplingRows(case.rows), _logits(case)
         tokens, num_top = logits.argmax(axis=1), [NUM_TOP] * case.rows
-        native, plain = make_chooser(table, self._machine.runtime), make_chooser(table, None)
+        native, plain = make_sampler_backend(table, self._machine.runtime), make_sampler_backend(table, None)
         found, expected = (
-            np.array([entry.logprobs for entry in sampler.logprobs(logits, tokens, num_top)])
-            for sampler in (native, plain)
+            np.array([entry.logprobs for entry in backend.logprobs(logits, tokens, num_top)])
+            for backend in (native, plain)
         )
         return Prepared(
             natives={"f32": _once(lambda: native.logprobs(logits, tokens, num_top))},

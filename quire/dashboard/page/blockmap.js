@@ -151,7 +151,7 @@ function describeBlock(block) {
   const { kv } = state.frame;
   const value = kv.bytes[block];
   if (value === 0) return `Block ${block} is free.`;
-  if (value === CACHED) return `Block ${block} is cached: nobody owns it, a prefix can still hit it.`;
+  if (value === CACHED) return `Block ${block} is cached: no request uses it, and a prefix can still hit it.`;
   const { entries, fill } = state.owners.get(block) ?? { entries: [], fill: 0 };
   if (entries.length === 0) return `Block ${block} has ${plural(value, "owner")} besides the live requests.`;
   const shown = entries.slice(0, 6).map((entry) => {

@@ -35,7 +35,7 @@ class Buffer:
     area: int
     stride: int
     offset: int = 0
-    """Elements per row of the arena that lie before it; known after `finish`."""
+    """Elements per row of the arena that lie before it; known after `finish_program`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class Recorder:
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
-        """Add a kernel; returns its output, `width` wide, which takes the place of `over` where nobody needs that any
-        more (in_place: always; nobody may)."""
+        """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
+        (in_place: always; no later kernel may)."""
         out = Buffer(self, width, ARENA, -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT)
         self.calls.append(Call(kernel, buffers or {}, constants, out, over, in_place))
         return out
 
-    def finish(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
+    def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
         """Place the buffers and build the program. result: kept whole to the end of a run."""
         elements = place_buffers(self.calls, result)
         program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)

@@ -95,7 +95,7 @@ class CompiledLaunches:
         enqueue(x, y, z, active.get_current_stream(device), *settings, *kind.order(kind.fixed + pointers + numbers))
         return True
 
-    def add(self, args: tuple[Any, ...], compiled: Any) -> None:
+    def add_compiled(self, args: tuple[Any, ...], compiled: Any) -> None:
         """Keep `compiled`, which Triton has launched with `args`. Where its launcher cannot be called directly, which
         is logged, `is_tritons` is set, and Triton launches from then on."""
         if self.is_tritons:

@@ -27,13 +27,14 @@ LANES = 4096
 
 @triton.jit
 def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
-    """Per lane: best score, its first token, sum of exponentials relative to it, entries above `chosen`, damage."""
+    """Per lane: best score, its first token, sum of exponentials relative to it, entries above `chosen`, whether a
+    score is not finite."""
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], float("-inf"), tl.float32)
     best_token = tl.minimum(lanes, VOCAB)
     sums = tl.zeros([LANES], tl.float32)
     num_above = tl.zeros([LANES], tl.int32)
-    damage = tl.zeros([LANES], tl.int32)
+    nonfinite = tl.zeros([LANES], tl.int32)
     for start in tl.range(0, VOCAB, LANES, loop_unroll_factor=2):
         scores = load_scores(row, start + lanes, start + lanes < VOCAB)
         is_better = scores > best
@@ -44,8 +45,8 @@ def _scan_lanes(row, VOCAB: tl.constexpr, chosen, LANES: tl.constexpr):
         best_token = tl.where(is_better, start + lanes, best_token)
         best = tl.where(is_better, scores, best)
         num_above += (scores > chosen).to(tl.int32)
-        damage |= (scores < float("inf")).to(tl.int32) ^ 1
-    return best, best_token, sums, num_above, damage
+        nonfinite |= (scores < float("inf")).to(tl.int32) ^ 1
+    return best, best_token, sums, num_above, nonfinite
 
 
 @triton.jit
@@ -93,9 +94,9 @@ def _rank_kernel(
         if TARGETED:
             target = tl.load(targets + index * targets_stride)
             chosen = tl.load(row + target).to(tl.float32)
-        first, tokens, sums, num_above, damage = _scan_lanes(row, VOCAB, chosen, LANES)
+        first, tokens, sums, num_above, nonfinite = _scan_lanes(row, VOCAB, chosen, LANES)
         largest = tl.max(first)
-        is_sound = (tl.max(damage) == 0) & (largest > float("-inf"))
+        is_sound = (tl.max(nonfinite) == 0) & (largest > float("-inf"))
         # Scores that belong to no target are wanted as they are.
         offset = tl.full([], 0.0, tl.float32)
         log_sum = tl.full([], 0.0, tl.float32)

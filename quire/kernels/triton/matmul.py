@@ -29,7 +29,7 @@ class Tiles:
 
 
 GROUP_M = 8
-"""Tiles of so many rows share a column of the weights while it is in the second-level cache."""
+"""Row tiles in a group; a group's tiles share a column of the weights while it is in the second-level cache."""
 WIDE = 8192
 """Results that are narrower are cut finer, so that one row of tiles still fills most of a large GPU."""
 

@@ -1,8 +1,9 @@
 """Repetition, presence and frequency penalties, counted afresh from the token table in every step.
 
 A table of zeros, [R, vocab_size] int32, is borrowed: `count_tokens` adds up the tokens of each row in it, `apply` takes
-every count out again with an exchange, which leaves zeros. Whoever gets the count, of all who hold the same token, is
-the one who changes the score, so a token is penalised once without sorting or removing repetitions.
+every count out again with an atomic exchange, which leaves zeros. Of all threads that hold the same token, the one
+whose exchange returned the count changes the score, so a token is penalised once without sorting or removing
+repetitions.
 
 Per token of a row's history: two reads of 4 bytes from the token table, two atomic operations on the counts, and a
 score read and written where the token is new. For 256 rows of 4,096 tokens: 1 million tokens, 2 million atomics spread

@@ -72,7 +72,7 @@ class BoundKernel:
         elif self._compiled is None:
             self.kernel[grid](*self._completed(args), **self.constants)
         elif not self._compiled.launch(grid, args):
-            self._compiled.add(args, self.kernel[grid](*self._completed(args), **self.constants))
+            self._compiled.add_compiled(args, self.kernel[grid](*self._completed(args), **self.constants))
 
     def _completed(self, args: Sequence[Any]) -> list[Any]:
         """All arguments in the kernel's order."""

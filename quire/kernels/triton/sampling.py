@@ -62,10 +62,10 @@ def _scan_kernel(
     highest = tl.max(scores, 0)
     largest = tl.max(highest, 0)
     best = tl.min(tl.min(tl.where(mask & (scores == largest), token, VOCAB), 0), 0)
-    is_damaged = tl.max(tl.max((mask & (loaded >= float("inf")) | (loaded != loaded)).to(tl.int32), 0), 0)
+    is_nonfinite = tl.max(tl.max((mask & (loaded >= float("inf")) | (loaded != loaded)).to(tl.int32), 0), 0)
     place = index * tl.num_programs(0) + segment
     tl.store(maxima + place, largest)
-    tl.store(tokens + place, tl.where(is_damaged > 0, -1, best))
+    tl.store(tokens + place, tl.where(is_nonfinite > 0, -1, best))
     row_words = words + tl.load(rows + index).to(tl.int64) * words_stride
     if RANDOM:
         temperature = load_float(row_words, TEMPERATURE)

@@ -44,7 +44,7 @@ def _mix(x):
 @triton.jit
 def uniform(seed, index):
     """Number `index` of the stream of a seed (uint64), a float64 strictly between 0 and 1: bit for bit that of
-    quire/sampling/randomness.py, so that a request's seed means the same numbers on every device."""
+    quire/sampling/draw.py, so that a request's seed means the same numbers on every device."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     state = _mix(seed + golden) + (index.to(tl.uint64) + 1) * golden
     bits = (_mix(state) >> 12).to(tl.int64)  # 52 bits: the conversion of signed integers is the shorter one

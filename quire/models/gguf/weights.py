@@ -92,7 +92,7 @@ def _integer_weight(rows: Bytes, block: BlockType) -> IntegerWeight:
     step = max(1, _CHUNK_BYTES // row_bytes)
     for first in range(0, num_rows, step):
         some = slice(first, first + step)
-        with np.errstate(invalid="ignore"):  # a damaged scale is infinite: its weights become NaN, without a warning
+        with np.errstate(invalid="ignore"):  # an infinite scale makes NaN weights, without a warning
             part_values, part_scales, part_offsets = stored.unpack(rows[some].reshape(-1, block.num_bytes))
         values[some] = part_values.reshape(-1, num_columns)
         scales[some] = part_scales.reshape(-1, scales.shape[1])

@@ -1,4 +1,4 @@
-"""What the device sampler must know of the rows that it samples."""
+"""The batch of sequences that the device sampler samples in one step."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ class DeviceSampleBatch:
 
     @property
     def histories(self) -> Histories:
-        """What kernels must know of the rows' tokens."""
+        """The columns that kernels need of the rows' tokens."""
         return Histories(self.lengths, self.num_prompt_tokens, self.token_table)

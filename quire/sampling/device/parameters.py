@@ -1,4 +1,4 @@
-"""The sampling parameters of every live row: words on the device, and what the host must know to choose kernels."""
+"""The sampling parameters of every live row: words on the device, and the columns by which the host chooses kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WORD = 2**31 - 1
 
 
 class WordWriter(Protocol):
-    """Takes down what is to be written to the rows on the device."""
+    """Records staged writes to the parameters on the device."""
 
     def write(self, offset: int, values: np.ndarray) -> None:
         """values: [N] int32, for the words from `offset` of the arena on."""

@@ -63,7 +63,8 @@ class DeviceSampler:
         num_logprobs = self._asked(batch, used, Feature.LOGPROBS)
         ranked = None
         if num_logprobs:
-            # One width whatever is asked for, so that it takes few shapes; no alternatives, if nobody wants any.
+            # One width whatever the requests ask for keeps the number of shapes small; 0 when none asks for
+            # alternatives.
             num_top = MAX_LOGPROBS if any(num_logprobs.values()) else 0
             ranked = self._rank(logits, chosen[:, 0], num_top, batch, Feature.LOGPROBS)
         return DeviceSamples(chosen, ranked, candidates, num_logprobs, num_candidates)
@@ -82,7 +83,7 @@ class DeviceSampler:
         return DeviceLogprobs(result, [num_top] * count)
 
     def release_workspaces(self) -> None:
-        """Give back what is kept between calls. The next call that needs it makes it anew."""
+        """Free the memory that is kept between calls; the next call that needs it allocates it again."""
         self._counts = torch.zeros((0, 0), dtype=torch.int32, device=self._rows.words.device)
 
     def _asked(self, batch: DeviceSampleBatch, used: int, feature: int) -> dict[int, int]:
@@ -138,7 +139,7 @@ class DeviceSampler:
     ) -> torch.Tensor:
         count, vocab_size = scores.shape
         width = min(num_best, vocab_size)
-        # Rows that do not ask stay what they are: zeros cross the bus, not what the memory held before.
+        # Rows without the feature stay zero, so that uninitialised memory is not copied to the host.
         shape = (count, logprobs.result_words(width))
         result = torch.zeros(shape, dtype=torch.int32, device=scores.device)
         logprobs.rank(scores, targets, width, result, batch.rows, self._rows.words, feature, self._rank_lanes)

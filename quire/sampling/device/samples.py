@@ -1,4 +1,4 @@
-"""What the device sampler has enqueued: tensors that will hold the results, and how the host reads them."""
+"""Results that the device sampler has enqueued: their tensors, and how the host reads them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeviceSamples:
         return [tensor for tensor in (self.chosen, self.ranked, self.candidates) if tensor is not None]
 
     def assemble(self, hosts: Sequence[torch.Tensor]) -> SampledTokens:
-        """hosts: `tensors` on the host. A row with NaN or plus infinity, or without any finite score, is damaged."""
+        """hosts: `tensors` on the host. A row with NaN or plus infinity, or without any finite score, is nonfinite."""
         remaining = iter(hosts)
         chosen = next(remaining).numpy()
         ranked = None if self.ranked is None else next(remaining).numpy()

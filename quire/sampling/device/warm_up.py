@@ -1,4 +1,4 @@
-"""Compiling the sampler's kernels before the first request wants them: compiling takes seconds, once for a machine."""
+"""Compiling the sampler's kernels before the first request needs them: it takes seconds, once for a machine."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class _Words:
 
 
 def warm_up(sampler: DeviceSampler, rows: DeviceSamplingRows, token_table: torch.Tensor, logits: torch.Tensor) -> None:
-    """Sample nothing in particular in the first rows, which nobody may own yet. It is the tables themselves that are
-    used, because kernels are compiled for their strides.
+    """Sample dummy requests in the first slots, which must be free. The real tables are used, because kernels are
+    compiled for their strides.
 
     token_table: [num_rows, capacity] int32, the beginnings of its first two rows are overwritten. logits: [2,
     vocab_size], in the type that the model gives; overwritten.

@@ -30,7 +30,7 @@ class CompletionRequest(SamplingFields, kw_only=True, frozen=True, forbid_unknow
 
     max_tokens: 0 is allowed with `echo`: the prompt is scored and nothing generated.
     logprobs: number of alternatives; the chosen token's logprob always comes with them.
-    best_of: so many completions are generated, the n of the highest cumulative log-probability come back.
+    best_of: completions to generate; the n of the highest cumulative log-probability are returned.
     use_beam_search: search with `beam_width` beams (also called best_of; if neither is given, n) and return the n best
     hypotheses; length_penalty and early_stopping as in SamplingParams. Neither can be streamed.
     """

@@ -1,4 +1,4 @@
-"""Copy-on-write on a device: a plan's copies of blocks, in launches whose order nobody can tell."""
+"""Copy-on-write on a device: a plan's block copies, cut into launches that may copy their blocks in any order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
     """Cut (source, destination) pairs into rounds in which no block is both, so that a round may run in any order, and
     so that one round after the other reads every source as it was before all of them.
 
-    One round as a rule. A block that is read here and handed out again in the same plan makes a chain: who writes it
-    comes later. There are no circles: of a copy the destination was free, so nobody can have waited for its content.
+    As a rule there is one round. A block that is freed and allocated again in the same plan is the source of one pair
+    and the destination of another, which then goes into a later round. Pairs form no cycles, because a destination was
+    free when the scheduler chose it.
     """
     remaining = copies
     while remaining:
         sources = {source for source, _ in remaining}
         ready = [pair for pair in remaining if pair[1] not in sources]
-        assert ready, "blocks are copied in a circle"
+        assert ready, "block copies form a cycle"
         yield ready
         remaining = [pair for pair in remaining if pair[1] in sources]

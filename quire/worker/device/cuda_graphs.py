@@ -1,8 +1,8 @@
 """The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
 
 All three run the same function of the model. Full graphs and the largest piecewise ones are captured at the start: a
-decode that had to capture would be late by tens of milliseconds, and the largest first leave memory that the others fit
-into. Other piecewise sizes follow in idle time, or when a size is first used, behind the pass that runs eagerly then.
+capture would delay a decode by tens of milliseconds, and the smaller ones fit into the memory of the largest. Other
+piecewise sizes follow in idle time, or when a size is first used, behind the pass that runs eagerly then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CudaGraphRunner:
         """capture: None where there are no graphs; then `settings` must allow none."""
         largest_piecewise = max(settings.piecewise_sizes, default=0)
         largest = max(largest_piecewise, *settings.full_sizes, 0)
-        assert capture is not None or not largest, "graphs without somebody to capture them"
+        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
         self._model = model
         self._backend = backend
         self._longest = shape.longest
@@ -80,14 +80,14 @@ class CudaGraphRunner:
         self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
         piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
         full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
-        # Largest first: the others then find room in its memory.
+        # Largest first: the others then fit into its memory.
         self._at_start = (*piecewise[:1], *full)
         self._all = (*self._at_start, *piecewise[1:])
         self._wanted = list(self._all)
 
     @property
     def num_captured(self) -> int:
-        """Sizes whose graphs are there."""
+        """Number of captured sizes."""
         return len(self._captured)
 
     @property
@@ -98,12 +98,12 @@ class CudaGraphRunner:
     def run(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T].
 
-        Returns the hidden states [T, hidden]; the next call may overwrite them. What padded rows hold means nothing.
+        Returns the hidden states [T, hidden]; the next call may overwrite them. Padded rows are undefined.
         """
         if execution.kind == "eager":
             return self._forward(batch, token_ids)
         if execution.kind == "full":
-            # Grids are part of a graph: they must do for every step that is going to use it. Each is a decode.
+            # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
             batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
         captured = self._captured.get((execution.kind, execution.num_tokens))
         if captured is None:
@@ -114,7 +114,7 @@ class CudaGraphRunner:
         return self._hidden[: execution.num_tokens]
 
     def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
-        """Capture what steps must not wait for, as far as memory goes. As `capture_next`."""
+        """Capture all full graphs and the largest piecewise ones, as far as memory allows. As `capture_next`."""
         while self._wanted and self._wanted[0] in self._at_start:
             self.capture_next(padded_inputs)
 
@@ -142,7 +142,7 @@ class CudaGraphRunner:
             self._capture_of.make_room()
             captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
         if captured is None:
-            # Graphs save time and nothing else: what is captured stays, other sizes run kernel by kernel.
+            # Graphs only save time: the captured ones stay, other sizes run eagerly.
             self._wanted.clear()
             self._capture_of = None
             logger.warning(
@@ -166,16 +166,16 @@ class CudaGraphRunner:
             return None
 
     def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
-        capture.begin()
+        capture.begin_capture()
         self._hidden[: batch.num_tokens].copy_(self._forward(batch, token_ids))
-        return _FullPass(capture.end(), _addresses(batch, token_ids))
+        return _FullPass(capture.end_capture(), _addresses(batch, token_ids))
 
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
-        capture.begin()
+        capture.begin_capture()
         hidden = self._model.forward(token_ids, batch.positions, pieces)
         self._hidden[: batch.num_tokens].copy_(hidden)
-        last = capture.end()
+        last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
         return _PiecewisePass(self._backend, pieces.graphs, pieces.calls, last, inputs)
 
@@ -192,7 +192,7 @@ class _FullPass:
     inputs: tuple[int, ...]
 
     def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
-        assert _addresses(batch, token_ids) == self.inputs, "a graph's inputs stay where they are"
+        assert _addresses(batch, token_ids) == self.inputs, "a graph's inputs must keep their addresses"
         self.graph.replay()
 
 
@@ -217,7 +217,8 @@ class _PiecewisePass:
     inputs: tuple[int, int]
 
     def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
-        assert (token_ids.data_ptr(), batch.positions.data_ptr()) == self.inputs, "a graph's inputs stay where they are"
+        inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
+        assert inputs == self.inputs, "a graph's inputs must keep their addresses"
         step = self.backend.plan(batch)
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
@@ -226,11 +227,12 @@ class _PiecewisePass:
 
 
 class _Pieces:
-    """Stands for the attention back end's step while pieces are captured: each call ends one and begins the next."""
+    """Takes the place of the attention back end's step while pieces are captured: each call ends one piece and begins
+    the next."""
 
     def __init__(self, capture: GraphCapture, attended: torch.Tensor) -> None:
-        """attended: [most tokens, H * D], where every layer's attention goes: the next piece has used it up before the
-        next call writes it."""
+        """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
+        next call overwrites it."""
         self._capture = capture
         self._attended = attended
         self.graphs: list[Graph] = []
@@ -239,10 +241,10 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.graphs.append(self._capture.end())
+        self.graphs.append(self._capture.end_capture())
         out = self._attended[: qkv.shape[0]]
         self.calls.append(_AttentionCall(heads, self._capture.borrow(qkv), _borrowed(self._capture, rotation), out))
-        self._capture.begin()
+        self._capture.begin_capture()
         return out
 
 
@@ -256,6 +258,6 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
 
 
 def _addresses(batch: DeviceBatch, token_ids: torch.Tensor) -> tuple[int, ...]:
-    """Where a full graph finds its inputs."""
+    """The addresses of a full graph's inputs."""
     tensors = (token_ids, batch.rows, batch.query_start, batch.seq_lens, batch.positions)
     return tuple(tensor.data_ptr() for tensor in (*tensors, *batch.slot_mapping, *batch.block_tables))

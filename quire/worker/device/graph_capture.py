@@ -1,4 +1,4 @@
-"""CUDA graphs behind a small seam, so that what is recorded can be tested where there is no GPU."""
+"""Capturing CUDA graphs behind an interface, so that tests can record graphs where there is no GPU."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ class Graph(Protocol):
     """Work that was recorded once, on tensors at fixed addresses."""
 
     def replay(self) -> None:
-        """Enqueue all of it, on the stream of the context that one is in."""
+        """Enqueue the recorded work on the current stream."""
         ...
 
 
 class GraphCapture(Protocol):
-    """Makes graphs. Work between `begin` and `end` is recorded and not run: what it would compute is not there yet.
+    """Makes graphs. Work between `begin_capture` and `end_capture` is recorded and not run, so its results do not
+    exist.
 
-    Graphs of one capture share memory for what they compute on the way: of all graphs, only the one that was replayed
-    last (with those that continue it) has left results. The tensors that a graph reads from outside must outlive it.
+    Graphs of one GraphCapture share memory for intermediate results, so only the results of the graph that was replayed
+    last (with those that continue it) are valid. The tensors that a graph reads from outside must outlive it.
     """
 
-    def begin(self) -> None: ...
+    def begin_capture(self) -> None: ...
 
-    def end(self) -> Graph: ...
+    def end_capture(self) -> Graph: ...
 
     def abandon(self) -> None:
-        """After an error between `begin` and `end`."""
+        """End the capture after an error between `begin_capture` and `end_capture`."""
         ...
 
     def make_room(self) -> None:
-        """Give back what torch keeps in reserve: a capture takes its memory from the device, and cannot use that."""
+        """Free the memory that torch keeps in reserve: a capture allocates from the device and cannot use the
+        reserve."""
         ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without keeping it: once the tensor is gone, later captures may use it for something else."""
+        """A view that does not keep the memory alive: once `tensor` is freed, later captures may use it again."""
         ...
 
 
 @contextmanager
 def capturing(capture: GraphCapture) -> Iterator[None]:
-    """For a body that begins and ends captures. An error leaves no capture open; and no garbage is collected meanwhile,
-    because freeing another graph's memory is an error during a capture."""
+    """A context for captures: an error in it abandons the open one, and the garbage collector is off, because freeing
+    another graph's memory is an error during a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,25 +62,25 @@ def capturing(capture: GraphCapture) -> Iterator[None]:
 
 
 class CudaGraphCapture:
-    """torch.cuda.CUDAGraph, captured on the stream of the context that one is in, which is not the default stream."""
+    """Captures torch.cuda.CUDAGraph objects on the current stream, which must not be the default stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._current: torch.cuda.CUDAGraph | None = None
 
-    def begin(self) -> None:
+    def begin_capture(self) -> None:
         assert self._current is None, "one capture at a time"
         if not self._alive:
-            # torch takes no more graphs into a pool whose graphs are all gone (a first capture ran out of memory).
+            # torch adds no graph to a pool whose graphs have all been freed (a first capture ran out of memory).
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads (a front end, another engine) may go on using the device.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._current = graph
 
-    def end(self) -> Graph:
-        assert self._current is not None, "begin comes first"
+    def end_capture(self) -> Graph:
+        assert self._current is not None, "begin_capture comes first"
         graph, self._current = self._current, None
         graph.capture_end()
         self._alive.add(graph)
@@ -90,7 +92,7 @@ class CudaGraphCapture:
             try:
                 graph.capture_end()
             except RuntimeError:
-                # The capture is invalid already; what matters is that the stream has left it.
+                # The capture is invalid already; the call has taken the stream out of capture mode.
                 graph.reset()
 
     def make_room(self) -> None:
@@ -103,7 +105,7 @@ class CudaGraphCapture:
 
 
 class _Memory:
-    """Bytes of a device that somebody else owns, as torch takes them."""
+    """Device memory with another owner, described by `__cuda_array_interface__` so that torch can wrap it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

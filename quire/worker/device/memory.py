@@ -1,5 +1,5 @@
-"""A device's memory: how much there is, what a piece of work takes of it, the pools' pages, and errors that say the
-arithmetic."""
+"""A device's memory: its size, the peak of a piece of work, the pools' pages, and errors that state the needed and free
+bytes."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from quire.worker.memory import available_memory
 
 
 class DeviceMemory(Protocol):
-    """Bytes throughout."""
+    """Measuring and pinning memory for a device; all sizes in bytes."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether `measure_peak` measures; where it does not, work is not run for its sake."""
+        """Whether `measure_peak` is supported; where it is not, callers estimate instead."""
         ...
 
     def total(self) -> int:
-        """Of the device."""
+        """Bytes of the device's memory."""
         ...
 
     def free(self) -> int:
-        """What nobody uses, memory that torch only keeps in reserve counted as free."""
+        """Free bytes of the device, those that torch only keeps in reserve included."""
         ...
 
     def measure_peak(self, work: Callable[[], object]) -> int:
-        """Run `work` to its end; return how much more was taken meanwhile, at most."""
+        """Run `work` to its end; return the peak of the additional bytes that were reserved meanwhile."""
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Lock memory of the host, so that the device copies from and to it at the link's speed, beside everybody's
-        work. Raises InsufficientMemoryError when the system refuses."""
+        """Pin host memory, so that the device copies from and to it at the link's speed, in parallel with other work.
+        Raises InsufficientMemoryError when the system refuses."""
         ...
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Before the memory goes; nothing may be copying from or to it."""
+        """Unpin memory. Call it before the memory is freed; no copy from or to it may be under way."""
         ...
 
 
 class CudaMemory:
-    """Of one CUDA device."""
+    """The memory of one CUDA device."""
 
     is_measured = True
 
@@ -64,7 +64,7 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def measure_peak(self, work: Callable[[], object]) -> int:
-        # What torch has reserved, not what it has handed out: pieces too small for the next tensor are gone as well.
+        # Measures what torch has reserved, not what it has allocated: fragments too small for the next tensor count.
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -76,7 +76,7 @@ class CudaMemory:
     def pin(self, memory: torch.Tensor) -> None:
         status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(status) != 0:
-            # CUDA says it once more, to the next kernel's launch, unless somebody listens.
+            # CUDA reports the error again at the next kernel launch: this launch takes it, so that no later one fails.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             raise InsufficientMemoryError(
@@ -99,13 +99,13 @@ class HostMemory:
         return available_memory()
 
     def measure_peak(self, work: Callable[[], object]) -> int:
-        raise AssertionError("what the interpreter takes says nothing")
+        raise AssertionError("the interpreter's memory says nothing about a device's")
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Nothing copies beside the host."""
+        """Nothing to do: the host's memory is the device's."""
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Nothing was locked."""
+        """Nothing to do: `pin` did nothing."""
 
 
 def make_memory(device: torch.device) -> DeviceMemory:
@@ -113,7 +113,7 @@ def make_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
-    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: what no block has held yet must be finite, since
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: unwritten slots must be finite, since
     masked keys are multiplied as well. Raises InsufficientMemoryError."""
     if device.type == "cpu":
         return allocate_pages(layout)
@@ -144,14 +144,14 @@ class HostPool:
         return self.blocks.unbind(1)
 
     def close(self) -> None:
-        """Nobody copies from or to it any more."""
+        """Unpin the memory. No copy from or to it may be under way."""
         self._memory.unpin(self.blocks)
 
 
 @contextmanager
 def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Turns the device's error into InsufficientMemoryError that says what was to fit where. num_bytes: None: not
-    known."""
+    """Turn torch.OutOfMemoryError of the block into InsufficientMemoryError with purpose, needed and free bytes.
+    num_bytes: needed (None: not known)."""
     free = memory.free()
     try:
         yield

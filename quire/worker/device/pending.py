@@ -1,4 +1,4 @@
-"""A step that was enqueued: its result, or what went wrong, is known when it is asked for."""
+"""A step that was enqueued on a device; asking for its result waits for the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.step import StepResult
 
 
 class PendingStep(Future[StepResult]):
-    """The future of one plan. Nobody completes it: `result` and `exception` wait for the device, on the caller's
-    thread, so that a future nobody asks is never done.
+    """The future of one plan. `result` and `exception` complete it: they wait for the device on the caller's thread, so
+    that a future whose result is never asked for is never done.
 
-    Steps run in order on the device, and end in order as well, whichever is asked for: when an earlier step has failed,
-    this one ran over rows that lack a token, so that it has no result.
+    Steps run and end in order. When an earlier step has failed, this one ran over sequences that lack a token, and
+    `result` raises QuireError.
     """
 
     def __init__(self, step_id: int, collect: Callable[[], StepResult] | None, previous: PendingStep | None) -> None:
@@ -33,7 +33,8 @@ class PendingStep(Future[StepResult]):
         return self._previous is not None and self._previous.has_failed
 
     def result(self, timeout: float | None = None) -> StepResult:
-        """Wait; return the result, or raise what went wrong. There is no timeout: what a device does cannot be left."""
+        """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be
+        abandoned."""
         assert timeout is None, "a step on a device is waited for to its end"
         self._settle()
         return super().result()

@@ -1,5 +1,6 @@
-"""The rows of live sequences as the host knows them: which row is whose, how long each is, and its block tables. What
-the tokens are, it need not know. Every change is also written down for the device."""
+"""The host's part of the device's request state: the slot, length and block table of each live sequence.
+
+Token ids are kept on the device only. Every change is also recorded as a staged write for the device."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ class DeviceRequestState:
         return self._index.rows_of(seq_ids)
 
     def update(self, plan: StepPlan, writes: RowWrites) -> None:
-        """Everything that the plan changes in rows, those of its forks included.
+        """Apply a plan's changes of the request state, its forks included.
 
-        A child's row is nobody else's before, so it makes no difference that forks are made behind the forward pass:
-        what they copy does not change in it. Writes that can come first do, so that they share a round.
+        Forks may be copied before the forward pass although they take effect after it: a child's slot was free, and the
+        pass does not change what is copied. Independent writes come first, so that they share one round.
         """
         for seq_id in plan.released:
             self._release(seq_id)

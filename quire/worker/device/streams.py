@@ -168,7 +168,7 @@ class HostStreams:
 
 
 class PassedEvent:
-    """An event that nobody need wait for."""
+    """An event that has already passed: waiting for it returns at once."""
 
     def wait(self) -> None:
         """It has passed."""

@@ -23,7 +23,7 @@ GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
 
 def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
     """Plans of every kind over two sequences, of which one forks: prompts, chunks beside single tokens, decoding.
-    Nobody owns a row or a block before and after them. All tables name block 1, so that any pool will do.
+    They need an empty request state and leave it empty. All tables name block 1, so that any pool will do.
 
     longest: tokens that a sequence may have. budget: tokens of a step.
     """

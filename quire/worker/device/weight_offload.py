@@ -1,7 +1,8 @@
-"""Weights of a sleeping model: parked in memory of the host, and brought back to where the model's layers expect them.
+"""Weight offload: the weights of a sleeping model, moved to host memory and back into the tensors of the model's
+layers.
 
-The tensors stay what they are; only the memory behind them is let go, and later made anew, at other addresses. Graphs
-and tables of addresses must be made again.
+The tensor objects stay; their device memory is freed, and allocated again later at other addresses. CUDA graphs and
+tables of addresses must be made again.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ PACKAGE = "quire."
 
 
 class OffloadedWeights:
-    """The memory of every tensor of `model` that lies on `device` (of which a process has one of a kind), in locked
-    memory of the host: going and coming take what the link takes."""
+    """The content of every tensor of `model` on `device`, in pinned host memory, so that copies run at the link's
+    speed. A process has one device of each type."""
 
     def __init__(self, model: object, device: torch.device, num_bytes: int, memory: DeviceMemory) -> None:
         """Copies to the host; the device's memory stays until `release`. num_bytes: of the model's weights, which must
-        all have been found. Raises InsufficientMemoryError when the host has not got that much."""
+        all have been found. Raises InsufficientMemoryError when the host lacks the memory."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors_of(model)
@@ -40,30 +41,30 @@ class OffloadedWeights:
             memory.pin(self._host)
         except InsufficientMemoryError as error:
             raise InsufficientMemoryError(f"{error} for sleeping weights; sleep at level 2 needs none") from None
-        self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         start = 0
         for storage in storages.values():
             host = self._host[start : start + storage.nbytes()]
             host.copy_(_bytes_of(storage))
-            self._parked.append((storage, host))
+            self._offloaded.append((storage, host))
             start += _aligned(storage.nbytes())
 
     def release(self) -> None:
-        """Give the device's memory back."""
-        for storage, _ in self._parked:
+        """Free the device's memory."""
+        for storage, _ in self._offloaded:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Bring everything back; may be called again after an error. Raises torch.OutOfMemoryError."""
-        while self._parked:
-            storage, host = self._parked[-1]
+        """Copy everything back to the device; may be called again after an error. Raises torch.OutOfMemoryError."""
+        while self._offloaded:
+            storage, host = self._offloaded[-1]
             storage.resize_(host.nbytes)
             _bytes_of(storage).copy_(host)
-            self._parked.pop()
+            self._offloaded.pop()
 
     def close(self) -> None:
-        """Let the host's memory go, whether the weights are back or not. Idempotent."""
-        self._parked.clear()
+        """Free the host's memory, whether the weights are back or not. Idempotent."""
+        self._offloaded.clear()
         if len(self._host):
             self._memory.unpin(self._host)
             self._host = self._host[:0]

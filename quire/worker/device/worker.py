@@ -1,4 +1,5 @@
-"""The worker of a device: the model and the KV cache lie there, plans are enqueued, results are waited for later."""
+"""The worker of a GPU: the model and the KV cache are on the device, plans are enqueued, results are waited for
+later."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from quire import envs
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.errors import QuireError
+from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
@@ -27,7 +29,6 @@ from quire.worker.block_file import BlockLayout
 from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
-from quire.worker.device.facts import device_limits, device_name
 from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graph_dispatch import ExecutionSettings, execution_settings
 from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
@@ -49,6 +50,8 @@ from quire.worker.preemption_costs import time_copies
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+INTERPRETED_MULTIPROCESSORS = 8
+
 
 def _enqueues(
     method: Callable[Concatenate[DeviceWorker, Arguments], Result],
@@ -63,7 +66,8 @@ def _enqueues(
 
 
 class DeviceWorker:
-    """Owns the model, the pool's tensors and the rows. Life as the CPU's worker; plans are launched."""
+    """Owns the model, the pools' tensors and the request state of a device. Life as the CPU's worker; `launch` takes
+    the place of `execute`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -74,7 +78,7 @@ class DeviceWorker:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
         self._model: CausalLM | None = None
-        self._parked: OffloadedWeights | None = None
+        self._offloaded: OffloadedWeights | None = None
         self._host_pool: HostPool | None = None
         self._runner: DeviceModelRunner | None = None
         self._layout: KVCacheLayout | None = None
@@ -83,11 +87,11 @@ class DeviceWorker:
         self._last: PendingStep | None = None
 
     @_enqueues
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
         config = self._config
         if config.cache.offload_dir is not None:
-            require_writable(config.cache.offload_dir)  # better said before than after minutes of loading
+            require_writable(config.cache.offload_dir)  # fails before minutes of loading
         layers = DeviceLayers(self.streams.device, config.device.batch_invariant)
         with LoadProgress() as progress, arithmetic(self._memory, f"the weights of {config.model.name}"):
             self._model = load_model(config.model, config.load, progress=progress, device_layers=layers)
@@ -112,7 +116,7 @@ class DeviceWorker:
 
     @_enqueues
     def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and empty rows. Raises InsufficientMemoryError."""
+        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
         config = self._config
         model, scheduler = config.model, config.scheduler
@@ -144,8 +148,9 @@ class DeviceWorker:
 
     @_enqueues
     def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Nobody may use the pools yet."""
-        assert self._model is not None, "load comes first"
+        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
+        plan."""
+        assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
         scheduler, longest = self._config.scheduler, self._config.model.max_model_len
         limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
@@ -154,8 +159,8 @@ class DeviceWorker:
         )
         return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
 
-    def describe(self) -> str:
-        """What computes, in which formats."""
+    def describe_backend(self) -> str:
+        """One line for users: kernels, device, formats of weights and KV cache, CUDA graphs."""
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
@@ -171,44 +176,46 @@ class DeviceWorker:
 
     @_enqueues
     def sleep(self, level: int) -> None:
-        """Give the pools back, with everything that was captured over them, and the weights: to the host at level 1,
-        altogether at level 2. What is on disk stays. Raises InsufficientMemoryError, awake as before, when the host has
-        not got the memory for the weights."""
+        """Free the pools and the graphs captured over them, and the weights: level 1 moves them to the host, level 2
+        drops them. Blocks on disk stay. Raises InsufficientMemoryError, without any change, when the host lacks the
+        memory for the weights."""
         self.streams.synchronize()
-        if level == 1 and self._parked is None:  # first of all: the host may have no room for it
+        if level == 1 and self._offloaded is None:  # first, because it fails when the host lacks memory
             assert self._model is not None, "load comes before sleep"
-            self._parked = OffloadedWeights(self._model, self.streams.device, self._model.weight_bytes(), self._memory)
-            self._parked.release()
+            self._offloaded = OffloadedWeights(
+                self._model, self.streams.device, self._model.weight_bytes(), self._memory
+            )
+            self._offloaded.release()
         self._disk.close()
         self._last = None
         self._release_pools()
         if level == 2:
             self._model = None
-            self._drop_parked()
+            self._drop_offloaded()
         gc.collect()
-        self._memory.free()  # what torch keeps in reserve goes back as well
+        self._memory.free()  # frees what torch keeps in reserve as well
 
     @_enqueues
     def wake_up(self) -> None:
-        """Bring the weights back, or load them, and make the pools anew. Raises ModelLoadError or
+        """Copy the weights back, or load them, and allocate the pools again. Raises ModelLoadError or
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
-            self.load()
-        elif self._parked is not None:
-            with arithmetic(self._memory, "the weights of a sleeping model", self._parked.num_bytes):
-                self._parked.restore()
-            self._drop_parked()
+            self.load_model()
+        elif self._offloaded is not None:
+            with arithmetic(self._memory, "the weights of a sleeping model", self._offloaded.num_bytes):
+                self._offloaded.restore()
+            self._drop_offloaded()
         try:
             self.allocate(self._layout)
         except BaseException:
-            self._release_pools()  # all of it is made again at the next try
+            self._release_pools()  # the next call makes all of it again
             raise
 
     @_enqueues
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Enqueue one plan; its result is asked of what is returned. After an error the rows are in an unknown state,
-        so every later plan fails as well."""
+        """Enqueue one plan; return the future of its result. After an error the request state is undefined, so every
+        later plan fails as well."""
         assert self._runner is not None, "allocate comes before launch"
         previous = self._last
         if previous is not None and previous.has_failed:
@@ -216,7 +223,7 @@ class DeviceWorker:
                 plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             )
         try:
-            self._disk.begin(plan)
+            self._disk.begin_transfers(plan)
             collect = self._runner.launch(plan)
         except BaseException as error:
             self._last = failed_step(plan.step_id, error)
@@ -227,20 +234,20 @@ class DeviceWorker:
         return self._last
 
     def close(self) -> None:
-        """Wait for what was enqueued, and finish what is being stored on disk. Idempotent."""
+        """Wait for the enqueued plans and the stores to disk. Idempotent."""
         self.streams.synchronize()
         self._disk.close()
         self._last = None
         self._release_pools()
-        self._drop_parked()
+        self._drop_offloaded()
 
-    def _drop_parked(self) -> None:
-        if self._parked is not None:
-            self._parked.close()
-            self._parked = None
+    def _drop_offloaded(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
 
     def _release_pools(self) -> None:
-        """Let go of everything that holds keys and values."""
+        """Free everything that holds keys and values."""
         self._runner = None
         self._transfers, self._disk = NoTransfers(), NoDiskTier()
         if self._host_pool is not None:
@@ -305,7 +312,24 @@ class DeviceWorker:
         def wait() -> StepResult:
             with self.streams.computing():
                 result = collect()
-                result.disk = self._disk.end(plan)
+                result.disk = self._disk.end_transfers(plan)
             return result
 
         return wait
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The properties that decide the shapes of kernels. For the interpreter, which runs one program at a time, work is
+    cut into few programs."""
+    if device.type != "cuda":
+        return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the device for logs and `describe_backend`."""
+    if device.type != "cuda":
+        return "the host, interpreted"
+    name: str = torch.cuda.get_device_name(device)
+    return name

@@ -48,7 +48,7 @@ def made_up() -> Results:
 def test_one_request_alone_takes_its_steps(system: str) -> None:
     """A prompt's step and a step for each further token, with no other request there; the same on every system."""
     server = SERVERS["opt-13b"]
-    metrics = Load("opt-13b", system, "sharegpt").replica(Observer()).run([TraceRequest(0.0, 100, 20)])
+    metrics = Load("opt-13b", system, "sharegpt").replica(Observer()).serve_trace([TraceRequest(0.0, 100, 20)])
     expected = simulate([TraceRequest(0.0, 100, 20)], server.cost(), server.settings())
     assert metrics.num_steps == 20
     assert metrics.end == pytest.approx(expected.end)

@@ -1,4 +1,4 @@
-"""Native sampling over the vocabulary: the plain sampler's meaning, and a row's bits in any company."""
+"""Native sampling over the vocabulary: what the plain back end computes, and a row's bits in any company."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.sampling.draw import uniform
 from quire.sampling.filters import apply_filters
-from quire.sampling.randomness import uniform
 
 _native = pytest.importorskip("quire.kernels.cpu._native")
 

@@ -80,7 +80,7 @@ def test_a_known_launch_gets_what_triton_hands_over() -> None:
     launches = CompiledLaunches(compiled_function(), {"bias": weights, "factor": 0.5}, {"SIZE": 16})
     out, column = at(0), at(4)
     assert not launches.launch((3,), (out, column, 7, 16, 5)), "no kernel is known yet"
-    launches.add((out, column, 7, 16, 5), enqueued)
+    launches.add_compiled((out, column, 7, 16, 5), enqueued)
     later, other = at(0), at(8)
     assert launches.launch((3, 2), (later, other, 9, 32, 5))
     (call,) = enqueued.calls
@@ -119,10 +119,10 @@ def test_arguments_of_another_kind_never_get_the_kernel_at_hand(changed: dict[st
     first, second = Enqueued(), Enqueued()
     launches = CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
     usual, unusual = tuple(ARGS.values()), tuple((ARGS | changed).values())
-    launches.add(usual, first)
+    launches.add_compiled(usual, first)
     assert launches.launch((1,), usual)
     assert not launches.launch((1,), unusual)
-    launches.add(unusual, second)
+    launches.add_compiled(unusual, second)
     for args in (usual, unusual, unusual, usual):
         assert launches.launch((1,), args)
     assert (len(first.calls), len(second.calls)) == (3, 2)
@@ -132,7 +132,7 @@ def test_what_triton_does_not_tell_apart_is_not_told_apart() -> None:
     """Batch columns lie at any multiple of four bytes, counts are anything: no launch of theirs goes Triton's way."""
     enqueued = Enqueued()
     launches = CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
-    launches.add(tuple(ARGS.values()), enqueued)
+    launches.add_compiled(tuple(ARGS.values()), enqueued)
     assert launches.launch((1,), tuple((ARGS | {"column": at(4), "stride": 64, "factor": 3.5}).values()))
 
 
@@ -187,18 +187,18 @@ def test_equal_keys_mean_one_kernel_of_triton() -> None:
             num_known += 1
             assert len(wanted.calls) == before + 1, f"another kernel than Triton's for {args}"
         else:
-            launches.add(args, wanted)
+            launches.add_compiled(args, wanted)
     assert num_known > 1000, "the test has compared something"
 
 
 def test_devices_have_kernels_of_their_own(driver: FakeDriver) -> None:
     launches = CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
     args = tuple(ARGS.values())
-    launches.add(args, Enqueued())
+    launches.add_compiled(args, Enqueued())
     driver.device = 1
     assert not launches.launch((1,), args)
     second = Enqueued()
-    launches.add(args, second)
+    launches.add_compiled(args, second)
     assert launches.launch((1,), args)
     assert second.calls[0][3] == 701
 
@@ -215,7 +215,7 @@ def hook() -> Iterator[None]:
 
 def test_a_profilers_hook_is_tritons_to_call(hook: None) -> None:
     launches = CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
-    launches.add(tuple(ARGS.values()), Enqueued())
+    launches.add_compiled(tuple(ARGS.values()), Enqueued())
     assert not launches.launch((1,), tuple(ARGS.values()))
 
 
@@ -247,7 +247,7 @@ def other(layout: str) -> Enqueued:
 
 def test_a_launcher_with_other_settings_gets_those() -> None:
     launches, enqueued = CompiledLaunches(compiled_function(), {}, {"SIZE": 16}), other("more settings")
-    launches.add(tuple(ARGS.values()), enqueued)
+    launches.add_compiled(tuple(ARGS.values()), enqueued)
     assert launches.launch((3, 2), tuple(ARGS.values()))
     (call,) = enqueued.calls
     assert call[:9] == (3, 2, 1, 700, enqueued.function, enqueued.packed_metadata, "flag", None, None)
@@ -276,7 +276,7 @@ def test_what_cannot_be_launched_directly_is_tritons_and_said_once(
             enqueued, launches = make(), CompiledLaunches(compiled_function(), {}, {"SIZE": 16})
             for _ in range(3):
                 assert not launches.launch((1,), args)
-                launches.add(args, enqueued)
+                launches.add_compiled(args, enqueued)
             assert launches.is_tritons
             assert enqueued.calls == []
     (record,) = caplog.records
@@ -290,7 +290,7 @@ def test_threads_do_not_mix_up_numbers() -> None:
     kernels = {stride: Enqueued() for stride in (1, 32)}
     calls = {stride: tuple((ARGS | {"stride": stride}).values()) for stride in kernels}
     for stride, kernel in kernels.items():
-        launches.add(calls[stride], kernel)
+        launches.add_compiled(calls[stride], kernel)
     threads = [
         threading.Thread(target=lambda args=args: [launches.launch((1,), args) for _ in range(2000)])
         for args in calls.values()

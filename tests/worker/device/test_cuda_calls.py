@@ -92,11 +92,11 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_lives(calls: Calls) -> None:
 
     def pool_of_next(*, fails: bool = False) -> Any:
         with capturing(capture):
-            capture.begin()
+            capture.begin_capture()
             pool = calls[-1][1]
             if fails:
                 raise torch.OutOfMemoryError
-            return pool, capture.end()
+            return pool, capture.end_capture()
 
     with pytest.raises(torch.OutOfMemoryError):
         pool_of_next(fails=True)

@@ -140,7 +140,7 @@ def test_inputs_must_stay_where_they_are(config: ModelConfig) -> None:
     passes.run(*step)
     passes.run(*step)
     passes.buffers = Buffers()
-    with pytest.raises(AssertionError, match="stay where they are"):
+    with pytest.raises(AssertionError, match="must keep their addresses"):
         passes.run(*step)
 
 
@@ -229,9 +229,9 @@ def test_an_error_leaves_no_capture_open(config: ModelConfig) -> None:
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[RecordingCapture, torch.Tensor]:
     recorder = RecordingCapture()
-    recorder.begin()
+    recorder.begin_capture()
     result = run()
-    recorder.end()
+    recorder.end_capture()
     return recorder, result
 
 
@@ -259,9 +259,9 @@ def test_a_replay_spoils_what_other_graphs_left() -> None:
     recorder = RecordingCapture()
     results = []
     for _ in range(2):
-        recorder.begin()
+        recorder.begin_capture()
         results.append(x + 1)
-        recorder.end()
+        recorder.end_capture()
     recorder.graphs[0].replay()
     assert results[0].tolist() == [2.0] * 4
     recorder.graphs[1].replay()
@@ -271,12 +271,12 @@ def test_a_replay_spoils_what_other_graphs_left() -> None:
 def test_a_graph_that_continues_another_keeps_what_it_left() -> None:
     x = torch.ones(4)
     recorder = RecordingCapture()
-    recorder.begin()
+    recorder.begin_capture()
     first = x + 1
-    recorder.end()
-    recorder.begin()
+    recorder.end_capture()
+    recorder.begin_capture()
     second = first * 3
-    recorder.end()
+    recorder.end_capture()
     for graph in recorder.graphs:
         graph.replay()
     assert second.tolist() == [6.0] * 4
@@ -289,7 +289,7 @@ def test_a_graph_that_continues_another_keeps_what_it_left() -> None:
 def test_waiting_for_the_device_is_refused(ask: Callable[[torch.Tensor], Any], inference: bool) -> None:
     recorder = RecordingCapture()
     with torch.inference_mode(inference):
-        recorder.begin()
+        recorder.begin_capture()
         try:
             with pytest.raises(CaptureError):
                 ask(torch.ones(3))

@@ -326,5 +326,5 @@ def test_chains_of_block_copies_are_cut_into_rounds() -> None:
     assert list(copy_rounds([])) == []
     assert list(copy_rounds([(1, 2), (3, 4), (1, 5)])) == [[(1, 2), (3, 4), (1, 5)]]
     assert list(copy_rounds([(6, 7), (1, 2), (2, 3), (3, 4)])) == [[(6, 7), (3, 4)], [(2, 3)], [(1, 2)]]
-    with pytest.raises(AssertionError, match="circle"):
+    with pytest.raises(AssertionError, match="cycle"):
         list(copy_rounds([(1, 2), (2, 1)]))

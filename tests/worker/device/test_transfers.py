@@ -155,10 +155,10 @@ def test_the_disk_tier_sees_blocks_that_have_arrived() -> None:
     stored = []
 
     class Store:
-        def store(self, host_block: int, group: int, block_hash: bytes) -> None:
+        def store_block(self, host_block: int, group: int, block_hash: bytes) -> None:
             stored.append([bytes(page) for page in HostBlocks(host.unbind(1))(host_block)])
 
-        def load(self, group: int, block_hash: bytes, host_block: int) -> None:
+        def load_block(self, group: int, block_hash: bytes, host_block: int) -> None:
             assert streams.log[-1].startswith("host waits")
 
         def take_report(self) -> None:
@@ -166,11 +166,11 @@ def test_the_disk_tier_sees_blocks_that_have_arrived() -> None:
 
     tier = FileTier(Store(), transfers)  # type: ignore[arg-type]
     transfers.start([(5, 2)], [])
-    tier.end(plan(disk_stores=[(2, 0, b"x")]))
+    tier.end_transfers(plan(disk_stores=[(2, 0, b"x")]))
     assert streams.log[-1] == "host waits for 2"
     assert stored == [[bytes(page[5].numpy()) for page in pages]]
     transfers.start([], [(2, 5)])
-    tier.begin(plan(disk_loads=[(0, b"x", 2)]))
+    tier.begin_transfers(plan(disk_loads=[(0, b"x", 2)]))
     assert streams.log[-1] == "host waits for 4"
 
 
