@@ -345,7 +345,7 @@ class TierMachine(EngineMachine):
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
-        self.max_prefixes = 1 + seed % 2
+        self.max_pins = 1 + seed % 2
 
     @rule(data=st.data())
     def lose_a_file(self, data: st.DataObject) -> None:
