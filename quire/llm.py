@@ -219,7 +219,7 @@ class LLM:
     def _run(self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool) -> list[RequestOutput]:
         """Drive the core until every request has finished."""
         for request, text in zip(requests, texts, strict=True):
-            self._output_processor.add(request, text, final_only=True)
+            self._output_processor.add_request(request, text, final_only=True)
         with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), enabled=use_tqdm) as bar:
             try:
                 for request in requests:

@@ -30,7 +30,7 @@ from quire.request import EngineRequest, FinishReason, Request, RequestStatus, S
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, live_requests, report_times
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SequenceFork, StepPlan, StepResult
@@ -99,7 +99,7 @@ class ContiguousScheduler(ABC):
         """The longest sequence, up to `limit` tokens, that one region can hold."""
         return min(limit, self.kv.longest)
 
-    def add(self, source: EngineRequest, now: float) -> None:
+    def add_request(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises UserError (PromptTooLongError when it could never run), also for what these systems
         do not have: priorities and registered prefixes."""
         if source.request_id in self._requests:
@@ -115,7 +115,7 @@ class ContiguousScheduler(ABC):
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
         self._waiting.append(request)
-        self._deadlines.add(request)
+        self._deadlines.watch(request)
 
     def _refuse_impossible(self, request: Request) -> None:
         n = request.params.num_sequences
@@ -326,9 +326,9 @@ class ContiguousScheduler(ABC):
             if token_id in request.end_token_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
-                describe(update, request, now)
+                report_times(update, request, now)
             elif sequence.num_output_tokens == 1 or request.params.stop:
-                describe(update, request, now)
+                report_times(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
         if result.prompt_logprobs:
@@ -345,7 +345,7 @@ class ContiguousScheduler(ABC):
         if search.is_done:
             updates = hypothesis_updates(request)
             for update in updates:
-                describe(update, request, now)
+                report_times(update, request, now)
             self._end(request, request.live_sequences, updates[0].finish_reason or FinishReason.STOP)
             return updates
         self._released += [each.seq_id for each in self._beam_reorder.follow(search, children, _OwnRegions())]
@@ -377,7 +377,7 @@ class ContiguousScheduler(ABC):
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
 
-    def load(self) -> Load:
+    def current_load(self) -> Load:
         """Of the statistics what takes no counting."""
         num_waiting = len(self._waiting)
         num_running = len(self._requests) - num_waiting

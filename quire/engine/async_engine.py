@@ -449,7 +449,7 @@ class AsyncLLM:
             self._check_alive()
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
-            self._front_end.output_processor.add(request, text, delta=delta)
+            self._front_end.output_processor.add_request(request, text, delta=delta)
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
         try:

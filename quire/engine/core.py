@@ -68,7 +68,7 @@ class EngineCore:
         self._is_stepping = False
 
         started = clock.now()
-        groups, layers_per_group = group_layers(executor.load())
+        groups, layers_per_group = group_layers(executor.load_model())
         loaded = clock.now()
         profile = None
         if not config.cache.is_size_given:
@@ -107,7 +107,7 @@ class EngineCore:
             num_blocks=layout.num_usable_blocks,
             block_size=layout.block_size,
             seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
-            backend=executor.describe(),
+            backend=executor.describe_backend(),
         )
 
     @property
@@ -121,7 +121,7 @@ class EngineCore:
             case AddRequest(request):
                 try:
                     self._sleep.check_awake()
-                    self.scheduler.add(request, self._clock.now())
+                    self.scheduler.add_request(request, self._clock.now())
                 except UserError as error:
                     self._rejections.append(RequestRejected(request.request_id, error.message, error.param))
                 except EngineAsleepError as error:

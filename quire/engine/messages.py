@@ -93,7 +93,7 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     seconds: dict[str, float]
     """Phase of the start-up -> seconds."""
     backend: str
-    """What computes, for people to read (`Executor.describe`)."""
+    """What computes, for people to read (`Executor.describe_backend`)."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):

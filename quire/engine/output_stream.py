@@ -45,7 +45,7 @@ class OutputStream:
             newest = self._waiting[-1]
             if isinstance(newest, RequestOutput):
                 newest = self._waiting[-1] = MergedOutput(newest)
-            newest.add(output)
+            newest.merge(output)
         self._news.set()
 
     def fail(self, error: QuireError) -> None:
@@ -72,7 +72,7 @@ class MergedOutput:
         self._completions: dict[int, _MergedCompletion] = {}
         self._add_completions(first)
 
-    def add(self, output: RequestOutput) -> None:
+    def merge(self, output: RequestOutput) -> None:
         """Append the next delta."""
         self._last = output
         if self._prompt_logprobs is None:
@@ -92,7 +92,7 @@ class MergedOutput:
             merged = self._completions.get(completion.index)
             if merged is None:
                 merged = self._completions[completion.index] = _MergedCompletion()
-            merged.add(completion)
+            merged.merge(completion)
 
 
 class _MergedCompletion:
@@ -104,11 +104,11 @@ class _MergedCompletion:
         self._logprobs = _PackedLogprobs()
         self._last: CompletionOutput
 
-    def add(self, completion: CompletionOutput) -> None:
+    def merge(self, completion: CompletionOutput) -> None:
         self._last = completion
         self._token_ids += completion.token_ids
         for entry in completion.logprobs or ():
-            self._logprobs.add(entry)
+            self._logprobs.append(entry)
         if completion.text:
             self._text.append(completion.text)
 
@@ -135,7 +135,7 @@ class _PackedLogprobs:
         """0: none."""
         self._texts: list[str | None] = []
 
-    def add(self, entry: dict[int, Logprob]) -> None:
+    def append(self, entry: dict[int, Logprob]) -> None:
         """Append one token's alternatives."""
         self._num_alternatives.append(len(entry))
         self._token_ids.extend(entry)

@@ -12,11 +12,11 @@ from quire.request import EngineRequest
 class RequestPart(Protocol):
     """One of the engine requests that a caller's request is run in."""
 
-    async def begin(self, request: EngineRequest) -> EngineRequest:
+    async def wait_turn(self, request: EngineRequest) -> EngineRequest:
         """Wait for its turn; returns what the engine gets."""
         ...
 
-    def end(self) -> None:
+    def end_turn(self) -> None:
         """It is over, or was never begun."""
         ...
 
@@ -28,6 +28,6 @@ async def turn_of(part: RequestPart | None, request: EngineRequest) -> AsyncGene
         yield request
         return
     try:
-        yield await part.begin(request)
+        yield await part.wait_turn(request)
     finally:
-        part.end()
+        part.end_turn()

@@ -31,7 +31,7 @@ class InProcessExecutor:
         self._lane: Lane = WorkerThread("quire-worker") if config.scheduler.queue_depth > 1 else InlineWorkerThread()
         self._worker: Worker | None = Worker(config)
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         return self._lane.submit(self._live_worker().load).result()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -43,7 +43,7 @@ class InProcessExecutor:
     def measure_preemption_costs(self) -> PreemptionCosts:
         return self._lane.submit(self._live_worker().measure_preemption_costs).result()
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         return self._live_worker().describe()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

@@ -161,7 +161,7 @@ class KVConnector(Protocol):
         """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
         ...
 
-    def describe(self, stats: EngineStats) -> None:
+    def report_stats(self, stats: EngineStats) -> None:
         """Fill in what the tiers hold and have moved; take their blocks off `num_used_host_blocks`."""
         ...
 
@@ -217,7 +217,7 @@ class NoConnector:
     def release_held(self) -> bool:
         return False
 
-    def describe(self, stats: EngineStats) -> None:
+    def report_stats(self, stats: EngineStats) -> None:
         """There is nothing to tell."""
 
     def check(self, owners: dict[int, int]) -> None:
@@ -385,7 +385,7 @@ class OffloadConnector:
             else:
                 assert block is not None
                 copy = self._host.allocate()
-                self._indexes[key[0]].add(key[1], copy)
+                self._indexes[key[0]].insert(key[1], copy)
                 orders.swap_out.append((block, copy))
             self._storing[copy] = key
             self._storing_keys.add(key)
@@ -404,11 +404,11 @@ class OffloadConnector:
             if key in self._void:
                 self._void.remove(key)
             elif not self._was_reset or key in self._disk:
-                self._indexes[group].add(block_hash, block)
+                self._indexes[group].insert(block_hash, block)
                 self._from_disk[block] = key
             self._end_load(block)
         found = [key for key in report.found if not self._was_reset or key in self._storing_keys]
-        self._disk.add(key for key in found if key not in self._void)
+        self._disk.insert(key for key in found if key not in self._void)
         for block in report.released:
             key = self._storing.pop(block)
             self._storing_keys.discard(key)
@@ -466,7 +466,7 @@ class OffloadConnector:
 
     # -- looking in -------------------------------------------------------------------------------------------------
 
-    def describe(self, stats: EngineStats) -> None:
+    def report_stats(self, stats: EngineStats) -> None:
         counters = self.counters
         stats.num_used_host_blocks -= self.num_busy
         stats.num_offloaded_blocks = len(self._disk)

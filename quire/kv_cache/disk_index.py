@@ -27,7 +27,7 @@ class DiskIndex:
     def __contains__(self, key: BlockKey) -> bool:
         return key[1] in self._hashes[key[0]]
 
-    def add(self, keys: Iterable[BlockKey]) -> None:
+    def insert(self, keys: Iterable[BlockKey]) -> None:
         """Keys of groups that the engine does not have (a file somebody put there) are left out."""
         for group, block_hash in keys:
             if group < len(self._hashes):

@@ -255,7 +255,7 @@ class KVCacheManager:
             block_hash = hashes[block + 1]
             for group, index, table in groups:
                 if table[block] != NULL_BLOCK:
-                    index.add(block_hash, table[block])
+                    index.insert(block_hash, table[block])
                     offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
@@ -344,7 +344,9 @@ class KVCacheManager:
         # Also who shares the full blocks alone shall find what it reads.
         self._release_outside_windows(blocks, num_full * self.block_size)
         self._enter(blocks)
-        self._registered.add(name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :])))
+        self._registered.insert(
+            name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :]))
+        )
 
     def unregister_prefix(self, name: str) -> int:
         """Give a registered prefix up; its full blocks stay cached. Returns how many blocks no longer belong to a
@@ -458,7 +460,7 @@ class KVCacheManager:
                 if block == NULL_BLOCK:
                     continue
                 block_hash = blocks.chain.block_hash(number)
-                index.add(block_hash, block)
+                index.insert(block_hash, block)
                 found = index.find(block_hash)
                 if found is not None and found != block:
                     self.pool.share(found)

@@ -20,7 +20,7 @@ class PrefixIndex:
     def find(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
-    def add(self, block_hash: bytes, block: int) -> None:
+    def insert(self, block_hash: bytes, block: int) -> None:
         """Enter a block whose content is complete. A second block with the same content stays out: it is freed with
         its sequence."""
         if block_hash in self._block_of or self._hash_of[block] is not None:

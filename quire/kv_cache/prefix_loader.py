@@ -107,7 +107,7 @@ class PrefixLoader:
     def arrive(self) -> None:
         """A new pass begins: what the plan before swapped in can be hit."""
         for (group, block_hash), block in self._arriving.items():
-            self._indexes[group].add(block_hash, block)
+            self._indexes[group].insert(block_hash, block)
         self._arriving.clear()
         self._due += self._held
         self._held = []

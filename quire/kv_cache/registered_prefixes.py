@@ -63,7 +63,7 @@ class RegisteredPrefixes:
         """Slots of one group's registered blocks that hold no token."""
         return sum([prefix.blocks.capacity - prefix.num_tokens for prefix in self._registered.values()])
 
-    def add(self, name: str, prefix: RegisteredPrefix) -> None:
+    def insert(self, name: str, prefix: RegisteredPrefix) -> None:
         self._registered[name] = prefix
         siblings = self._by_parent.setdefault(self._parent(prefix), [])
         siblings.append(prefix)

@@ -18,7 +18,7 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: Request) -> None:
+    def watch(self, request: Request) -> None:
         """Watch a request, if it has a time limit."""
         timeout = request.params.timeout_s
         if timeout is not None:

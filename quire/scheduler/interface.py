@@ -54,7 +54,7 @@ class EngineScheduler(Protocol):
         """The longest sequence, up to `limit` tokens, that the pool can hold."""
         ...
 
-    def add(self, source: EngineRequest, now: float) -> None:
+    def add_request(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises UserError when it is refused."""
         ...
 
@@ -90,7 +90,7 @@ class EngineScheduler(Protocol):
         """A snapshot of all counters and gauges. O(running sequences)."""
         ...
 
-    def load(self) -> Load:
+    def current_load(self) -> Load:
         """A few of them, in constant time."""
         ...
 

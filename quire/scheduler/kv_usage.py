@@ -58,7 +58,7 @@ def describe_kv(
     stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
     stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
     stats.num_used_host_blocks = kv.host.blocks.num_used
-    kv.connector.describe(stats)
+    kv.connector.report_stats(stats)
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:

@@ -23,7 +23,7 @@ class PrefixRegistration:
         """Blocks that requests can count on."""
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
 
-    def refuse(self, prefix: Request, others: Iterable[Request]) -> None:
+    def check_registration(self, prefix: Request, others: Iterable[Request]) -> None:
         """Raise UserError when `prefix` may not be registered beside `others`, all requests that have not ended."""
         kv = self._kv
         if not kv.enable_prefix_caching:
@@ -49,9 +49,9 @@ class PrefixRegistration:
                 param="prompt",
             )
 
-    def begin(self, prefix: Request) -> None:
+    def reserve(self, prefix: Request) -> None:
         self._reserved[prefix.request_id] = blocks_at_most(prefix, self._kv, self._max_chunk)
 
-    def end(self, prefix: Request) -> None:
+    def release(self, prefix: Request) -> None:
         """The prefix is registered, or was given up."""
         del self._reserved[prefix.request_id]

@@ -19,13 +19,13 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request) -> None:
+    def push(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_order_key)
 
     def put_back(self, request: Request) -> None:
         """Return a request that ran, preempted or with its leader aborted, to its place."""
         self._returned[request.request_id] = request
-        self.add(request)
+        self.push(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request; it is no error if it is not here."""

@@ -11,7 +11,7 @@ from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 
 
-def describe(update: SequenceUpdate, request: Request, now: float) -> None:
+def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
     """Add the prefix hit and the times, as a first token and an end have them."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
@@ -31,7 +31,7 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
         ended = [each.index for each in request.live_sequences] if search is None else range(request.params.n)
         updates = [SequenceUpdate(request.request_id, index, [], finish_reason=reason) for index in ended]
     for update in updates:
-        describe(update, request, now)
+        report_times(update, request, now)
     return updates
 
 

@@ -32,7 +32,7 @@ from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens,
 from quire.scheduler.prefix_registration import PrefixRegistration
 from quire.scheduler.priority_preemption import plan_preemption
 from quire.scheduler.queue import RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, live_requests, report_times
 from quire.scheduler.running import RunningSet
 from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
@@ -80,7 +80,7 @@ class Scheduler:
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
-    def add(self, source: EngineRequest, now: float) -> None:
+    def add_request(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id or for a
         prefix that may not be registered.
         """
@@ -90,8 +90,8 @@ class Scheduler:
         num_usable = self._registration.num_usable
         refuse_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
         if request.register_prefix:
-            self._registration.refuse(request, self._requests.values())
-            self._registration.begin(request)
+            self._registration.check_registration(request, self._requests.values())
+            self._registration.reserve(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
@@ -99,8 +99,8 @@ class Scheduler:
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
-        self._waiting.add(request)
-        self._deadlines.add(request)
+        self._waiting.push(request)
+        self._deadlines.watch(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored, and so is
@@ -255,9 +255,9 @@ class Scheduler:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
-                describe(update, request, now)
+                report_times(update, request, now)
             elif num_known <= sequence.report_times_until:
-                describe(update, request, now)
+                report_times(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
@@ -524,7 +524,7 @@ class Scheduler:
             self._waiting.remove(request)
             self._deadlines.discard(request)
             if request.register_prefix:
-                self._registration.end(request)
+                self._registration.release(request)
             stop_waiting(request, self.kv)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
@@ -549,7 +549,7 @@ class Scheduler:
             self._running.drop_reservations(request)
             updates = hypothesis_updates(request)
             for update in updates:
-                describe(update, request, now)
+                report_times(update, request, now)
             for sequence in request.sequences:
                 self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
             return updates
@@ -574,7 +574,7 @@ class Scheduler:
             stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
 
-    def load(self) -> Load:
+    def current_load(self) -> Load:
         """Of the statistics what takes no counting."""
         num_waiting = len(self._waiting)
         num_running = len(self._requests) - num_waiting

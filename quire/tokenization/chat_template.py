@@ -134,14 +134,14 @@ class ChatTemplate:
         }
         frame = self._encode(Render(template, variables, self._now(), max_characters))
 
-        def finish(answer: Rendered | Failed) -> str:
+        def read_answer(answer: Rendered | Failed) -> str:
             if isinstance(answer, Failed):
                 raise self._error(answer, max_characters)
             return _cut_at_mark(answer.text) if continue_final_message else answer.text
 
         short, long = self.lanes
         lane = short if len(frame) <= SHORT_CONVERSATION_BYTES else long
-        return lane.submit(frame, max_characters, finish)
+        return lane.submit(frame, max_characters, read_answer)
 
     def _template(self, *, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self._names else "default"

@@ -44,7 +44,7 @@ def with_depth(config: EngineConfig, queue_depth: int, num_threads: int = 1) -> 
 
 def ready(config: EngineConfig) -> InProcessExecutor:
     executor = InProcessExecutor(config)
-    groups, layers_per_group = group_layers(executor.load())
+    groups, layers_per_group = group_layers(executor.load_model())
     executor.allocate(KVCacheLayout(16, 20, groups, layers_per_group))
     return executor
 
@@ -67,7 +67,7 @@ def no_thread_stays() -> Iterator[None]:
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_a_life(config: EngineConfig, queue_depth: int) -> None:
     executor = InProcessExecutor(with_depth(config, queue_depth))
-    specs = executor.load()
+    specs = executor.load_model()
     assert len(specs) == 3
     assert executor.profile(64, 4).available > 0
     groups, layers_per_group = group_layers(specs)
@@ -89,7 +89,7 @@ def test_an_error_while_loading_is_raised_as_it_is(config: EngineConfig, queue_d
     broken = with_depth(replace(config, model=replace(config.model, path=tmp_path)), queue_depth)
     executor = InProcessExecutor(broken)
     with pytest.raises(ModelLoadError):
-        executor.load()
+        executor.load_model()
     executor.shutdown()
 
 
