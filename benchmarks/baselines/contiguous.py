@@ -28,10 +28,9 @@ from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.reporting import attach_prompt_logprobs, early_end, live_requests, report_times
-from quire.scheduler.stop import finish_reason
+from quire.scheduler.queue import Deadlines
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SequenceFork, StepPlan, StepResult
 

@@ -19,17 +19,14 @@ from typing import Any, TypeVar
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.calls import wait_for_answer
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
-from quire.engine.delivery import Delivery, StatsListener
 from quire.engine.front_end import FrontEnd, open_front_end
-from quire.engine.heartbeat import check_responsive
+from quire.engine.heartbeat import check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
-from quire.engine.output_stream import OutputStream
+from quire.engine.output_stream import Delivery, OutputStream, RequestPart, StatsListener, turn_of
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
@@ -310,7 +307,7 @@ class AsyncLLM:
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
         """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
         fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
-        (quire/engine/calls.py)."""
+        (quire/engine/heartbeat.py)."""
         return (await self._ask(method, argument)).value
 
     async def _ask(self, method: str, argument: str = "") -> CallResult:

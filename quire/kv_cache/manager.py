@@ -14,8 +14,7 @@ from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
 from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.pending_blocks import PendingBlocks
-from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.prefix_index import PendingBlocks, PrefixIndex
 from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
 from quire.kv_cache.spec import SlidingWindowSpec

@@ -1,6 +1,17 @@
-"""Which physical block holds which content: one table per KV group."""
+"""The prefix index: which block holds which content, and which sequence is about to compute one.
+
+Each live sequence has at most one pending block: the first full block whose tokens are known and that it has not
+offered to the index yet. A prompt that shares more with the sequence hits exactly the blocks before the pending block
+and finds that block right behind its hit, so one entry per sequence is enough. A sequence that only generates has no
+pending block, because the tokens of its next block are not known.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.kv_cache.manager import BlockTable
 
 
 class PrefixIndex:
@@ -44,3 +55,31 @@ class PrefixIndex:
         indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
         assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "the index is torn"
         return set(indexed)
+
+
+class PendingBlocks:
+    """hash -> the sequence that computes the block (the first one, where several do)."""
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, BlockTable] = {}
+
+    def find(self, block_hash: bytes) -> BlockTable | None:
+        return self._owners.get(block_hash)
+
+    def renew(self, blocks: BlockTable) -> None:
+        """Promise the next block of a sequence that has begun or committed; nothing when no more are known."""
+        self.drop(blocks)
+        chain = blocks.chain
+        if chain is not None and blocks.num_committed < chain.num_blocks:
+            blocks.pending_hash = chain.block_hash(blocks.num_committed)
+            self._owners.setdefault(blocks.pending_hash, blocks)
+
+    def drop(self, blocks: BlockTable) -> None:
+        """Take a sequence's promise back, if it gave one."""
+        if blocks.pending_hash is not None:
+            if self._owners.get(blocks.pending_hash) is blocks:
+                del self._owners[blocks.pending_hash]
+            blocks.pending_hash = None
+
+    def items(self) -> list[tuple[bytes, BlockTable]]:
+        return list(self._owners.items())

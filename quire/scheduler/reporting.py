@@ -1,5 +1,7 @@
-"""What an update tells the front end besides tokens: when things happened, the logprobs of the prompt, and an end that
-no token brought."""
+"""What an update reports to the front end besides tokens: finish reasons, times and the logprobs of the prompt.
+
+Stop strings are not handled here: only the front end has text.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +66,17 @@ def attach_prompt_logprobs(
                 break
         else:
             updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
+    """Why a sequence ends with `token_id`, which is an end token or has made it as long as it may be: (reason, stop
+    token reported as `stop_reason`).
+
+    The sampler bans end tokens before `min_tokens`, so reaching one always ends the sequence.
+    """
+    request = sequence.request
+    if token_id in request.stop_token_ids:
+        return FinishReason.STOP, token_id
+    if token_id in request.eos_token_ids:
+        return FinishReason.STOP, None
+    return FinishReason.LENGTH, None

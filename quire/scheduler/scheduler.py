@@ -20,21 +20,18 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.admission import PrefixRegistration, blocks_to_resume, blocks_to_start, has_room, refuse_impossible
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
 from quire.scheduler.connector_loads import ConnectorLoads, stop_waiting
-from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.deferred import DeferredRequests, waits_on
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.kv_usage import InFlight, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
-from quire.scheduler.prefix_registration import PrefixRegistration
 from quire.scheduler.priority_preemption import plan_preemption
-from quire.scheduler.queue import RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, early_end, live_requests, report_times
+from quire.scheduler.queue import Deadlines, RequestQueue
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.scheduler.running import RunningSet
-from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, StepPlan, StepResult
 

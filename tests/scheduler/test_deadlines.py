@@ -6,7 +6,7 @@ import pytest
 
 from quire.request import EngineRequest, FinishReason, Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.queue import Deadlines
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 
