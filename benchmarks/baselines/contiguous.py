@@ -108,7 +108,7 @@ class ContiguousScheduler(ABC):
         if source.register_prefix:
             raise UserError("the baseline has no prefix cache to pin in", param="prefix_id")
         request = Request(source, now, arrival_number=next(self._arrivals))
-        self._refuse_impossible(request)
+        self._reject_impossible(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
@@ -116,7 +116,7 @@ class ContiguousScheduler(ABC):
         self._waiting.append(request)
         self._deadlines.watch(request)
 
-    def _refuse_impossible(self, request: Request) -> None:
+    def _reject_impossible(self, request: Request) -> None:
         n = request.params.num_sequences
         num_slots, num_fit = self._num_slots(request), min(self._most_rows, self._num_that_fit(request))
         if request.num_prompt_tokens > self._max_num_batched_tokens:

@@ -53,7 +53,7 @@ class PrefixIndex:
     def check(self) -> set[int]:
         """Assert that both directions agree; returns the blocks that have content. O(blocks)."""
         indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "the index is torn"
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "index mismatch"
         return set(indexed)
 
 
@@ -67,7 +67,7 @@ class PendingBlocks:
         return self._owners.get(block_hash)
 
     def renew(self, blocks: BlockTable) -> None:
-        """Promise the next block of a sequence that has begun or committed; nothing when no more are known."""
+        """Make a sequence's next full block pending, after a start or a commit; none if its tokens are not known."""
         self.drop(blocks)
         chain = blocks.chain
         if chain is not None and blocks.num_committed < chain.num_blocks:
@@ -75,7 +75,7 @@ class PendingBlocks:
             self._owners.setdefault(blocks.pending_hash, blocks)
 
     def drop(self, blocks: BlockTable) -> None:
-        """Take a sequence's promise back, if it gave one."""
+        """Remove a sequence's pending block, if it has one."""
         if blocks.pending_hash is not None:
             if self._owners.get(blocks.pending_hash) is blocks:
                 del self._owners[blocks.pending_hash]

@@ -14,7 +14,7 @@ from quire.step import PromptLogprobs
 
 
 def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
-    """Add the prefix hit and the times, as a first token and an end have them."""
+    """Add the prefix hit and the times to an update with a first token or an end."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
@@ -23,8 +23,8 @@ def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
 
 
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
-    """What is told of a request before its live sequences end, for a reason that is none of theirs. A beam search that
-    runs out of time has the hypotheses found so far; one that failed has none."""
+    """The updates that end a request early (time limit, error). A beam search that runs out of time reports the
+    hypotheses found so far; one that failed reports none."""
     search = request.beam_search
     if search is not None and reason is not FinishReason.ERROR:
         search.cut(reason)
