@@ -44,7 +44,7 @@ MESSAGE_CHARACTERS = 64
 """What a message counts besides its content."""
 
 MAX_LONG_TEXTS = 2
-"""So many are worked on at a time: tokenising takes about 80 times a text's size in memory. More wait."""
+"""Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
 
 T = TypeVar("T")
 
@@ -244,7 +244,7 @@ class AsyncLLM:
         return name
 
     async def unregister_prefix(self, prefix_id: str) -> int:
-        """Let go of a registered prefix; returns how many blocks no longer belong to a registered prefix. Raises
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises
         UserError for an id that is not registered."""
         value = await self.call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -350,7 +350,7 @@ class AsyncLLM:
 
     async def sleep(self, level: int | str = 1) -> None:
         """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are refused meanwhile.
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
 
         Raises UserError while requests live or prefixes are registered."""
         await self.call("sleep", str(level))
@@ -362,7 +362,7 @@ class AsyncLLM:
         self._is_asleep = False
 
     async def is_sleeping(self) -> bool:
-        """Whether requests are refused because the engine sleeps."""
+        """Whether requests are rejected because the engine sleeps."""
         return bool(await self.call("is_sleeping"))
 
     def check_awake(self) -> None:
@@ -371,11 +371,11 @@ class AsyncLLM:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
     def begin_drain(self) -> None:
-        """From now on `generate` refuses; running requests go on."""
+        """From now on `generate` rejects new requests; running requests go on."""
         self._draining = True
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for the running ones; after `timeout` seconds abort what is left.
+        """Reject new requests and wait for the running ones; after `timeout` seconds abort what is left.
 
         Returns whether all ended by themselves. Raises EngineDeadError when the engine dies meanwhile.
         """
@@ -456,7 +456,7 @@ class AsyncLLM:
             raise
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output, or
+        """Drop a request that is not finished: here, in the core and in the metrics. Returns its last output, or
         None when it is gone already or its output cannot be made, which its stream then says."""
         with self._lock:
             if not self._forget(stream.key):

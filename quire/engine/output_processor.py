@@ -113,7 +113,7 @@ class OutputProcessor:
         return processed
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Let go of a request: its last output, whose unfinished completions end with "abort". None if unknown.
+        """Drop a request and return its last output, whose unfinished completions end with "abort". None if unknown.
 
         Raises InternalError when that output cannot be made; the request is gone all the same."""
         state = self._requests.pop(request_id, None)
@@ -131,7 +131,7 @@ class OutputProcessor:
             raise _internal_error(request_id, error) from error
 
     def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
-        """Let go of a request whose output `error` is about. Raises `error` itself when it only asks to stop."""
+        """Drop a request whose output could not be processed. Raises `error` itself when it only asks to stop."""
         if is_interrupt(error):
             raise error
         request_id = state.request_id
@@ -142,7 +142,7 @@ class OutputProcessor:
         processed.aborts.append(Abort(request_id))
 
     def fail_all(self) -> list[str]:
-        """Let go of every request (the engine is dead). Returns their ids, in order of arrival."""
+        """Drop every request (the engine is dead). Returns their ids, in order of arrival."""
         request_ids = list(self._requests)
         self._requests.clear()
         return request_ids

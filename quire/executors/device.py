@@ -48,7 +48,7 @@ class DeviceExecutor:
         self._live_worker().wake_up()
 
     def shutdown(self) -> None:
-        """Wait for what the device is doing, then let go of the model and the pool."""
+        """Wait for the work of the device, then release the model and the pool."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None

@@ -1,4 +1,4 @@
-"""The seam between the engine core and whoever runs the model."""
+"""The interface between the engine core and the executor, which runs the model on one or more workers."""
 
 from __future__ import annotations
 

@@ -567,10 +567,7 @@ class Scheduler:
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
-        # Swapped requests are among those that ran before, at the head of the queue.
-        stats.num_swapped = 0
-        if stats.num_preempted:
-            stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
+        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def current_load(self) -> Load:

@@ -103,10 +103,10 @@ class ChatTemplate:
 
         add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last
         message instead, so that it is continued. options: further variables for the template
-        (`chat_template_kwargs`). max_characters: a longer text is refused.
+        (`chat_template_kwargs`). max_characters: a longer text is rejected.
 
         Raises UserError for messages that are malformed, for reserved options, and when the model has no template. The
-        future raises UserError when the template is not valid, fails, refuses the messages or exceeds its limits,
+        future raises UserError when the template is not valid, fails, rejects the messages or exceeds its limits,
         PromptTooLongError for a text that is too long, and what TemplateLane.submit says.
         """
         template = self._template(with_tools=bool(tools))

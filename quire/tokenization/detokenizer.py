@@ -16,7 +16,7 @@ from quire.tokenization.pieces import REPLACEMENT, BytePieces, LocalPieces, Piec
 PROMPT_TAIL = 16
 """Prompt tokens that a completion's text can depend on: an unfinished character spans at most four."""
 MAX_HELD_TOKENS = 16
-"""A whole-sequence decoder that shows no complete character after so many tokens never will."""
+"""A whole-sequence decoder that shows no complete character after MAX_HELD_TOKENS tokens never will."""
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
