@@ -511,10 +511,10 @@ class AsyncLLM:
                 delivery.failures.append((stream, failed.error))
                 delivery.last_outputs.append(failed.last)
             for rejected in outputs.rejections:
-                refused = self._forget(rejected.request_id)
-                if refused is not None:
-                    self._front_end.output_processor.abort(refused.key)
-                    delivery.failures.append((refused, rejected.error()))
+                waiting = self._forget(rejected.request_id)
+                if waiting is not None:
+                    self._front_end.output_processor.abort(waiting.key)
+                    delivery.failures.append((waiting, rejected.error()))
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:

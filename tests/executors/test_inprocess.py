@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, QuireError
-from quire.executors.inprocess import InlineWorkerThread, InProcessExecutor, Lane, WorkerThread
+from quire.executors.inprocess import CallRunner, InlineWorkerThread, InProcessExecutor, WorkerThread
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
@@ -196,7 +196,7 @@ def test_an_interrupt_reaches_the_caller_and_stops_the_worker(
 
 
 @pytest.mark.parametrize("make", [InlineWorkerThread, lambda: WorkerThread("test")])
-def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], Lane]) -> None:
+def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], CallRunner]) -> None:
     lane = make()
 
     def panic() -> None:
