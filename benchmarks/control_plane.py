@@ -73,7 +73,7 @@ def measure_steps(num_seqs: int, steps: int = 300) -> dict[str, float]:
     scheduler = make_scheduler(num_seqs, num_blocks=num_seqs * 40)
     source = requests(input_len=64, output_len=512)
     for offset in range(num_seqs):
-        scheduler.add(next(source), 0.0)
+        scheduler.add_request(next(source), 0.0)
         if offset % max(1, num_seqs // 16) == 0:
             one_step(scheduler, 1)
     while scheduler.stats().num_waiting:
@@ -95,12 +95,12 @@ def measure_soak(num_requests: int, num_seqs: int = 256) -> list[dict[str, float
     source = requests(input_len=40, output_len=24)
     rows, finished, times = [], 0, []
     for _ in range(2 * num_seqs):
-        scheduler.add(next(source), 0.0)
+        scheduler.add_request(next(source), 0.0)
     while finished < num_requests:
         schedule, update, stats, ended = one_step(scheduler, finished)
         times.append(schedule + update + stats)
         for _ in range(ended):
-            scheduler.add(next(source), 0.0)
+            scheduler.add_request(next(source), 0.0)
         finished += ended
         if finished >= num_requests * (len(rows) + 1) / 10:
             gc.collect()

@@ -15,7 +15,7 @@ from quire.sampling_params import SamplingParams
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one search. Invalid values raise UserError with `param` set.
 
-    beam_width: beams (1..32), and hypotheses that come back. max_tokens: a hypothesis has at most so many.
+    beam_width: beams (1..32), and hypotheses that come back. max_tokens: tokens of a hypothesis at most.
     temperature: only 0 or 1, which both mean "the model's own probabilities": nothing is drawn. length_penalty,
     early_stopping: as in SamplingParams. ignore_eos: only max_tokens ends a hypothesis. min_tokens: none ends before.
     logprobs: alternatives (0..20) reported for each token. include_stop_str_in_output: the text shows special

@@ -171,8 +171,8 @@ class LLM:
         return request.request_id
 
     def unregister_prefix(self, prefix_id: str) -> int:
-        """Let go of a registered prefix; returns how many blocks no longer belong to a registered prefix. What it
-        computed stays cached as long as nobody needs the memory. Raises UserError for an id that is not registered."""
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. What it
+        computed stays cached until the memory is needed. Raises UserError for an id that is not registered."""
         with self._busy:
             value = self._call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -180,7 +180,7 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are refused meanwhile (docs/gpu.md).
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile (docs/gpu.md).
 
         Raises UserError while prefixes are registered."""
         with self._busy:
@@ -192,7 +192,7 @@ class LLM:
             self._call("wake_up")
 
     def is_sleeping(self) -> bool:
-        """Whether requests are refused because the engine sleeps."""
+        """Whether requests are rejected because the engine sleeps."""
         with self._busy:
             return bool(self._call("is_sleeping"))
 
@@ -219,7 +219,7 @@ class LLM:
     def _run(self, requests: list[EngineRequest], texts: list[str | None], use_tqdm: bool) -> list[RequestOutput]:
         """Drive the core until every request has finished."""
         for request, text in zip(requests, texts, strict=True):
-            self._output_processor.add(request, text, final_only=True)
+            self._output_processor.add_request(request, text, final_only=True)
         with _deferred_interrupt() as interrupt, ProgressBar("prompts", len(requests), enabled=use_tqdm) as bar:
             try:
                 for request in requests:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_PRIORITY = 100
-"""Priorities are from -100 to 100: with a bound, a request can be overtaken for a bounded time only."""
+"""Priorities are from -100 to 100: the bound limits how long later requests can come before an earlier one."""
 
 OrderKey = tuple[float, int]
 
@@ -100,11 +100,12 @@ class Sequence:
         self.num_pending_tokens = 0
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
         self.report_times_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
-        """The updates up to so many tokens tell times. A stop string may end it at any token, which only the front end
-        sees."""
+        """Updates report times up to this number of tokens. A stop string may end it at any token, which only the front
+        end sees."""
         self.fast_path_until = 0
         """While fewer tokens than this are computed, every step computes the one that the step before sampled, and
-        there is nothing to decide about it: its slot is there, it is nobody else's, and it is not the last."""
+        there is nothing to decide about it: its slot is allocated, no other sequence shares it, and it is not the last
+        token."""
         self.blocks: BlockTable | None = None
         """Handle to the KV blocks; None while waiting or preempted."""
         self.swapped: BlockTable | None = None
@@ -130,7 +131,7 @@ class Wait(NamedTuple):
 
     leader: BlockTable
     num_blocks: int
-    """The wait ends when the leader has committed so many."""
+    """The wait ends when the leader has committed this many blocks."""
     reserved_blocks: int
     """Set aside for the request meanwhile."""
 
@@ -205,8 +206,8 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
-        """Who is served first: the smallest. A level of priority is worth so many seconds of waiting, so requests age
-        without being sorted again, and one is overtaken only by those that arrive soon enough after it."""
+        """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age
+        without being sorted again, and only requests that arrive soon enough can come before an earlier one."""
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.eos_token_ids = frozenset(request.eos_token_ids)
@@ -222,8 +223,8 @@ class Request:
         self.bypass_prefix_cache = request.params.prompt_logprobs is not None
         self.sequences: list[Sequence] = []
         self.pending_forks: list[Sequence] = []
-        """Live sequences without a row, which has its claim nevertheless: those that wait for the first one to compute
-        what they share, and places of a beam search that hold no beam."""
+        """Live sequences with a reserved request slot: siblings that wait for the first sequence to compute what they
+        share, and beam slots that hold no beam."""
         self.fork_position: int | None = None
         """Tokens after which siblings fork from the first sequence; None when none waits for that."""
         self.beam_search: BeamSearch | None = None

@@ -26,24 +26,22 @@ MAX_INTEGER = 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling settings of one request. Invalid values raise UserError with `param` set, here and nowhere later.
 
-    n: completions per prompt; they share the prompt's KV blocks. best_of: so many are generated, and the n of the
-    highest cumulative log-probability come back, at the end; None: n.
-    use_beam_search: search instead of sampling, with `best_of` (else n) beams; n hypotheses come back, at the end,
-    best first (quire/decoding/beam.py). A hypothesis of t tokens is ranked by cumulative_logprob / t ** length_penalty.
-    early_stopping: True ends the search with as many hypotheses as beams; False when the best live beam would not get
-    among them if it ended now; "never" when it could not at any length (the longest counts for length_penalty > 0).
-    temperature: 0 means greedy. top_k (0 or -1: off), top_p, min_p: applied in this order, after the penalties.
-    presence_penalty, frequency_penalty: over generated tokens; repetition_penalty: over prompt and generated tokens
-    (from 0.01 on: dividing by less could leave the range of the scores).
-    seed: makes the tokens of this request reproducible whatever else runs; None: drawn from the engine's seed.
-    stop: strings that end the text (not part of it unless include_stop_str_in_output); stop_token_ids: tokens that do.
-    bad_words: strings whose token sequences are never produced. logit_bias: token id -> added logit.
-    allowed_token_ids: when given, no other token can be produced.
-    max_tokens: None means "up to the model's context". min_tokens: end-of-sequence and stop tokens are banned before.
-    timeout_s: seconds from the arrival, waiting included, after which the request ends with what it has (finish reason
-    "timeout"); None: no limit.
-    logprobs, prompt_logprobs: number of alternatives (0..20) reported beside the chosen token; None: none.
-    Logprobs are those of the model, before temperature, penalties and filters.
+    n: completions per prompt; they share the prompt's KV blocks. best_of: number of completions generated, of which the
+    n of the highest cumulative log-probability come back, at the end; None: n. use_beam_search: search instead of
+    sampling, with `best_of` (else n) beams; n hypotheses come back, at the end, best first (quire/decoding/beam.py). A
+    hypothesis of t tokens is ranked by cumulative_logprob / t ** length_penalty. early_stopping: True ends the search
+    with as many hypotheses as beams; False when the best live beam would not get among them if it ended now; "never"
+    when it could not at any length (the longest counts for length_penalty > 0). temperature: 0 means greedy. top_k (0
+    or -1: off), top_p, min_p: applied in this order, after the penalties. presence_penalty, frequency_penalty: over
+    generated tokens; repetition_penalty: over prompt and generated tokens (from 0.01 on: dividing by less could leave
+    the range of the scores). seed: makes the tokens of this request reproducible whatever else runs; None: drawn from
+    the engine's seed. stop: strings that end the text (not part of it unless include_stop_str_in_output);
+    stop_token_ids: tokens that do. bad_words: strings whose token sequences are never produced. logit_bias: token id ->
+    added logit. allowed_token_ids: when given, no other token can be produced. max_tokens: None means "up to the
+    model's context". min_tokens: end-of-sequence and stop tokens are banned before. timeout_s: seconds from the
+    arrival, waiting included, after which the request ends with what it has (finish reason "timeout"); None: no limit.
+    logprobs, prompt_logprobs: number of alternatives (0..20) reported beside the chosen token; None: none. Logprobs are
+    those of the model, before temperature, penalties and filters.
     """
 
     n: int = 1

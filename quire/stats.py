@@ -12,7 +12,7 @@ import msgspec
 
 
 class Load(NamedTuple):
-    """What of the statistics takes no counting, for who looks after every step. Fields as in EngineStats."""
+    """The statistics that take constant time, for callers that read them after every step. Fields as in EngineStats."""
 
     num_running: int
     num_waiting: int
@@ -85,7 +85,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Blocks read from disk and found whole."""
     offload_loaded_bytes_total: int = 0
     offload_load_failures_total: int = 0
-    """Blocks that were gone from disk, damaged or unreadable, and were computed instead."""
+    """Blocks that were gone from disk, corrupt or unreadable, and were computed instead."""
     prefix_cache_queries_total: int = 0
     """Prompt tokens looked up."""
     prefix_cache_hits_total: int = 0

@@ -6,16 +6,16 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: drop `released` rows; create `new_sequences`; create `branches`; write `token_overrides`;
-run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`; run the model over
-the scheduled tokens; create `forks`; sample.
+Order of effects of one plan: release the slots of `released`; create `new_sequences`; apply `beam_reorders`; write
+`token_overrides`; run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`;
+run the model over the scheduled tokens; create `forks`; sample.
 
-Swapping may run beside the rest, as long as nobody can tell. A block in `swap_out` belongs to its sequence no more, so
-this plan may hand it out: what writes to it (`swap_in`, `block_copies`, the model) waits until it is saved. What
-`swap_in` fills is neither read nor written by this plan's copies and model: its sequences get their rows, and run from
-the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy what is cached:
-of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there touches host
-memory only: loads begin with the plan, stores behind its swapping.
+Swapping may run beside the rest, as long as the results are the same. A block in `swap_out` no longer belongs to its
+sequence, so this plan may allocate it again: a write to it (`swap_in`, `block_copies`, the model) waits until it is
+saved. This plan's copies and model neither read nor write what `swap_in` fills: its sequences get their request slots,
+and run from the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy
+what is cached: of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there
+touches host memory only: loads begin with the plan, stores behind its swapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.sampling_params import SamplingParams
 
 
 class NewSequence(msgspec.Struct, array_like=True):
-    """A sequence that gets a row on the workers: just arrived, or resumed after a preemption."""
+    """A sequence that gets a request slot on the workers: just arrived, or resumed after a preemption."""
 
     seq_id: int
     token_ids: list[int]
@@ -48,16 +48,16 @@ class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
     """End-of-sequence and stop tokens: banned while fewer than `min_tokens` were generated."""
     bad_token_sequences: list[list[int]]
     num_candidates: int = 0
-    """Of a beam: the best next tokens to return with their scores. The first of them is the row's token until
+    """Of a beam: the best next tokens to return with their scores. The first of them is the sequence's next token until
     `StepPlan.token_overrides` names another."""
 
 
 class SequenceFork(msgspec.Struct, array_like=True):
     """`child` starts as a copy of `parent` (tokens, block table): in `StepPlan.forks` after this step's forward pass,
-    before sampling; in `StepPlan.branches` before everything that this step computes.
+    before sampling; in `StepPlan.beam_reorders` before everything that this step computes.
 
-    `token_ids` (not in branches) is set when the child has a history of its own (resumed after a preemption): all its
-    known tokens.
+    `token_ids` (not in beam reorders) is set when the child has a history of its own (resumed after a preemption): all
+    its known tokens.
     """
 
     parent: int
@@ -141,7 +141,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class DiskReport(msgspec.Struct, array_like=True):
-    """What the disk tier did since the result before; ends of transfers are reported once, in any order."""
+    """The transfers of the KV connector since the result before; each end is reported once, in any order."""
 
     found: list[tuple[int, bytes]] = []
     """(KV group, block hash) that are on disk: stored now, or found there at the start."""
@@ -179,7 +179,7 @@ class StepResult(msgspec.Struct, array_like=True):
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
     disk: DiskReport | None = None
-    """Set when the disk tier has something to report."""
+    """Set when the worker's half of the KV connector has a report."""
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they
     asked for besides is left out."""

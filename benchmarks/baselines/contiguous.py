@@ -28,10 +28,9 @@ from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
-from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
-from quire.scheduler.stop import finish_reason
+from quire.scheduler.queue import Deadlines
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, SequenceFork, StepPlan, StepResult
 
@@ -99,7 +98,7 @@ class ContiguousScheduler(ABC):
         """The longest sequence, up to `limit` tokens, that one region can hold."""
         return min(limit, self.kv.longest)
 
-    def add(self, source: EngineRequest, now: float) -> None:
+    def add_request(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises UserError (PromptTooLongError when it could never run), also for what these systems
         do not have: priorities and registered prefixes."""
         if source.request_id in self._requests:
@@ -109,15 +108,15 @@ class ContiguousScheduler(ABC):
         if source.register_prefix:
             raise UserError("the baseline has no prefix cache to pin in", param="prefix_id")
         request = Request(source, now, arrival_number=next(self._arrivals))
-        self._refuse_impossible(request)
+        self._reject_impossible(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
         self._waiting.append(request)
-        self._deadlines.add(request)
+        self._deadlines.watch(request)
 
-    def _refuse_impossible(self, request: Request) -> None:
+    def _reject_impossible(self, request: Request) -> None:
         n = request.params.num_sequences
         num_slots, num_fit = self._num_slots(request), min(self._most_rows, self._num_that_fit(request))
         if request.num_prompt_tokens > self._max_num_batched_tokens:
@@ -326,9 +325,9 @@ class ContiguousScheduler(ABC):
             if token_id in request.end_token_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
-                describe(update, request, now)
+                report_times(update, request, now)
             elif sequence.num_output_tokens == 1 or request.params.stop:
-                describe(update, request, now)
+                report_times(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += sum(len(update.new_token_ids) for update in updates)
         if result.prompt_logprobs:
@@ -345,7 +344,7 @@ class ContiguousScheduler(ABC):
         if search.is_done:
             updates = hypothesis_updates(request)
             for update in updates:
-                describe(update, request, now)
+                report_times(update, request, now)
             self._end(request, request.live_sequences, updates[0].finish_reason or FinishReason.STOP)
             return updates
         self._released += [each.seq_id for each in self._beam_reorder.follow(search, children, _OwnRegions())]
@@ -377,7 +376,7 @@ class ContiguousScheduler(ABC):
         stats.num_running = len(self._requests) - stats.num_waiting
         return copy.copy(stats)
 
-    def load(self) -> Load:
+    def current_load(self) -> Load:
         """Of the statistics what takes no counting."""
         num_waiting = len(self._waiting)
         num_running = len(self._requests) - num_waiting

@@ -190,7 +190,7 @@ class Curve:
         num_offered = num_tokens = 0
         end = (1 + WARM_UP) * self.seconds / 2
         while replica.clock.now() < end:
-            for _ in range(MIN_WAITING - replica.core.scheduler.load().num_waiting):
+            for _ in range(MIN_WAITING - replica.core.scheduler.current_load().num_waiting):
                 request = next(requests)
                 replica.offer(request)
                 num_offered += 1

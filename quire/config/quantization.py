@@ -1,7 +1,7 @@
 """What a checkpoint's `quantization_config` says about its weights, checked. Imports no torch.
 
-Facts that only tell how a checkpoint was made (damping, calibration, order of layers) are passed over; whatever changes
-what the stored numbers mean is either understood or refused. Which matrices are quantised is not read from the lists of
+Facts that only tell how a checkpoint was made (damping, calibration, order of layers) are ignored; whatever changes
+what the stored numbers mean is either supported or rejected. Which matrices are quantised is not read from the lists of
 exceptions (`ignore`, `modules_to_not_convert`): the names of the stored tensors say it.
 """
 

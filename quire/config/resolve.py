@@ -190,7 +190,7 @@ def _why_not_native(model: ModelConfig) -> str | None:
 
 
 def _check_available(options: EngineOptions) -> None:
-    """Options of the public contract whose other values have no implementation yet are refused, never ignored."""
+    """Options of the public contract whose other values have no implementation yet are rejected, never ignored."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(options, name) != 1:
             raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from quire import envs
 from quire.config.checks import choice
 from quire.config.cuda import LEAST_CAPABILITY, CudaFacts, find_cuda, has_triton
-from quire.config.device import CUDA_GRAPHS
-from quire.config.graph_sizes import default_ladder
+from quire.config.device import CUDA_GRAPHS, default_ladder
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.scheduler import SchedulerConfig

@@ -1,6 +1,6 @@
 """Beam search: the k best continuations of a prompt, found k at a time (paper §4.4, figure 9).
 
-A request of width k has k sequences as places for beams. In a step every live beam gets candidates from the worker;
+A request of width k has k sequences as beam slots. In a step every live beam gets candidates from the worker;
 when all have theirs, `expand` ranks all continuations of all beams by cumulative log-probability. Of the first k those
 that end become hypotheses, and the k best that do not end go on, which `follow` does with fork and free alone: the
 first child of a beam keeps its place, further ones share its blocks, and a beam without a child gives its blocks back.
@@ -76,7 +76,7 @@ class BeamSearch:
 
     @property
     def running_sequences(self) -> list[Sequence]:
-        """Those of them that have a row, in the order of their ids."""
+        """The running ones of the request, in the order of their ids."""
         return [each for each in self.request.sequences if each.blocks is not None]
 
     @property
@@ -196,15 +196,15 @@ class Followed(NamedTuple):
     """What `follow` did, for the plan."""
 
     dropped: list[Sequence]
-    """Had a row, whose beam died. The row goes before the forks come."""
+    """Sequences whose beam was dropped. Their slots are released before the forks."""
     forks: list[SequenceFork]
-    """Places that were taken, by a copy of another row."""
+    """Beam slots that start as a copy of another slot."""
     token_overrides: dict[int, int]
     """seq_id of every live beam -> its new token."""
 
 
 def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Followed:
-    """Make `children` the live beams: hand out places, share and free blocks, append the tokens.
+    """Make `children` the live beams: assign beam slots, share and free blocks, append the tokens.
 
     Preempted beams have no blocks; then only the tokens change, and nothing is reported.
     """
@@ -212,7 +212,7 @@ def follow(search: BeamSearch, children: list[Child], kv: BlockSharing) -> Follo
     heirs: dict[Sequence, Child] = {}
     others = [child for child in children if heirs.setdefault(child.parent.sequence, child) is not child]
     free = sorted((each for each in request.sequences if each not in heirs), key=lambda each: each.seq_id)
-    # Shared before anything is freed, copied before anything changes: a place may change hands below.
+    # Shared before anything is freed, copied before anything changes: a beam slot may get another beam below.
     copies = [_copy(child.parent.sequence, kv) for child in others]
     dropped = []
     for beam in search.beams:

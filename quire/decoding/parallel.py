@@ -27,7 +27,7 @@ def create_sequences(request: Request, source: EngineRequest, seq_ids: Iterator[
     stop_token_ids = sorted({*source.eos_token_ids, *(params.stop_token_ids or ())})
     num_candidates = 0
     if params.use_beam_search:
-        # So many that at least `num_sequences` of each beam do not end it.
+        # Enough that at least `num_sequences` candidates of each beam do not end it.
         num_candidates = max(num_sequences + len(stop_token_ids), params.logprobs or 0)
     return [
         Sequence(

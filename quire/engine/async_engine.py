@@ -19,17 +19,14 @@ from typing import Any, TypeVar
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.calls import wait_for_answer
 from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
-from quire.engine.delivery import Delivery, StatsListener
 from quire.engine.front_end import FrontEnd, open_front_end
-from quire.engine.heartbeat import check_responsive
+from quire.engine.heartbeat import check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
-from quire.engine.output_stream import OutputStream
+from quire.engine.output_stream import Delivery, OutputStream, RequestPart, StatsListener, turn_of
 from quire.engine.process_client import ProcessClient
-from quire.engine.request_part import RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
@@ -47,7 +44,7 @@ MESSAGE_CHARACTERS = 64
 """What a message counts besides its content."""
 
 MAX_LONG_TEXTS = 2
-"""So many are worked on at a time: tokenising takes about 80 times a text's size in memory. More wait."""
+"""Long texts tokenised at a time: tokenising takes about 80 times a text's size in memory."""
 
 T = TypeVar("T")
 
@@ -247,7 +244,7 @@ class AsyncLLM:
         return name
 
     async def unregister_prefix(self, prefix_id: str) -> int:
-        """Let go of a registered prefix; returns how many blocks no longer belong to a registered prefix. Raises
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises
         UserError for an id that is not registered."""
         value = await self.call("unregister_prefix", prefix_id)
         assert isinstance(value, int)
@@ -310,7 +307,7 @@ class AsyncLLM:
     async def call(self, method: str, argument: str = "") -> EngineStats | int | None:
         """Ask the core (see the message Call). Raises UserError for what it does not know, InternalError for what
         fails, and EngineUnresponsiveError when the engine is silent or does not answer in time
-        (quire/engine/calls.py)."""
+        (quire/engine/heartbeat.py)."""
         return (await self._ask(method, argument)).value
 
     async def _ask(self, method: str, argument: str = "") -> CallResult:
@@ -353,7 +350,7 @@ class AsyncLLM:
 
     async def sleep(self, level: int | str = 1) -> None:
         """Give memory back until `wake_up`: the KV cache, and the weights to host memory where there is a device (level
-        1) or altogether (level 2). What was cached is forgotten; requests are refused meanwhile.
+        1) or altogether (level 2). What was cached is forgotten; requests are rejected meanwhile.
 
         Raises UserError while requests live or prefixes are registered."""
         await self.call("sleep", str(level))
@@ -365,7 +362,7 @@ class AsyncLLM:
         self._is_asleep = False
 
     async def is_sleeping(self) -> bool:
-        """Whether requests are refused because the engine sleeps."""
+        """Whether requests are rejected because the engine sleeps."""
         return bool(await self.call("is_sleeping"))
 
     def check_awake(self) -> None:
@@ -374,11 +371,11 @@ class AsyncLLM:
             raise EngineAsleepError("the engine is asleep: wake it up first")
 
     def begin_drain(self) -> None:
-        """From now on `generate` refuses; running requests go on."""
+        """From now on `generate` rejects new requests; running requests go on."""
         self._draining = True
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait for the running ones; after `timeout` seconds abort what is left.
+        """Reject new requests and wait for the running ones; after `timeout` seconds abort what is left.
 
         Returns whether all ended by themselves. Raises EngineDeadError when the engine dies meanwhile.
         """
@@ -449,7 +446,7 @@ class AsyncLLM:
             self._check_alive()
             if stream.request_id in self._keys:
                 raise UserError(f"request id {stream.request_id!r} is already in use", param="request_id")
-            self._front_end.output_processor.add(request, text, delta=delta)
+            self._front_end.output_processor.add_request(request, text, delta=delta)
             self._keys[stream.request_id] = stream.key
             self._streams[stream.key] = stream
         try:
@@ -459,7 +456,7 @@ class AsyncLLM:
             raise
 
     def _leave(self, stream: OutputStream) -> RequestOutput | None:
-        """Let go of a request that is not finished: here, in the core and in the metrics. Returns its last output, or
+        """Drop a request that is not finished: here, in the core and in the metrics. Returns its last output, or
         None when it is gone already or its output cannot be made, which its stream then says."""
         with self._lock:
             if not self._forget(stream.key):
@@ -514,10 +511,10 @@ class AsyncLLM:
                 delivery.failures.append((stream, failed.error))
                 delivery.last_outputs.append(failed.last)
             for rejected in outputs.rejections:
-                refused = self._forget(rejected.request_id)
-                if refused is not None:
-                    self._front_end.output_processor.abort(refused.key)
-                    delivery.failures.append((refused, rejected.error()))
+                waiting = self._forget(rejected.request_id)
+                if waiting is not None:
+                    self._front_end.output_processor.abort(waiting.key)
+                    delivery.failures.append((waiting, rejected.error()))
             for result in outputs.results:
                 future = self._calls.pop(result.call_id, None)
                 if future is not None:

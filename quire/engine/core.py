@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 IDLE_CHECK_SECONDS = 10.0
 """Invariants are checked when the engine falls idle, at most this often: the check is linear in blocks."""
 FIRST_REPORTS = 50
-"""Reports of the disk tier that the start waits for, each for at most DISK_PATIENCE (quire/worker/disk_tier.py)."""
+"""Reports of the KV connector that the start waits for, each for at most DISK_PATIENCE (quire/worker/disk_tier.py)."""
 LAST_TRANSFERS = 100
 """Plans that store, at the end, what is not on disk yet."""
 
@@ -68,7 +68,7 @@ class EngineCore:
         self._is_stepping = False
 
         started = clock.now()
-        groups, layers_per_group = group_layers(executor.load())
+        groups, layers_per_group = group_layers(executor.load_model())
         loaded = clock.now()
         profile = None
         if not config.cache.is_size_given:
@@ -107,7 +107,7 @@ class EngineCore:
             num_blocks=layout.num_usable_blocks,
             block_size=layout.block_size,
             seconds={"load model": loaded - started, "size and allocate KV cache": allocated - loaded},
-            backend=executor.describe(),
+            backend=executor.describe_backend(),
         )
 
     @property
@@ -116,12 +116,12 @@ class EngineCore:
         return bool(self._in_flight or self._rejections or self.scheduler.has_requests or self.scheduler.has_transfers)
 
     def handle(self, message: ClientMessage) -> CallResult | None:
-        """Take one message. A Call is answered by the return value; a refused request by the next `step`."""
+        """Take one message. A Call is answered by the return value; a rejected request by the next `step`."""
         match message:
             case AddRequest(request):
                 try:
                     self._sleep.check_awake()
-                    self.scheduler.add(request, self._clock.now())
+                    self.scheduler.add_request(request, self._clock.now())
                 except UserError as error:
                     self._rejections.append(RequestRejected(request.request_id, error.message, error.param))
                 except EngineAsleepError as error:
@@ -137,7 +137,7 @@ class EngineCore:
     def step(self) -> EngineOutputs:
         """End what is over its time, plan and start steps until the queue is full, then take the oldest one's result.
 
-        Nobody needs to wake the loop for a time limit: while a request lives, waiting or running, there is work.
+        A time limit needs no wake-up of its own: while a request lives, waiting or running, there is work.
         """
         self._is_stepping = True
         outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), rejections=self._rejections)
@@ -151,7 +151,7 @@ class EngineCore:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
-            self._transfer()  # who waits for the last request may not call again
+            self._transfer()  # a caller that waited for the last request may not call again
         if not self.has_work:
             self._check_when_idle()
         self._is_stepping = False
@@ -190,7 +190,7 @@ class EngineCore:
         return result.disk
 
     def _learn_what_is_stored(self) -> None:
-        """Ask the worker what the disk tier holds, so that the first request can hit it. A large directory is not
+        """Ask the worker what the KV connector holds, so that the first request can hit it. A large directory is not
         waited for: the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
             report = self._transfer(awaits_report=True)
@@ -201,7 +201,7 @@ class EngineCore:
         try:
             return self._answer(call_id, method, argument)
         except QuireError as error:
-            # The model and the memory of a running engine are no concern of who calls.
+            # A caller cannot mend the model or the memory of a running engine.
             is_internal = not isinstance(error, UserError) or isinstance(error, ModelLoadError | ConfigError)
             return CallResult(call_id, error=str(error), is_internal=is_internal)
 

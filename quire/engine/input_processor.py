@@ -20,7 +20,7 @@ from quire.tokenization.tokenizer import Tokenizer, check_unicode
 
 MAX_STOP_CHARACTERS = 16_384
 MAX_CHARACTERS_PER_TOKEN = 64
-"""No text averages more: a prompt beyond it is refused without spending seconds on its tokens."""
+"""No text averages more: a prompt beyond it is rejected without spending seconds on its tokens."""
 MAX_CUT_CHARACTERS = 2**20
 """Of a text of which `truncate_prompt_tokens` keeps the end, where the model's context does not allow more."""
 GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15

@@ -18,7 +18,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True):
 class Abort(msgspec.Struct, tag="abort", array_like=True):
     """End a request, or one of its sequences (`index`). Unknown ids are ignored: the request may just have ended.
 
-    An aborted request is not reported back: who aborts has already let go of it.
+    An aborted request is not reported back: the front end has dropped it already.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
-    """Leave the loop. Requests still alive are dropped: whoever wants a drain stops adding and waits first."""
+    """Leave the loop. Live requests are dropped: to drain, a front end stops adding requests and waits first."""
 
 
 ClientMessage = AddRequest | Abort | Call | Shutdown
@@ -93,7 +93,7 @@ class EngineReady(msgspec.Struct, tag="ready", array_like=True):
     seconds: dict[str, float]
     """Phase of the start-up -> seconds."""
     backend: str
-    """What computes, for people to read (`Executor.describe`)."""
+    """What computes, for people to read (`Executor.describe_backend`)."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True):

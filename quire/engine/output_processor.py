@@ -55,7 +55,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[str, _RequestState] = {}
 
-    def add(
+    def add_request(
         self,
         request: EngineRequest,
         prompt_text: str | None = None,
@@ -113,7 +113,7 @@ class OutputProcessor:
         return processed
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Let go of a request: its last output, whose unfinished completions end with "abort". None if unknown.
+        """Drop a request and return its last output, whose unfinished completions end with "abort". None if unknown.
 
         Raises InternalError when that output cannot be made; the request is gone all the same."""
         state = self._requests.pop(request_id, None)
@@ -122,7 +122,7 @@ class OutputProcessor:
         try:
             for sequence in state.sequences:
                 if sequence.finish_reason is None:
-                    sequence.finish(FinishReason.ABORT, None)
+                    sequence.mark_finished(FinishReason.ABORT, None)
                     state.num_live -= 1
             return state.output()
         except BaseException as error:
@@ -131,7 +131,7 @@ class OutputProcessor:
             raise _internal_error(request_id, error) from error
 
     def _fail(self, state: _RequestState, error: BaseException, processed: ProcessedOutputs) -> None:
-        """Let go of a request whose output `error` is about. Raises `error` itself when it only asks to stop."""
+        """Drop a request whose output could not be processed. Raises `error` itself when it only asks to stop."""
         if is_interrupt(error):
             raise error
         request_id = state.request_id
@@ -142,7 +142,7 @@ class OutputProcessor:
         processed.aborts.append(Abort(request_id))
 
     def fail_all(self) -> list[str]:
-        """Let go of every request (the engine is dead). Returns their ids, in order of arrival."""
+        """Drop every request (the engine is dead). Returns their ids, in order of arrival."""
         request_ids = list(self._requests)
         self._requests.clear()
         return request_ids
@@ -347,15 +347,15 @@ class _SequenceState:
             else:
                 self._cumulative_logprob, self._score = update.ranking
         if self.finish_reason is None and update.finish_reason is not None:
-            self.finish(update.finish_reason, update.stop_reason)
+            self.mark_finished(update.finish_reason, update.stop_reason)
 
-    def finish(self, reason: FinishReason, stop_reason: int | None) -> None:
+    def mark_finished(self, reason: FinishReason, stop_reason: int | None) -> None:
         """End the sequence: release what was held back, in which a stop string may still come to light."""
         self.finish_reason, self.stop_reason, self.has_news = reason, stop_reason, True
-        if self._detokenizer is None or self._show(self._detokenizer.finish()):
+        if self._detokenizer is None or self._show(self._detokenizer.flush()):
             return
         if self._stops is not None:
-            self._text.append(self._stops.finish())
+            self._text.append(self._stops.flush())
 
     def rank(self) -> tuple[bool, bool, float]:
         """Smaller is better: what failed comes first, for all to see, and what was broken off last; then the cumulative

@@ -1,15 +1,24 @@
-"""The asyncio side of one request: its output waits here until its consumer takes it."""
+"""The asyncio side of requests: the stream that holds a request's outputs until its consumer takes them, the delivery
+of what one message of the core contains, and the turns of a request that runs in several parts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from array import array
 from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from quire.engine.messages import CallResult
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
+from quire.request import EngineRequest
+from quire.stats import EngineStats
 
 MAX_SEPARATE = 32
 """Outputs of one request that wait one by one: the steps that a consumer, or a busy event loop, may be behind before it
@@ -45,7 +54,7 @@ class OutputStream:
             newest = self._waiting[-1]
             if isinstance(newest, RequestOutput):
                 newest = self._waiting[-1] = MergedOutput(newest)
-            newest.add(output)
+            newest.merge(output)
         self._news.set()
 
     def fail(self, error: QuireError) -> None:
@@ -72,7 +81,7 @@ class MergedOutput:
         self._completions: dict[int, _MergedCompletion] = {}
         self._add_completions(first)
 
-    def add(self, output: RequestOutput) -> None:
+    def merge(self, output: RequestOutput) -> None:
         """Append the next delta."""
         self._last = output
         if self._prompt_logprobs is None:
@@ -92,7 +101,7 @@ class MergedOutput:
             merged = self._completions.get(completion.index)
             if merged is None:
                 merged = self._completions[completion.index] = _MergedCompletion()
-            merged.add(completion)
+            merged.merge(completion)
 
 
 class _MergedCompletion:
@@ -104,11 +113,11 @@ class _MergedCompletion:
         self._logprobs = _PackedLogprobs()
         self._last: CompletionOutput
 
-    def add(self, completion: CompletionOutput) -> None:
+    def merge(self, completion: CompletionOutput) -> None:
         self._last = completion
         self._token_ids += completion.token_ids
         for entry in completion.logprobs or ():
-            self._logprobs.add(entry)
+            self._logprobs.append(entry)
         if completion.text:
             self._text.append(completion.text)
 
@@ -135,7 +144,7 @@ class _PackedLogprobs:
         """0: none."""
         self._texts: list[str | None] = []
 
-    def add(self, entry: dict[int, Logprob]) -> None:
+    def append(self, entry: dict[int, Logprob]) -> None:
         """Append one token's alternatives."""
         self._num_alternatives.append(len(entry))
         self._token_ids.extend(entry)
@@ -154,3 +163,67 @@ class _PackedLogprobs:
             }
             for count in self._num_alternatives
         ]
+
+
+class StatsListener(Protocol):
+    """Hears of everything that comes out of the engine, on the event loop."""
+
+    def record_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Outputs as the engine makes them (cumulative or delta), the last one of each request included."""
+        ...
+
+    def record_stats(self, stats: EngineStats) -> None:
+        """The snapshot after a step."""
+        ...
+
+
+@dataclass(slots=True)
+class Delivery:
+    """outputs, failures: to requests. results: to calls. last_outputs: of requests that failed, for listeners alone.
+    stats: the snapshot that came along, if any."""
+
+    outputs: list[tuple[OutputStream, RequestOutput]] = field(default_factory=list)
+    failures: list[tuple[OutputStream, QuireError]] = field(default_factory=list)
+    results: list[tuple[asyncio.Future[CallResult], CallResult]] = field(default_factory=list)
+    last_outputs: list[RequestOutput] = field(default_factory=list)
+    stats: EngineStats | None = None
+
+    def hand_over(self, listeners: Iterable[StatsListener]) -> None:
+        """On the event loop: requests and calls first, so that no failing listener keeps theirs from them."""
+        for stream, output in self.outputs:
+            stream.put(output)
+        for stream, error in self.failures:
+            stream.fail(error)
+        for future, result in self.results:
+            if not future.done():
+                future.set_result(result)
+        heard = [output for _, output in self.outputs] + self.last_outputs
+        for listener in listeners:
+            if heard:
+                listener.record_outputs(heard)
+            if self.stats is not None:
+                listener.record_stats(self.stats)
+
+
+class RequestPart(Protocol):
+    """One of the engine requests that a caller's request is run in."""
+
+    async def wait_turn(self, request: EngineRequest) -> EngineRequest:
+        """Wait for its turn; returns what the engine gets."""
+        ...
+
+    def end_turn(self) -> None:
+        """It is over, or was never begun."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def turn_of(part: RequestPart | None, request: EngineRequest) -> AsyncGenerator[EngineRequest, None]:
+    """Wait for the turn of `part`, yield what the engine gets, and end the turn. A request of one part has no turns."""
+    if part is None:
+        yield request
+        return
+    try:
+        yield await part.wait_turn(request)
+    finally:
+        part.end_turn()

@@ -111,7 +111,7 @@ def main(line: bytes) -> None:
     faulthandler.enable(crash_file, all_threads=False)
     _watch_parent(directory)
     channel = Channel(directory)
-    failed = run(spec, channel, stop)
+    failed = run_engine(spec, channel, stop)
     if failed is not None:
         channel.send(failed)
     channel.close()
@@ -121,7 +121,7 @@ def main(line: bytes) -> None:
     os._exit(0 if failed is None else 1)
 
 
-def run(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | None:
+def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFailed | None:
     """Build the core and serve until told to stop. Returns why the process cannot go on, if so."""
     try:
         configure_logging()

@@ -100,7 +100,7 @@ class ProcessClient:
 
     @property
     def ready(self) -> EngineReady:
-        # A lock of its own: whoever waits here must not queue behind a `receive` that waits for outputs.
+        # A lock of its own: a caller of `ready` must not queue behind a `receive` that waits for outputs.
         with self._starting:
             if self._ready is None:
                 with self._receiving:
@@ -141,7 +141,7 @@ class ProcessClient:
         if asked:
             _wait(self._process, timeout)
         self._abandon()
-        # The end of the process wakes whoever waits in `receive`; only then may the sockets be closed under it.
+        # The end of the process wakes a thread that waits in `receive`; only then may the sockets be closed under it.
         with self._receiving:
             self._close_sockets()
 

@@ -88,7 +88,7 @@ def sweep(parent: Path) -> None:
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
-            continue  # someone else's, or gone in the meantime
+            continue  # of another user, or removed meanwhile
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

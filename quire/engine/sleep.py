@@ -1,4 +1,4 @@
-"""Sleep: the engine gives memory back while nobody needs it, and takes it again without starting anew.
+"""Sleep: an idle engine releases its memory, and allocates it again without a restart.
 
 Level 1 keeps the weights (in host memory, where they were on a device), level 2 drops them: they are loaded again. The
 KV cache is given back by both, and what was cached is forgotten.
@@ -50,7 +50,7 @@ class Sleep:
             raise EngineAsleepError("the engine is asleep: wake it up first (wake_up)")
 
     def fall_asleep(self, level: str) -> None:
-        """Sleep at `level`, "1" or "2". Who sleeps may fall asleep more deeply. Raises UserError, having changed
+        """Sleep at `level`, "1" or "2". An engine asleep at level 1 may go to level 2. Raises UserError, having changed
         nothing, while requests live or prefixes are registered, and InsufficientMemoryError, awake but for the prefix
         cache, when the host has no room for the weights."""
         if level not in LEVELS:

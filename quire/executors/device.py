@@ -20,7 +20,7 @@ class DeviceExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._worker: DeviceWorker | None = DeviceWorker(config)
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         return self._live_worker().load_model()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -32,7 +32,7 @@ class DeviceExecutor:
     def measure_preemption_costs(self) -> PreemptionCosts:
         return self._live_worker().measure_preemption_costs()
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         return self._live_worker().describe_backend()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
@@ -48,7 +48,7 @@ class DeviceExecutor:
         self._live_worker().wake_up()
 
     def shutdown(self) -> None:
-        """Wait for what the device is doing, then let go of the model and the pool."""
+        """Wait for the work of the device, then release the model and the pool."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None

@@ -28,39 +28,41 @@ class InProcessExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._lane: Lane = WorkerThread("quire-worker") if config.scheduler.queue_depth > 1 else InlineWorkerThread()
+        self._thread: CallRunner = (
+            WorkerThread("quire-worker") if config.scheduler.queue_depth > 1 else InlineWorkerThread()
+        )
         self._worker: Worker | None = Worker(config)
 
-    def load(self) -> list[LayerSpec]:
-        return self._lane.submit(self._live_worker().load_model).result()
+    def load_model(self) -> list[LayerSpec]:
+        return self._thread.submit(self._live_worker().load_model).result()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        return self._lane.submit(self._live_worker().profile, max_num_batched_tokens, max_num_seqs).result()
+        return self._thread.submit(self._live_worker().profile, max_num_batched_tokens, max_num_seqs).result()
 
     def allocate(self, layout: KVCacheLayout) -> None:
-        self._lane.submit(self._live_worker().allocate, layout).result()
+        self._thread.submit(self._live_worker().allocate, layout).result()
 
     def measure_preemption_costs(self) -> PreemptionCosts:
-        return self._lane.submit(self._live_worker().measure_preemption_costs).result()
+        return self._thread.submit(self._live_worker().measure_preemption_costs).result()
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         return self._live_worker().describe_backend()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        return self._lane.submit(self._live_worker().execute, plan)
+        return self._thread.submit(self._live_worker().execute, plan)
 
     def idle(self) -> bool:
         return False
 
     def sleep(self, level: int) -> None:
-        self._lane.submit(self._live_worker().sleep, level).result()
+        self._thread.submit(self._live_worker().sleep, level).result()
 
     def wake_up(self) -> None:
-        self._lane.submit(self._live_worker().wake_up).result()
+        self._thread.submit(self._live_worker().wake_up).result()
 
     def shutdown(self) -> None:
-        """Wait for plans that were started, then let go of the model and the pool."""
-        self._lane.close()
+        """Wait for plans that were started, then release the model and the pool."""
+        self._thread.close()
         if self._worker is not None:
             self._worker.close()
         self._worker = None
@@ -71,7 +73,7 @@ class InProcessExecutor:
         return self._worker
 
 
-class Lane(Protocol):
+class CallRunner(Protocol):
     """Runs calls one after the other."""
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:

@@ -1,4 +1,4 @@
-"""The seam between the engine core and whoever runs the model."""
+"""The interface between the engine core and the executor, which runs the model on one or more workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.step import StepPlan, StepResult
 class Executor(Protocol):
     """Runs plans on one or more workers, strictly in order. Life: load, profile, allocate, execute ..., shutdown."""
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
         ...
 
@@ -31,7 +31,7 @@ class Executor(Protocol):
         """Time a copy to the host pool and a prompt's computation. After `allocate`, before the first plan."""
         ...
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         """One line for people: what computes, with how many threads, in which formats. After `load`."""
         ...
 

@@ -120,8 +120,8 @@ class StepLog:
         except OSError as error:
             raise ConfigError(f"cannot write the step log {str(path)!r}: {error.strerror}", param="step_log") from None
 
-    def load(self) -> list[LayerSpec]:
-        return self._executor.load()
+    def load_model(self) -> list[LayerSpec]:
+        return self._executor.load_model()
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         return self._executor.profile(max_num_batched_tokens, max_num_seqs)
@@ -133,19 +133,19 @@ class StepLog:
     def measure_preemption_costs(self) -> PreemptionCosts:
         return self._executor.measure_preemption_costs()
 
-    def describe(self) -> str:
-        return self._executor.describe()
+    def describe_backend(self) -> str:
+        return self._executor.describe_backend()
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         handed_over = self._clock.now()
         future = self._executor.execute(plan)
 
-        def end(future: Future[StepResult]) -> None:
+        def log_step(future: Future[StepResult]) -> None:
             if future.exception() is None:
                 self._end(plan, handed_over)
 
         # Called at once where the plan has run inside `execute`, else on the thread that ran it, step by step.
-        future.add_done_callback(end)
+        future.add_done_callback(log_step)
         return future
 
     def idle(self) -> bool:
@@ -201,7 +201,7 @@ class StepLog:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             queue_depth=scheduler.queue_depth,
             num_threads=self._config.device.num_threads,
-            backend=self._executor.describe(),
+            backend=self._executor.describe_backend(),
         )
 
     def _write(self, entry: StepLogHeader | StepRecord, *, flush: bool) -> None:

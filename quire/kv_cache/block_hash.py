@@ -2,7 +2,8 @@
 
 h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32).
 SHA-256 makes a collision (and so a wrong hit, or a probe into another tenant's prompts) infeasible; a predictable
-hash in this place has been an advisory elsewhere. Values are the same in every process, so that tiers can keep them.
+hash in this place has been an advisory elsewhere. Values are the same in every process, so that the KV connector can
+store them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class HashChain:
         return bisect.bisect_left(known, True, key=lambda block: mine[block] != others[block])
 
     def fork(self, num_blocks: int) -> HashChain:
-        """A chain that shares the first `num_blocks` blocks and goes its own way after."""
+        """A chain that shares the first `num_blocks` blocks and differs after them."""
         child = HashChain.__new__(HashChain)
         child._block_size = self._block_size
         child.hashes = self.hashes[: num_blocks + 1]

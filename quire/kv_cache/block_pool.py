@@ -1,4 +1,4 @@
-"""Physical blocks: ids, reference counts, and who may be handed out next (paper §4.2, §4.4)."""
+"""The pool of physical blocks: ids, reference counts, and the order of allocation and eviction (paper §4.2, §4.4)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class BlockPool:
             self._free.append(block)
 
     def forget(self, block: int) -> None:
-        """Nobody is to hit the content of a block any more. Without owners it is free then."""
+        """Remove the content of a block from the prefix index. A block without owners becomes free."""
         for index in self._indexes:
             if block in index:
                 index.remove(block)

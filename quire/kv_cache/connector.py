@@ -1,14 +1,14 @@
-"""Tiers of the prefix cache below the device: blocks of host memory, and behind them files.
+"""The KV connector: stores cached blocks outside the device, in host memory and files, and loads them back.
 
-What the prefix index takes in is copied to the host, and from there to disk, a little later and beside computation;
-the host keeps its copy until the room is wanted. A prompt whose next blocks are on the host gets them swapped in
-(quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and the request waits for
-them (quire/scheduler/connector_loads.py).
+A block that enters the prefix index is copied to the host and from there to disk, a little later and beside
+computation; the host keeps its copy until the memory is needed. A prompt whose next blocks are on the host gets them
+copied to the device (quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and
+the request is deferred until then (quire/scheduler/connector_loads.py).
 
-Here are only decisions: which block goes where and who must leave it alone meanwhile. Copies and files are the
-worker's, and travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
-load until its end is reported, by a request that waits for it, and in a pass that orders to swap it in; otherwise it is
-evictable, so that swapped requests get it whenever they need it.
+This module only decides which block is copied where and owns it meanwhile. The worker executes the copies and the file
+access, which travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
+load until its end is reported, by a deferred request that waits for it, and in a pass that orders its copy to the
+device; otherwise it is evictable, so that swapped requests get it whenever they need it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quire.stats import EngineStats
 from quire.step import DiskReport
 
 STORING_SHARE = 4
-"""At most one host block in so many is on its way to disk, and ..."""
+"""At most one host block in STORING_SHARE is being stored to disk."""
 LOADING_SHARE = 2
-"""... one in so many on its way from disk or held for a request that waits."""
+"""At most one host block in LOADING_SHARE is being loaded from disk or held for a deferred request."""
 
 RETRY = 16
 MAX_BACKLOG = 2**16
-"""Blocks that wait for their turn to be copied; the oldest give up, evicted long ago as likely as not."""
+"""Most blocks that wait to be copied; the oldest are dropped, as they are probably evicted already."""
 
 
 class ConnectorOrders(NamedTuple):
-    """For one plan; see StepPlan's columns of the same names."""
+    """The transfers of one plan; see StepPlan's columns of the same names."""
 
     swap_out: list[tuple[int, int]]
     swap_in: list[tuple[int, int]]
@@ -45,19 +45,19 @@ class ConnectorOrders(NamedTuple):
 
 
 NO_ORDERS = ConnectorOrders([], [], [], [])
-"""Nobody adds to these."""
+"""Shared and never modified."""
 
 
 class Fetch:
-    """Blocks on their way from disk for one request, with those beside them that are on the host already."""
+    """The blocks that one request fetches from disk, together with those that are on the host already."""
 
     __slots__ = ("held", "num_loading", "wanted")
 
     def __init__(self) -> None:
         self.wanted: list[BlockKey] = []
-        """Not ordered yet."""
+        """Blocks whose load is not ordered yet."""
         self.held: list[int] = []
-        """Host blocks that it owns a share of, also of those whose content is still to come."""
+        """Host blocks that the fetch shares, those still being loaded included."""
         self.num_loading = 0
 
     @property
@@ -65,8 +65,8 @@ class Fetch:
         return bool(self.wanted or self.num_loading)
 
 
-class TierCounters:
-    """What a tier did. Blocks, unless a name says tokens."""
+class TransferCounters:
+    """Counters of a connector's transfers, in blocks."""
 
     __slots__ = (
         "num_bytes",
@@ -89,7 +89,7 @@ class TierCounters:
 
 
 class KVConnector(Protocol):
-    """What the KV manager and the scheduler ask of the tiers below the device."""
+    """The scheduler's half of a KV connector: lookup, store, load and release of cached blocks outside the device."""
 
     @property
     def has_content(self) -> bool:
@@ -122,7 +122,7 @@ class KVConnector(Protocol):
         ...
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """These were hit on the device: what of them the disk dropped, not seeing it used, is worth keeping."""
+        """Offer blocks that were hit on the device again: the disk may have dropped them as unused."""
         ...
 
     def bring(self, key: BlockKey, block: int) -> None:
@@ -130,8 +130,8 @@ class KVConnector(Protocol):
         ...
 
     def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        """Whether so many blocks are loaded in less time than the tokens that they stand for are computed. One in
-        RETRY times the answer is yes even so, or the disk's speed would never be learnt anew."""
+        """Whether loading `num_disk_blocks` takes less time than computing `num_tokens`. One negative answer in RETRY
+        is turned into a positive one, so that the disk's speed is measured again."""
         ...
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
@@ -139,7 +139,7 @@ class KVConnector(Protocol):
         ...
 
     def drop(self, fetch: Fetch) -> None:
-        """Whoever waited goes on, or is gone. What still comes in is kept as any other content."""
+        """End a fetch: its request goes on or has ended. Blocks still being loaded are kept like other content."""
         ...
 
     def orders(self, *, may_allocate: bool) -> ConnectorOrders:
@@ -150,7 +150,7 @@ class KVConnector(Protocol):
     def update(self, report: DiskReport) -> None: ...
 
     def forget(self, key: BlockKey) -> None:
-        """Do not find this content again before it was computed anew."""
+        """Do not find this content again until it was computed anew."""
         ...
 
     def reset(self) -> None:
@@ -158,20 +158,21 @@ class KVConnector(Protocol):
         ...
 
     def release_held(self) -> bool:
-        """Swapped requests need the room: let go of what is only held for requests that wait. Whether there was any."""
+        """Release the blocks held for deferred requests, because swapped requests need the memory; returns whether
+        there were any."""
         ...
 
-    def describe(self, stats: EngineStats) -> None:
-        """Fill in what the tiers hold and have moved; take their blocks off `num_used_host_blocks`."""
+    def report_stats(self, stats: EngineStats) -> None:
+        """Fill in what the connector holds and has moved; subtract its blocks from `num_used_host_blocks`."""
         ...
 
     def check(self, owners: dict[int, int]) -> None:
-        """Add the tier's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
+        """Add the connector's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
         ...
 
 
 class NoConnector:
-    """The device's memory is all there is."""
+    """A connector without storage: only the device caches blocks."""
 
     has_content = False
     has_backlog = False
@@ -185,10 +186,10 @@ class NoConnector:
         return False
 
     def offer(self, key: BlockKey) -> None:
-        """Nobody takes it."""
+        """Nothing is stored."""
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Nobody takes them."""
+        """Nothing is stored."""
 
     def bring(self, key: BlockKey, block: int) -> None:
         raise AssertionError("nothing was found")
@@ -206,7 +207,7 @@ class NoConnector:
         return NO_ORDERS
 
     def update(self, report: DiskReport) -> None:
-        raise AssertionError("a worker without a disk tier has nothing to report")
+        raise AssertionError("a worker without a KV connector has nothing to report")
 
     def forget(self, key: BlockKey) -> None:
         """It is not found."""
@@ -217,7 +218,7 @@ class NoConnector:
     def release_held(self) -> bool:
         return False
 
-    def describe(self, stats: EngineStats) -> None:
+    def report_stats(self, stats: EngineStats) -> None:
         """There is nothing to tell."""
 
     def check(self, owners: dict[int, int]) -> None:
@@ -225,7 +226,7 @@ class NoConnector:
 
 
 class OffloadConnector:
-    """Host and disk. Owns no memory: host blocks are those of the pool that swapped requests use."""
+    """A connector to host memory and disk. It uses the host blocks of the pool that swapped requests use."""
 
     def __init__(self, device: Sequence[PrefixIndex], host: BlockPool, host_indexes: Sequence[PrefixIndex]) -> None:
         """device, host_indexes: what is on the device and on the host, per KV group. host: the host's blocks."""
@@ -243,14 +244,14 @@ class OffloadConnector:
         """Content that was forgotten while it was being stored or loaded."""
         self._fetches: dict[Fetch, None] = {}
         self._waiters: dict[int, list[Fetch]] = {}
-        """Host block that is being loaded -> who waits for it."""
+        """Host block that is being loaded -> the fetches that wait for it."""
         self._from_disk: dict[int, BlockKey] = {}
         """Host blocks that were loaded, and with what."""
         self._bringing: list[tuple[int, int]] = []
         self._load_seconds = self._token_seconds = 0.0
         self._num_declined = 0
         self._was_reset = False
-        self.counters = TierCounters()
+        self.counters = TransferCounters()
         self._max_storing = max(1, host.num_usable // STORING_SHARE)
         self._max_loading = max(1, host.num_usable // LOADING_SHARE)
 
@@ -289,7 +290,7 @@ class OffloadConnector:
     def is_on_disk(self, key: BlockKey) -> bool:
         return key in self._disk
 
-    # -- coming and going -------------------------------------------------------------------------------------------
+    # -- storing and loading -------------------------------------------------------------------------------------------
 
     def offer(self, key: BlockKey) -> None:
         if key not in self._disk:
@@ -385,7 +386,7 @@ class OffloadConnector:
             else:
                 assert block is not None
                 copy = self._host.allocate()
-                self._indexes[key[0]].add(key[1], copy)
+                self._indexes[key[0]].insert(key[1], copy)
                 orders.swap_out.append((block, copy))
             self._storing[copy] = key
             self._storing_keys.add(key)
@@ -404,11 +405,11 @@ class OffloadConnector:
             if key in self._void:
                 self._void.remove(key)
             elif not self._was_reset or key in self._disk:
-                self._indexes[group].add(block_hash, block)
+                self._indexes[group].insert(block_hash, block)
                 self._from_disk[block] = key
             self._end_load(block)
         found = [key for key in report.found if not self._was_reset or key in self._storing_keys]
-        self._disk.add(key for key in found if key not in self._void)
+        self._disk.insert(key for key in found if key not in self._void)
         for block in report.released:
             key = self._storing.pop(block)
             self._storing_keys.discard(key)
@@ -464,9 +465,9 @@ class OffloadConnector:
             self.drop(fetch)
         return bool(held)
 
-    # -- looking in -------------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
-    def describe(self, stats: EngineStats) -> None:
+    def report_stats(self, stats: EngineStats) -> None:
         counters = self.counters
         stats.num_used_host_blocks -= self.num_busy
         stats.num_offloaded_blocks = len(self._disk)

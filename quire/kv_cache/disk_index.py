@@ -1,6 +1,6 @@
-"""Which block contents are on disk, as the control plane knows it: from the scan at the start and from what the worker
-reports since. Another engine that shares the directory may have removed one meanwhile: then its load fails, and it is
-computed.
+"""The index of block contents on disk, from the scan at the start and the worker's reports since then.
+
+Another engine that shares the directory may remove a file meanwhile: its load fails then, and the block is computed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DiskIndex:
     def __contains__(self, key: BlockKey) -> bool:
         return key[1] in self._hashes[key[0]]
 
-    def add(self, keys: Iterable[BlockKey]) -> None:
-        """Keys of groups that the engine does not have (a file somebody put there) are left out."""
+    def insert(self, keys: Iterable[BlockKey]) -> None:
+        """Keys of groups that the engine does not have (a foreign file) are left out."""
         for group, block_hash in keys:
             if group < len(self._hashes):
                 self._hashes[group].add(block_hash)

@@ -1,4 +1,4 @@
-"""Rules that differ by kind of layer: which blocks a prefix hit needs, and which a sequence can give back."""
+"""Block rules by kind of layer: which blocks a prefix hit needs, and which a sequence can give back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.kv_cache.spec import LayerSpec, SlidingWindowSpec
 
 
 class Findable(Protocol):
-    """Where contents are looked up."""
+    """An index of block contents by hash."""
 
     def find(self, block_hash: bytes) -> int | None:
         """A block with this content, None when there is none."""

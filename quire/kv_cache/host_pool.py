@@ -134,7 +134,7 @@ class HostPool:
         owned = dict.fromkeys(distinct, 0)
         for block in _blocks(sequences):
             owned[block] += 1
-        # What only this request holds is evictable without it, and whoever took its place wants the room.
+        # Blocks that only this request holds become evictable, and the request that replaces it will evict them.
         retained = {
             block
             for block, count in owned.items()
@@ -151,7 +151,7 @@ class HostPool:
             owners[block] = owners.get(block, 0) + 1
         self.blocks.check(owners)
         for blocks in self._swapped.values():
-            assert blocks.pending_hash is None, "a swapped sequence promises a block"
+            assert blocks.pending_hash is None, "a swapped sequence has a pending block"
 
     def _cached(self, sequences: Sequence[BlockTable]) -> dict[int, int]:
         """Host block -> device block of equal content, where the prefix index has one."""

@@ -1,4 +1,4 @@
-"""The one face of the KV cache that the scheduler sees: match, allocate, fork, cache, swap, free, check.
+"""The KV cache manager, the scheduler's interface to the KV cache: match, allocate, fork, cache, swap, free, check.
 
 Block ids are opaque to the scheduler; it passes them into the plan. All calls either succeed or change nothing.
 """
@@ -14,8 +14,7 @@ from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
 from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.pending_blocks import PendingBlocks
-from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.prefix_index import PendingBlocks, PrefixIndex
 from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
 from quire.kv_cache.spec import SlidingWindowSpec
@@ -57,7 +56,7 @@ class KVCacheManager:
     """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
 
     def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
-        """enable_offload: keep what the prefix index takes in on the host and on disk, too."""
+        """enable_offload: store the contents of the prefix index on the host and on disk as well."""
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
@@ -98,9 +97,10 @@ class KVCacheManager:
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """Who computes the block right behind a hit, and how many leading blocks it shares with the chain.
+        """The sequence that computes the block right behind a hit, and how many leading blocks it shares with the
+        chain.
 
-        `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when nobody does.
+        `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when no sequence does.
         """
         block, limit = num_cached_tokens // self.block_size, max_tokens // self.block_size
         if chain is None or block >= limit:
@@ -137,7 +137,7 @@ class KVCacheManager:
         return {block for table in tables for block in table if block != NULL_BLOCK}
 
     def num_freed_by(self, sequences: Iterable[BlockTable], kept: set[int]) -> int:
-        """Blocks, those in `kept` not counted, that nobody else would own if these sequences gave theirs up."""
+        """Blocks that would have no owner if these sequences were freed, without those in `kept`."""
         owners: Counter[int] = Counter()
         for blocks in sequences:
             for table in blocks.tables:
@@ -147,7 +147,7 @@ class KVCacheManager:
             count == counts[block] for block, count in owners.items() if block != NULL_BLOCK and block not in kept
         )
 
-    # -- owning -----------------------------------------------------------------------------------------------------
+    # -- ownership ------------------------------------------------------------------------------------------------
 
     def allocate_prefix(
         self, chain: HashChain | None, num_cached_tokens: int, token_ids: Sequence[int] = ()
@@ -196,33 +196,35 @@ class KVCacheManager:
         needed = num_new * len(blocks.tables) + len(copied_groups)
         if needed > pool.num_allocatable and not (self.loader.release() and needed <= pool.num_allocatable):
             return None
-        growth = BlockAllocation([[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared)
+        allocation = BlockAllocation(
+            [[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared
+        )
         blocks.tail_shared = False
-        for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
+        for table, new in zip(blocks.tables, allocation.new_blocks, strict=True):
             table.extend(new)
         blocks.capacity += num_new * size
         for group in copied_groups:
             table = blocks.tables[group]
             source, table[tail] = table[tail], pool.allocate()
             pool.release(source)
-            growth.replaced.append((group, tail, table[tail]))
-            growth.copies.append((source, table[tail]))
-        return growth
+            allocation.replaced.append((group, tail, table[tail]))
+            allocation.copies.append((source, table[tail]))
+        return allocation
 
-    def rollback(self, blocks: BlockTable, growth: BlockAllocation) -> None:
-        """Take back the last `allocate_slots` of a sequence, whose plan is given up; the latest one first where several
-        sequences grew. What had left a window stays given back."""
-        for (group, index, copy), (source, _) in zip(growth.replaced, growth.copies, strict=True):
+    def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
+        """Undo the last `allocate_slots` of a sequence, because its plan is dropped; undo the latest one first where
+        there are several. Blocks that left a sliding window stay released."""
+        for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
             self.pool.release(copy)
             blocks.tables[group][index] = source
-        for table, new in zip(blocks.tables, growth.new_blocks, strict=True):
+        for table, new in zip(blocks.tables, allocation.new_blocks, strict=True):
             for block in reversed(new):
                 self.pool.release(block)
             del table[len(table) - len(new) :]
-        blocks.capacity -= len(growth.new_blocks[0]) * self.block_size
-        blocks.tail_shared = growth.tail_was_shared
+        blocks.capacity -= len(allocation.new_blocks[0]) * self.block_size
+        blocks.tail_shared = allocation.tail_was_shared
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
@@ -255,7 +257,7 @@ class KVCacheManager:
             block_hash = hashes[block + 1]
             for group, index, table in groups:
                 if table[block] != NULL_BLOCK:
-                    index.add(block_hash, table[block])
+                    index.insert(block_hash, table[block])
                     offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
@@ -310,8 +312,8 @@ class KVCacheManager:
         self._release_all(blocks)
 
     def evict(self, chain: HashChain | None) -> None:
-        """Let nobody hit what a sequence has read or computed: its content is in doubt. Who owns such blocks keeps
-        them, and a registered prefix stays."""
+        """Remove a sequence's blocks from the prefix cache, because their content may be invalid. Owners keep the
+        blocks, and registered prefixes stay."""
         for block_hash in () if chain is None else chain.hashes[1:]:
             for group, index in enumerate(self._indexes):
                 block = index.find(block_hash)
@@ -330,7 +332,8 @@ class KVCacheManager:
             self._enter(prefix.blocks)
         return num_dropped
 
-    # -- pinning ----------------------------------------------------------------------------------------------------
+    # -- registered prefixes
+    # ----------------------------------------------------------------------------------------------------
 
     def register_prefix(self, name: str, blocks: BlockTable, token_ids: Sequence[int]) -> None:
         """Keep a sequence that has computed exactly `token_ids`, with full blocks committed, as a registered prefix."""
@@ -341,13 +344,15 @@ class KVCacheManager:
         del self._live[id(blocks)]
         self._pending_blocks.drop(blocks)
         num_full = num_tokens // self.block_size
-        # Also who shares the full blocks alone shall find what it reads.
+        # A sequence that shares the full blocks alone must find all that its queries read.
         self._release_outside_windows(blocks, num_full * self.block_size)
         self._enter(blocks)
-        self._registered.add(name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :])))
+        self._registered.insert(
+            name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :]))
+        )
 
     def unregister_prefix(self, name: str) -> int:
-        """Give a registered prefix up; its full blocks stay cached. Returns how many blocks no longer belong to a
+        """Unregister a prefix; its full blocks stay cached. Returns how many blocks no longer belong to a
         registered prefix.
 
         Raises KeyError for an unknown name.
@@ -423,10 +428,10 @@ class KVCacheManager:
                     found = index.find(prefix.blocks.chain.block_hash(number))
                     assert block in (NULL_BLOCK, found), "a registered block is not the one that is found"
         for block_hash, blocks in self._pending_blocks.items():
-            assert id(blocks) in self._live, "a sequence that is gone promises a block"
+            assert id(blocks) in self._live, "a pending block belongs to a sequence that ended"
             assert blocks.chain is not None
             assert blocks.pending_hash == block_hash == blocks.chain.block_hash(blocks.num_committed), (
-                "a promise is stale"
+                "a pending block is stale"
             )
 
     @property
@@ -458,7 +463,7 @@ class KVCacheManager:
                 if block == NULL_BLOCK:
                     continue
                 block_hash = blocks.chain.block_hash(number)
-                index.add(block_hash, block)
+                index.insert(block_hash, block)
                 found = index.find(block_hash)
                 if found is not None and found != block:
                     self.pool.share(found)

@@ -1,6 +1,17 @@
-"""Which physical block holds which content: one table per KV group."""
+"""The prefix index: which block holds which content, and which sequence is about to compute one.
+
+Each live sequence has at most one pending block: the first full block whose tokens are known and that it has not
+offered to the index yet. A prompt that shares more with the sequence hits exactly the blocks before the pending block
+and finds that block right behind its hit, so one entry per sequence is enough. A sequence that only generates has no
+pending block, because the tokens of its next block are not known.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.kv_cache.manager import BlockTable
 
 
 class PrefixIndex:
@@ -20,7 +31,7 @@ class PrefixIndex:
     def find(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
 
-    def add(self, block_hash: bytes, block: int) -> None:
+    def insert(self, block_hash: bytes, block: int) -> None:
         """Enter a block whose content is complete. A second block with the same content stays out: it is freed with
         its sequence."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
@@ -42,5 +53,33 @@ class PrefixIndex:
     def check(self) -> set[int]:
         """Assert that both directions agree; returns the blocks that have content. O(blocks)."""
         indexed = {block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
-        assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "the index is torn"
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == indexed, "index mismatch"
         return set(indexed)
+
+
+class PendingBlocks:
+    """hash -> the sequence that computes the block (the first one, where several do)."""
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, BlockTable] = {}
+
+    def find(self, block_hash: bytes) -> BlockTable | None:
+        return self._owners.get(block_hash)
+
+    def renew(self, blocks: BlockTable) -> None:
+        """Make a sequence's next full block pending, after a start or a commit; none if its tokens are not known."""
+        self.drop(blocks)
+        chain = blocks.chain
+        if chain is not None and blocks.num_committed < chain.num_blocks:
+            blocks.pending_hash = chain.block_hash(blocks.num_committed)
+            self._owners.setdefault(blocks.pending_hash, blocks)
+
+    def drop(self, blocks: BlockTable) -> None:
+        """Remove a sequence's pending block, if it has one."""
+        if blocks.pending_hash is not None:
+            if self._owners.get(blocks.pending_hash) is blocks:
+                del self._owners[blocks.pending_hash]
+            blocks.pending_hash = None
+
+    def items(self) -> list[tuple[bytes, BlockTable]]:
+        return list(self._owners.items())

@@ -1,10 +1,9 @@
-"""Brings cached prefixes back to the device from the tiers below it, for requests that are about to start.
+"""Loads cached prefixes from the KV connector to the device, for requests that are about to start.
 
-First what is on disk only is fetched to the host; that takes as long as it takes. Then blocks of the device are
-allocated and ordered to be swapped in, which takes one plan: from the next on they are in the prefix index like any
-other block, and the request begins with a plain hit. During that plan the request owns the blocks of its hit, the new
-ones and those before them; it gives them up again if it does not begin in the next pass after all, or if whoever runs
-needs them.
+The connector first fetches blocks that are only on disk to the host. Then the loader allocates device blocks and orders
+their copies, which takes one plan: from the next plan on they are in the prefix index like any other block, and the
+request starts with a plain hit. During that plan the request owns all blocks of its hit. The loader releases them when
+the request does not start in the next pass, or when running requests need them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
 
 MIN_BLOCKS = 2
-"""Fewer are computed: to bring them takes a step, which reads all weights and so costs about as much as a block."""
+"""Fewer blocks are computed: loading them takes a step, which reads all weights and costs about as much as a block."""
 
 
 class Reach(NamedTuple):
-    """A hit that goes on below the device."""
+    """A prefix hit that continues in the KV connector."""
 
     num_blocks: int
     """Leading blocks of the prompt, those on the device included."""
@@ -42,10 +41,10 @@ class PrefixLoader:
         pool: BlockPool,
         indexes: Sequence[PrefixIndex],
         rules: Sequence[FullAttentionRules],
-        tiers: KVConnector,
+        connector: KVConnector,
         block_size: int,
     ) -> None:
-        self.connector = tiers
+        self.connector = connector
         self._pool = pool
         self._indexes = indexes
         self._rules = rules
@@ -53,12 +52,12 @@ class PrefixLoader:
         self._held: list[int] = []
         """Device blocks that requests own through this pass and the next, one entry for each share."""
         self._due: list[int] = []
-        """Those of the pass before, to be let go of at the end of this one."""
+        """Shares of the pass before, released at the end of this one."""
         self._arriving: dict[BlockKey, int] = {}
         """Device blocks that the plan at hand swaps in."""
 
     def reach(self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, fetch: bool) -> Reach | None:
-        """How far a hit goes with what is below the device; None when that is not MIN_BLOCKS further.
+        """How far a hit goes with the KV connector's blocks; None when that is less than MIN_BLOCKS further.
 
         num_cached_tokens: as `match_prefix` returned it for the same `max_tokens`. fetch: count what is on disk, as far
         as it can be fetched now.
@@ -79,7 +78,7 @@ class PrefixLoader:
         return None
 
     def blocks_to_bring(self, reach: Reach) -> int:
-        """How many blocks fewer others could take after `bring`."""
+        """How many blocks `bring` takes from the allocatable ones."""
         hits = (self._indexes[group].find(block_hash) for group, block_hash in reach.on_device)
         num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
         return num_evictable + sum(key not in self._arriving for key in reach.on_host)
@@ -105,26 +104,26 @@ class PrefixLoader:
         return num_before - pool.num_allocatable
 
     def arrive(self) -> None:
-        """A new pass begins: what the plan before swapped in can be hit."""
+        """Start a new pass: enter the blocks that the plan before copied in into the prefix index."""
         for (group, block_hash), block in self._arriving.items():
-            self._indexes[group].add(block_hash, block)
+            self._indexes[group].insert(block_hash, block)
         self._arriving.clear()
         self._due += self._held
         self._held = []
 
     def reset(self) -> None:
-        """Forget all content below the device, and what is on its way: who waits for it finds no hit."""
+        """Forget all content of the KV connector, blocks being copied included: deferred requests find no hit."""
         self.connector.reset()
         self._arriving.clear()
 
     @property
     def is_holding(self) -> bool:
-        """Whether blocks are owned for requests that have not begun (or are gone since)."""
+        """Whether blocks are held for requests that have not started, or ended since."""
         return bool(self._held or self._due)
 
     def release(self) -> bool:
-        """Give up what requests own since the pass before; those that began have shares of their own. Whether there was
-        anything."""
+        """Release what requests own since the pass before; those that started have shares of their own. Returns whether
+        there was anything."""
         due, self._due = self._due, []
         for block in reversed(due):
             self._pool.release(block)
@@ -134,7 +133,7 @@ class PrefixLoader:
         """Add the shares of device blocks to `owners` (block -> owners)."""
         for block in (*self._held, *self._due):
             owners[block] = owners.get(block, 0) + 1
-        assert set(self._arriving.values()) <= set(self._held), "a block arrives for nobody"
+        assert set(self._arriving.values()) <= set(self._held), "a block is copied in without an owner"
 
     def _find(self, key: BlockKey, *, fetch: bool) -> int | None:
         block = self._indexes[key[0]].find(key[1])
@@ -162,7 +161,7 @@ class PrefixLoader:
 
 
 class _View:
-    """A KV group's contents on all tiers, for `agreed_hit`. The number that it returns only says that there is one."""
+    """A KV group's contents on the device and in the connector, for `agreed_hit`, which only tests for None."""
 
     def __init__(self, loader: PrefixLoader, group: int, *, fetch: bool) -> None:
         self._loader = loader

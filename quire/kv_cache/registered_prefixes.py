@@ -1,9 +1,8 @@
 """Registered prefixes: the shared prefix of the paper's §4.4, computed once and kept whatever else needs memory.
 
-A registered prefix owns its blocks as a sequence does, so nobody evicts or preempts them. Its full blocks are found
-through the prefix index like any others. Its last, partly filled block cannot be, since it has no hash: it is found
-here, for a prompt that starts with all tokens of the prefix and goes on, and copied before the first write, as after a
-fork.
+A registered prefix owns its blocks as a sequence does, so they are never evicted. The prefix index finds its full
+blocks like any others. The last, partly filled block has no hash: `RegisteredPrefixes` finds it for a prompt that
+starts with all tokens of the prefix and is longer, and the sequence copies it before its first write, as after a fork.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class RegisteredPrefixes:
         """Slots of one group's registered blocks that hold no token."""
         return sum([prefix.blocks.capacity - prefix.num_tokens for prefix in self._registered.values()])
 
-    def add(self, name: str, prefix: RegisteredPrefix) -> None:
+    def insert(self, name: str, prefix: RegisteredPrefix) -> None:
         self._registered[name] = prefix
         siblings = self._by_parent.setdefault(self._parent(prefix), [])
         siblings.append(prefix)

@@ -34,7 +34,7 @@ class MemoryProfile:
     """What the worker measured after loading the weights. Bytes.
 
     available: memory that this process could still take, before the profiling pass (on a CPU the smaller of the
-    system's available memory and the cgroup's limit minus its use; of a device, what nobody uses). activations: peak
+    system's available memory and the cgroup's limit minus its use; on a device, its free memory). activations: peak
     growth during one forward pass with dummy data at the full token budget. weights: bytes of the model's parameters.
     device: where both pools are not in the same memory.
     """
@@ -93,7 +93,8 @@ def size_pool(
     takes `memory_utilization` of what is available less the activations and the swap space (on a device: what weights,
     activations, graphs and tables leave of that share of its memory), and the swap space is DEFAULT_SWAP_SPACE, but at
     most DEFAULT_SWAP_SHARE of what is free (on a device: of the host's memory). Neither is more than `max_num_seqs`
-    sequences of full length can use (nobody new starts while preempted requests wait: no more are swapped out at once).
+    sequences of full length can use (no new request starts while preempted ones wait, so no more are swapped out at
+    once).
 
     Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
     than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.

@@ -1,4 +1,4 @@
-"""The memory made visible: every block's state and every live sequence's tables, taken when somebody asks for it.
+"""A snapshot of the KV cache on request: the state of every block and the block tables of every live sequence.
 
 Plain data for the live page, `quire top` and `GET /debug/kv` (docs/live-view.md). Taking it is linear in blocks and
 table entries, and nothing is kept for it from one time to the next.

@@ -1,4 +1,4 @@
-"""Beams between two plans: what an update decided about rows, kept until the next plan tells the workers."""
+"""Beam reorders between two plans: what an update decided about beam slots, kept until the next plan carries it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from quire.step import SequenceFork
 
 
 class BeamReorder:
-    """Rows that begin as copies of others, and tokens that replace what the workers sampled, as of the next plan."""
+    """Slots that start as copies of other slots, and tokens that replace sampled ones, for the next plan."""
 
     def __init__(self) -> None:
         self._reorders: dict[int, SequenceFork] = {}
         self._token_overrides: dict[int, int] = {}
 
     def follow(self, search: BeamSearch, children: list[Child], kv: BlockSharing) -> list[Sequence]:
-        """Make `children` the live beams of a search. Returns the dead ones whose rows the workers drop first."""
+        """Make `children` the live beams of a search. Returns the dropped beams whose slots the workers release
+        first."""
         followed = follow(search, children, kv)
         dropped = [sequence for sequence in followed.dropped if self.forget(sequence)]
         self._reorders.update({fork.child: fork for fork in followed.forks})
@@ -24,28 +25,29 @@ class BeamReorder:
         return dropped
 
     def forget(self, sequence: Sequence) -> bool:
-        """A sequence loses its row. Returns whether the workers know that row: its branch may not have been planned."""
+        """Drop what is pending for a sequence that loses its slot. Returns whether the workers know the slot: False
+        when its reorder was not planned yet."""
         self._token_overrides.pop(sequence.seq_id, None)
         return self._reorders.pop(sequence.seq_id, None) is None
 
     def take(self) -> tuple[list[SequenceFork], list[tuple[int, int]]]:
-        """(branches, chosen tokens) for a plan, which are then told."""
-        told = list(self._reorders.values()), list(self._token_overrides.items())
+        """Return and clear (beam reorders, token overrides) for a plan."""
+        pending = list(self._reorders.values()), list(self._token_overrides.items())
         self._reorders, self._token_overrides = {}, {}
-        return told
+        return pending
 
     def check(self, running: list[Sequence]) -> None:
-        """Assert that only live rows are spoken of, and no row is copied that does not exist yet."""
+        """Assert that all pending entries name live sequences, and that no slot is copied before it exists."""
         live = {sequence.seq_id for sequence in running}
-        assert self._reorders.keys() | self._token_overrides.keys() <= live, "a row is to branch that is gone"
+        assert self._reorders.keys() | self._token_overrides.keys() <= live, "a reorder names a sequence that ended"
         for fork in self._reorders.values():
-            assert fork.parent in live, "a row is to be copied that is gone"
-            assert fork.parent not in self._reorders, "a row is to be copied before it exists"
+            assert fork.parent in live, "a beam reorder copies a slot that was released"
+            assert fork.parent not in self._reorders, "a beam reorder copies a slot before it exists"
 
 
 def hypothesis_updates(request: Request) -> list[SequenceUpdate]:
-    """What comes of a search that is done: its best `n` hypotheses, whole; an empty end for each that is missing (for
-    all of them, if it ran out of time before the first token)."""
+    """The updates of a finished search: its best `n` hypotheses, each with all tokens, and an empty update for each
+    missing one (all are missing when the time limit passed before the first token)."""
     search = request.beam_search
     assert search is not None
     updates: list[SequenceUpdate] = []

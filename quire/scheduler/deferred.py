@@ -1,17 +1,17 @@
-"""Sharing in flight: of requests that arrive together with the same new prefix, one computes it.
+"""Deferred requests: of requests that arrive together with the same new prefix, one computes it and the others wait.
 
-A waiting request whose next blocks a running sequence computes is passed over: it starts when they are there, with a
-prefix hit. It is looked at again in every step, in its place in the queue, and nothing can keep it there:
+The scheduler defers a waiting request whose next blocks a running sequence computes, and starts it with a prefix hit
+when the blocks are cached. Every step looks at the request in its place in the queue, and every wait ends:
 
-- It waits for one live sequence to commit a given number of blocks. Running sequences get tokens in every step, so that
-  sequence advances; if it is aborted or preempted instead, the wait is over, and the first request that waited computes
-  the rest itself.
-- A step is never empty because of it: the sequence that is waited for is in this step's plan, or in one in flight.
-- Nobody passes a request that was preempted. Whoever passes another one takes nothing that it needs: rows and blocks
-  for the whole request are set aside, and only a prompt that fits into what is left of the step may pass, which takes
-  one token a step afterwards.
-- After the wait it is first again. It may have to wait once more, if by then a sequence computes further blocks that it
-  shares; but each leaves it fewer to wait for (docs/decisions/0005-sharing-in-flight.md).
+- The request waits for one live sequence (the leader) to commit a given number of blocks. Running sequences get tokens
+  in every step, so the leader advances; when the leader is aborted or preempted, the wait is over, and the first
+  deferred request computes the rest itself.
+- A deferral never leaves a step empty: the leader is in this step's plan, or in one in flight.
+- While a preempted request is deferred, no later request starts. A request that starts before a deferred one takes
+  nothing from it: request slots and blocks for the whole deferred request are reserved, and the later prompt must fit
+  into the rest of this step's budget, after which it takes one token a step.
+- After the wait the request is first again. It may be deferred once more, if by then a sequence computes further
+  shared blocks; each deferral leaves fewer blocks to wait for (docs/decisions/0005-sharing-in-flight.md).
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from quire.kv_cache.manager import BlockTable, KVCacheManager
 from quire.request import Request, RequestStatus, Wait
 
 MIN_SHARED_BLOCKS = 2
-"""To share fewer is not worth the wait: a step reads all weights, which costs about as much as a block of tokens."""
+"""A wait for fewer blocks does not pay: a step reads all weights, which costs about as much as a block of tokens."""
 
 
 class DeferredRequests:
-    """The requests that wait in one pass of `Scheduler.schedule`, and their claims."""
+    """The requests deferred in one pass of `Scheduler.schedule`, and their reservations."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
-        self.num_rows = 0
+        self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
-        """One of them ran before: then nobody passes."""
+        """Whether one of them ran before: then no later request starts."""
 
     def __bool__(self) -> bool:
-        return self.num_rows > 0
+        return self.num_slots > 0
 
     def keeps_waiting(self, request: Request) -> bool:
-        """Whether a request waits on, decided in constant time."""
+        """Whether a deferred request keeps waiting; if so, reserve for it. Constant time."""
         if not waits_on(request, self._kv) or request.wait is None:
             return False
         self.reserve(request, request.wait.reserved_blocks)
         return True
 
     def defer(self, request: Request, num_cached_tokens: int, max_tokens: int, num_blocks: int) -> bool:
-        """Whether a request has to wait from now on.
+        """Defer a request if a running sequence computes its next blocks; returns whether it did.
 
         num_cached_tokens: its prefix hit, looked up with `max_tokens`. num_blocks: what it would need to start now.
         """
@@ -56,14 +56,14 @@ class DeferredRequests:
         return True
 
     def reserve(self, request: Request, num_blocks: int) -> None:
-        """A request waits: its rows and so many blocks are set aside."""
+        """Reserve request slots and `num_blocks` blocks for a deferred request."""
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
-        self.num_rows += len(request.live_sequences)
+        self.num_slots += len(request.live_sequences)
         self.num_blocks += num_blocks
 
 
 def waits_on(request: Request, kv: KVCacheManager) -> bool:
-    """Whether a running sequence still computes what a request waits for. A wait that is over ends here."""
+    """Whether the leader still computes the blocks that a deferred request waits for. Clears a wait that is over."""
     wait = request.wait
     if wait is not None and not kv.is_pending_in(wait.leader, wait.num_blocks):
         request.wait = None
@@ -73,8 +73,8 @@ def waits_on(request: Request, kv: KVCacheManager) -> bool:
 def would_wait(
     request: Request, kv: KVCacheManager, num_cached_tokens: int, max_tokens: int
 ) -> tuple[BlockTable, int] | None:
-    """Whom a request would wait for, and for how many leading blocks, behind a prefix hit that was looked up with
-    `max_tokens`; None when it would start."""
+    """(leader, number of leading blocks) that a request would wait for; None when it can start now. Arguments as for
+    `DeferredRequests.defer`."""
     found = kv.find_pending(request.live_sequences[0].chain, num_cached_tokens, max_tokens)
     if found is None or found[1] - num_cached_tokens // kv.block_size < MIN_SHARED_BLOCKS:
         return None

@@ -1,4 +1,4 @@
-"""What the engine core asks of its scheduler, and how it gets one.
+"""The interface between the engine core and its scheduler, and the factory of the scheduler.
 
 The product has one scheduler, `quire.scheduler.scheduler.Scheduler`. The protocol exists because the paper's baselines
 (benchmarks/baselines/) drive the same engine core, real or simulated.
@@ -22,7 +22,7 @@ from quire.step import StepPlan, StepResult
 
 
 class PrefixCache(Protocol):
-    """The part of the KV cache that the engine core speaks to itself."""
+    """The part of the KV cache that the engine core calls directly."""
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached content; returns the number of blocks set free."""
@@ -42,20 +42,20 @@ class EngineScheduler(Protocol):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether cached blocks are to be moved, although no request may be here."""
+        """Whether the KV connector has blocks to move, even without live requests."""
         ...
 
     @property
     def can_transfer(self) -> bool:
-        """The same, without waiting for earlier ones."""
+        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
         ...
 
     def longest_sequence(self, limit: int) -> int:
         """The longest sequence, up to `limit` tokens, that the pool can hold."""
         ...
 
-    def add(self, source: EngineRequest, now: float) -> None:
-        """Queue a request. Raises UserError when it is refused."""
+    def add_request(self, source: EngineRequest, now: float) -> None:
+        """Queue a request. Raises UserError when it is rejected."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -79,19 +79,19 @@ class EngineScheduler(Protocol):
         ...
 
     def unregister_prefix(self, name: str) -> int:
-        """Give up a registered prefix. Raises UserError for unknown ones."""
+        """Unregister a prefix; returns the number of blocks set free. Raises UserError for an unknown name."""
         ...
 
     def forget_rows(self) -> None:
-        """The workers have dropped all rows, while no request lives."""
+        """Note that the workers have dropped all request slots, while no request lives."""
         ...
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges. O(running sequences)."""
         ...
 
-    def load(self) -> Load:
-        """A few of them, in constant time."""
+    def current_load(self) -> Load:
+        """The statistics that take constant time."""
         ...
 
     def snapshot(self) -> KVSnapshot: ...

@@ -1,4 +1,4 @@
-"""What must hold for every waiting and every running sequence between two steps. Raises AssertionError."""
+"""Invariants of waiting and running sequences between two steps. Each check raises AssertionError."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quire.request import Request, Sequence
 
 
 def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
-    """Returns the number of waiting sequences that are in the host pool."""
+    """Check the waiting requests; returns how many of their sequences are in the host pool."""
     _check_order(request.sequences[0] for request in requests)
     num_swapped = 0
     for request in requests:
         for sequence in request.live_sequences:
             assert sequence.blocks is None
-            assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed, and kept nowhere"
+            assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed tokens without blocks"
             if sequence.swapped is not None:
                 num_swapped += 1
                 assert sequence.swapped.capacity - kv.block_size < sequence.num_computed_tokens
@@ -42,4 +42,4 @@ def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
 
 def _check_order(sequences: Iterable[Sequence]) -> None:
     keys = [sequence.request.order_key for sequence in sequences]
-    assert keys == sorted(keys), "out of order"
+    assert keys == sorted(keys), "sequences are out of order"

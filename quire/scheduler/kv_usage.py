@@ -8,7 +8,7 @@ A used block has `block_size` slots. Each is in one of three states:
 - wasted (internal fragmentation): no token has been assigned to it. These are the ends of last blocks, less than one
   block for each sequence and group.
 
-Blocks that are being fetched from the host or from disk for a request to come are used, and count as stored.
+Blocks that the KV connector loads for a deferred request are used, and count as stored.
 
 There is no external fragmentation: every block is as good as any other, so free memory is never unusable. Blocks that
 are free but still hold a prefix (evictable) are not used, and are counted apart.
@@ -34,7 +34,7 @@ class InFlight(NamedTuple):
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
     """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
-    made (who was preempted since may have others by now), and their computed tokens after it."""
+    made (a sequence preempted since may have others by now), and their computed tokens after it."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
@@ -46,7 +46,7 @@ class InFlight(NamedTuple):
 def describe_kv(
     stats: EngineStats, kv: KVCacheManager, running: Iterable[Sequence], in_flight: Iterable[InFlight]
 ) -> None:
-    """Fill in what the pool, the host pool and the tiers below hold now, and have moved so far."""
+    """Fill in what the block pool, the host pool and the KV connector hold now, and have moved so far."""
     pool = kv.pool
     stats.num_used_blocks = num_used = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
@@ -58,15 +58,15 @@ def describe_kv(
     stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
     stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
     stats.num_used_host_blocks = kv.host.blocks.num_used
-    kv.connector.describe(stats)
+    kv.connector.report_stats(stats)
 
 
 def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
     """Slots at the ends of last blocks, those of registered prefixes included, that no plan has given a token.
     O(running sequences and registered prefixes).
 
-    Only a last block can be partly filled, all its owners see the same filling (who writes has copied it before), and
-    the tables of all groups are alike in this, so that one of them is looked at.
+    Only a last block can be partly filled, all its owners fill it equally (a writer copies it first), and all groups
+    are alike in this, so one table per sequence is enough.
     """
     wasted = 0
     shared: dict[int, int] = {}
@@ -86,8 +86,8 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
     sequences; where a plan forks, or several are in flight, their tokens too)."""
     flights = list(in_flight)
     if len(flights) == 1 and not flights[0].forked:
-        # Nobody has been planned for since, or shares what he writes to: every token has a slot of its own. Who has no
-        # blocks ended or was preempted meanwhile: what is written for him is nobody's.
+        # With one plan and no fork every token has a slot of its own. A sequence without blocks ended or was preempted
+        # meanwhile, and the slots it writes to are no longer its own.
         columns = zip(flights[0].sequences, flights[0].plan.num_tokens, strict=True)
         return kv.num_groups * sum([count for sequence, count in columns if sequence.blocks is not None])
     slots: dict[int, int] = {}

@@ -9,7 +9,7 @@ from quire.step import NewSequence, SequenceFork, StepPlan
 
 
 class PlanBuilder:
-    """Lives for one pass of `Scheduler.schedule`."""
+    """Collects the columns of one plan during one pass of `Scheduler.schedule`."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
@@ -27,7 +27,7 @@ class PlanBuilder:
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
         self.block_copies: list[tuple[int, int]] = []
         self.grown: list[tuple[Sequence, BlockAllocation]] = []
-        """What the KV manager did for sequences that have a row, to be undone by who rolls back."""
+        """The allocations for sequences that have a request slot, to be undone by a rollback."""
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, int]] = []
@@ -38,16 +38,16 @@ class PlanBuilder:
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
-    def grow(self, sequence: Sequence, growth: BlockAllocation) -> None:
-        """Record what the KV manager did for a sequence that has a row already."""
-        self.grown.append((sequence, growth))
-        if growth.new_blocks[0]:
-            self.new_blocks[sequence.seq_id] = growth.new_blocks
-        self.block_copies += growth.copies
-        self.replaced_blocks += [(sequence.seq_id, *entry) for entry in growth.replaced]
+    def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
+        """Record an allocation for a sequence that has a request slot already."""
+        self.grown.append((sequence, allocation))
+        if allocation.new_blocks[0]:
+            self.new_blocks[sequence.seq_id] = allocation.new_blocks
+        self.block_copies += allocation.copies
+        self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
 
     def add_row(self, sequence: Sequence) -> None:
-        """A sequence gets a row, with its blocks as they are now."""
+        """Give a sequence a request slot on the workers, with its blocks as they are now."""
         assert sequence.blocks is not None
         self.new_sequences[sequence.seq_id] = NewSequence(
             seq_id=sequence.seq_id,
@@ -68,8 +68,8 @@ class PlanBuilder:
         self.place(sequence, sequence.num_computed_tokens, num_tokens, known)
 
     def place(self, sequence: Sequence, start: int, num_tokens: int, known: int) -> None:
-        """The same for who has just looked at the sequence. start: its computed tokens; known: its tokens, those in
-        flight included."""
+        """As `schedule`, with counters that the caller has read. start: computed tokens; known: tokens of the sequence,
+        those in flight included."""
         self.sequences.append(sequence)
         self.start_positions.append(start)
         self.num_tokens.append(num_tokens)
@@ -85,7 +85,7 @@ class PlanBuilder:
             sequence.num_pending_tokens += 1
 
     def place_steady(self, running: list[Sequence], index: int) -> int:
-        """`place` the sequences from `index` on, up to the first that something is to be decided about
+        """`place` the sequences from `index` on, up to the first that needs a decision
         (`Sequence.fast_path_until`); returns its index."""
         first, limit = index, len(running)
         add_sequence, add_start, add_sample = self.sequences.append, self.start_positions.append, self.samples.append
@@ -115,9 +115,9 @@ class PlanBuilder:
         sequence.num_pending_tokens += 1
 
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
-        """Take back everything scheduled for a request, which is being preempted; its entries are the last ones.
-        Returns what the KV manager did for it, to be undone in this order."""
-        assert all(parent.request is not request for parent, _ in self.forked), "who forks in this step is preempted"
+        """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
+        allocations, which the caller undoes in this order."""
+        assert all(parent.request is not request for parent, _ in self.forked), "a forking request is preempted"
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
             self.sample_from.pop()
@@ -132,13 +132,13 @@ class PlanBuilder:
         undone = []
         while self.grown and self.grown[-1][0].request is request:
             undone.append(self.grown.pop())
-            growth = undone[-1][1]
-            del self.block_copies[len(self.block_copies) - len(growth.copies) :]
-            del self.replaced_blocks[len(self.replaced_blocks) - len(growth.replaced) :]
+            allocation = undone[-1][1]
+            del self.block_copies[len(self.block_copies) - len(allocation.copies) :]
+            del self.replaced_blocks[len(self.replaced_blocks) - len(allocation.replaced) :]
         return undone
 
     def build(
-        self, released: list[int], branches: list[SequenceFork], token_overrides: list[tuple[int, int]]
+        self, released: list[int], beam_reorders: list[SequenceFork], token_overrides: list[tuple[int, int]]
     ) -> StepPlan:
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
@@ -157,7 +157,7 @@ class PlanBuilder:
             released=released,
             swap_out=self.swap_out + self.transfers.swap_out,
             swap_in=self.swap_in + self.transfers.swap_in,
-            beam_reorders=branches,
+            beam_reorders=beam_reorders,
             token_overrides=token_overrides,
             disk_stores=self.transfers.disk_stores,
             disk_loads=self.transfers.disk_loads,

@@ -1,4 +1,4 @@
-"""How a preempted request gives up its memory: its KV is thrown away and recomputed, or swapped to the host (§4.5).
+"""How a preemption frees the KV blocks of a request: they are dropped and recomputed, or swapped to the host (§4.5).
 
 Whole requests only: all sequences move together or none. When the host pool has no room for a victim, that victim is
 recomputed, whatever the mode.
@@ -17,7 +17,7 @@ from quire.request import Request, Sequence
 
 @dataclass(frozen=True)
 class PreemptionCosts:
-    """What the worker measured. seconds_per_block: to copy one block, all its pages, between device and host.
+    """Costs that the worker measured. seconds_per_block: to copy one block, all its pages, between device and host.
     seconds_per_token: to compute one token of a prompt, many at a time."""
 
     seconds_per_block: float
@@ -40,7 +40,7 @@ def choice(mode: str, costs: PreemptionCosts | None) -> Choice:
         case "swap":
             return lambda _footprint, _num_tokens: True
         case "auto":
-            assert costs is not None, "preemption_mode 'auto' compares costs that nobody measured"
+            assert costs is not None, "preemption_mode 'auto' needs measured costs"
             return Cheaper(costs)
     raise AssertionError(f"unknown preemption mode {mode!r}")
 
@@ -57,8 +57,9 @@ class Cheaper:
 
 
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
-    """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when it is
-    to be recomputed: by choice, for want of room, with nothing to save, or while a sample decides about the blocks."""
+    """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when the
+    request is to be recomputed: it is cheaper, the host pool is too full, nothing is computed yet, or the update of a
+    plan in flight needs the blocks."""
     sequences = [sequence for sequence in request.live_sequences if sequence.blocks is not None]
     handles = [sequence.blocks for sequence in sequences if sequence.blocks is not None]
     num_computed = [sequence.num_computed_tokens for sequence in sequences]
@@ -66,7 +67,7 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
         return None
     in_flight = any(sequence.num_pending_tokens for sequence in sequences)
     if in_flight and (request.register_prefix or request.beam_search is not None):
-        # What these samples decide is done with the blocks: they are pinned, or beams fork and die.
+        # The update with these samples needs the blocks: it registers them, or reorders the beams.
         return None
     footprint = kv.footprint(handles)
     num_tokens = computed_tokens(request) - footprint.num_retained_blocks * kv.block_size

@@ -1,16 +1,15 @@
-"""What running requests give up for a waiting one that comes before them in the order of `Request.order_key`.
+"""Priority preemption: what running requests give up for a waiting request that comes first in `Request.order_key`.
 
-A request that arrives late can come first in the order, by its priority; and one that comes back from a preemption is
-before those that passed it. It then gets its share of the step's tokens before the running ones behind it. And if it
-has a better priority than some of them, these may be preempted, under conditions that keep requests from pushing one
-another out in turns:
+A late request can come first by its priority, and a preempted request comes before those that started after it. Such a
+request gets its share of the step's tokens before the running requests behind it. It may also preempt requests of a
+worse priority, under conditions that keep two requests from preempting each other in turns:
 
-- They come after it in the order and have a worse priority. Requests of one priority never push one another out.
-- It lacks rows or blocks, and without them it has enough. Nobody is preempted in vain.
-- It could start in this very step: it does not wait for a prefix that is being computed, nor for a sample in flight,
-  and the running ones before it leave it some of the token budget.
+- The victims come after it in the order and have a worse priority. Equal priorities never preempt each other.
+- It lacks request slots or blocks, and the preemption frees enough of both.
+- It can start in this very step: it does not wait for a prefix that is being computed, nor for a sample in flight, and
+  the running requests before it leave it some of the token budget.
 
-Who was pushed out stays behind it in the order, and has no right to push it out in turn.
+A victim stays behind the request in the order and cannot preempt it in turn.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from quire.scheduler.preemption import swapped_blocks
 
 
 class PreemptionPlan(NamedTuple):
-    """What is done so that the first request in the queue can start."""
+    """The victims and tokens that let the first waiting request start."""
 
     victims: list[Request]
-    """To be preempted, the last in order first."""
+    """Running requests to preempt, the last in order first."""
     num_tokens: int
-    """Of the step's tokens, those that sequences behind it in the order leave to it."""
+    """Tokens of the step that the running sequences behind the request leave to it."""
 
 
 NO_PREEMPTION = PreemptionPlan([], 0)
@@ -48,10 +47,10 @@ def plan_preemption(
     max_num_tokens: int,
     max_chunk: int,
 ) -> PreemptionPlan:
-    """How `request`, the first that waits, can start before those that run. `NO_PREEMPTION` when it comes after them
-    all, or could not start all the same.
+    """Plan how the first waiting request can start before running ones. `NO_PREEMPTION` when it comes after all of
+    them, or cannot start even so.
 
-    num_reserved_slots: rows of running requests that are not in `running` yet.
+    num_reserved_slots: request slots reserved for siblings that are not in `running` yet.
     """
     if not running or running[-1].request.order_key < request.order_key:
         return NO_PREEMPTION
@@ -72,12 +71,12 @@ def plan_preemption(
         kept = kv.hit_blocks(leader.chain, num_cached, leader.token_ids)
         num_tokens = min(end - num_cached, max_chunk)
     candidates = _candidates(request, running)
-    num_rows = len(running) + num_reserved_slots + len(sequences)
+    num_slots = len(running) + num_reserved_slots + len(sequences)
 
     def fits(num_victims: int) -> bool:
         given_up = [s for victim in candidates[:num_victims] for s in victim.live_sequences]
         blocks = [s.blocks for s in given_up if s.blocks is not None]
-        if num_rows - len(given_up) > max_num_seqs:
+        if num_slots - len(given_up) > max_num_seqs:
             return False
         room = kv.pool.num_allocatable + kv.num_freed_by(blocks, kept)
         return has_room(num_blocks, room, kv, is_alone=len(blocks) == len(running))
@@ -105,8 +104,8 @@ def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
 
 
 def _num_tokens_before(running: list[Sequence], order_key: OrderKey, max_chunk: int) -> int:
-    """Most tokens of the next step that are not left to a request: all that those before it want, and one each for
-    those behind it."""
+    """Most tokens of the next step that running sequences take before a request: all that sequences before it in the
+    order can use, and one for each sequence behind it."""
     return sum(
         min(max_chunk, len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens)
         if s.request.order_key < order_key

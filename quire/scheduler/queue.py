@@ -1,16 +1,18 @@
-"""Requests that wait, in the order of their keys: a preempted request goes back to its place."""
+"""Waiting requests in the order of their keys, and requests with a time limit in the order of their deadlines."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterator
 
 from quire.request import OrderKey, Request
 
 
 class RequestQueue:
-    """Sorted by `Request.order_key`, which never changes: a binary search finds the place of a request, and the
-    references behind it move by one, which for thousands of them is a copy of a few kilobytes."""
+    """Waiting requests sorted by `Request.order_key`, which never changes.
+
+    Insertion is a binary search and a copy of the references behind the place: a few kilobytes for thousands."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -19,16 +21,16 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request) -> None:
+    def push(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_order_key)
 
     def put_back(self, request: Request) -> None:
-        """Return a request that ran, preempted or with its leader aborted, to its place."""
+        """Insert a request that ran before: it was preempted, or its leading sequence was aborted."""
         self._returned[request.request_id] = request
-        self.add(request)
+        self.push(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request; it is no error if it is not here."""
+        """Remove a request, if the queue holds it."""
         place = bisect.bisect_left(self._requests, request.order_key, key=_order_key)
         if place < len(self._requests) and self._requests[place] is request:
             del self._requests[place]
@@ -40,11 +42,11 @@ class RequestQueue:
 
     @property
     def num_returned(self) -> int:
-        """How many of those that wait ran before."""
+        """Waiting requests that ran before."""
         return len(self._returned)
 
     def returned(self) -> Iterator[Request]:
-        """Those that ran before, in no particular order."""
+        """The waiting requests that ran before, in no particular order."""
         return iter(self._returned.values())
 
     def __iter__(self) -> Iterator[Request]:
@@ -53,3 +55,40 @@ class RequestQueue:
 
 def _order_key(request: Request) -> OrderKey:
     return request.order_key
+
+
+class Deadlines:
+    """A heap of requests by deadline. A request that ends earlier stays in the heap until its deadline, or until ended
+    requests outnumber live ones."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._live: set[int] = set()
+        """Arrival numbers of requests that have not ended."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def watch(self, request: Request) -> None:
+        """Watch a request, if it has a time limit."""
+        timeout = request.params.timeout_s
+        if timeout is not None:
+            number = request.order_key[1]
+            heapq.heappush(self._heap, (request.arrival_time + timeout, number, request))
+            self._live.add(number)
+
+    def discard(self, request: Request) -> None:
+        """Stop watching a request that has ended."""
+        self._live.discard(request.order_key[1])
+        if len(self._heap) > 2 * len(self._live) + 16:
+            self._heap = [entry for entry in self._heap if entry[1] in self._live]
+            heapq.heapify(self._heap)
+
+    def expired(self, now: float) -> list[Request]:
+        """Remove and return the live requests whose deadline has passed, the earliest first."""
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            _, number, request = heapq.heappop(self._heap)
+            if number in self._live:
+                found.append(request)
+        return found

@@ -1,5 +1,7 @@
-"""What an update tells the front end besides tokens: when things happened, the logprobs of the prompt, and an end that
-no token brought."""
+"""What an update reports to the front end besides tokens: finish reasons, times and the logprobs of the prompt.
+
+Stop strings are not handled here: only the front end has text.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from quire.scheduler.beam_reorder import hypothesis_updates
 from quire.step import PromptLogprobs
 
 
-def describe(update: SequenceUpdate, request: Request, now: float) -> None:
-    """Add the prefix hit and the times, as a first token and an end have them."""
+def report_times(update: SequenceUpdate, request: Request, now: float) -> None:
+    """Add the prefix hit and the times to an update with a first token or an end."""
     started = request.first_scheduled_time
     update.num_cached_tokens = request.num_cached_tokens or 0
     update.timing = RequestTiming(
@@ -21,8 +23,8 @@ def describe(update: SequenceUpdate, request: Request, now: float) -> None:
 
 
 def early_end(request: Request, reason: FinishReason, now: float) -> list[SequenceUpdate]:
-    """What is told of a request before its live sequences end, for a reason that is none of theirs. A beam search that
-    runs out of time has the hypotheses found so far; one that failed has none."""
+    """The updates that end a request early (time limit, error). A beam search that runs out of time reports the
+    hypotheses found so far; one that failed reports none."""
     search = request.beam_search
     if search is not None and reason is not FinishReason.ERROR:
         search.cut(reason)
@@ -31,7 +33,7 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
         ended = [each.index for each in request.live_sequences] if search is None else range(request.params.n)
         updates = [SequenceUpdate(request.request_id, index, [], finish_reason=reason) for index in ended]
     for update in updates:
-        describe(update, request, now)
+        report_times(update, request, now)
     return updates
 
 
@@ -64,3 +66,17 @@ def attach_prompt_logprobs(
                 break
         else:
             updates.insert(0, SequenceUpdate(request.request_id, sequence.index, [], prompt_logprobs=logprobs))
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> tuple[FinishReason, int | None]:
+    """Why a sequence ends with `token_id`, which is an end token or has made it as long as it may be: (reason, stop
+    token reported as `stop_reason`).
+
+    The sampler bans end tokens before `min_tokens`, so reaching one always ends the sequence.
+    """
+    request = sequence.request
+    if token_id in request.stop_token_ids:
+        return FinishReason.STOP, token_id
+    if token_id in request.eos_token_ids:
+        return FinishReason.STOP, None
+    return FinishReason.LENGTH, None

@@ -1,4 +1,4 @@
-"""The sequences that have a row, in the order of their requests, and the rows that others have a claim to."""
+"""The running sequences in the order of their requests, and the request slots that are reserved for siblings."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from quire.request import Request, RequestStatus, Sequence
 
 
 class RunningSet:
-    """sequences: those of one request side by side. num_reserved: sequences of running requests that have a claim to a
-    row and not the row itself (`Request.pending_forks`)."""
+    """The sequences that have a request slot.
+
+    sequences: those of one request are adjacent. num_reserved: reservations, one for each sequence of a running request
+    that will fork later (`Request.pending_forks`)."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         self.num_reserved = 0
 
     @property
-    def num_rows(self) -> int:
-        """Rows that are taken or claimed."""
+    def num_slots(self) -> int:
+        """Request slots that are taken or reserved."""
         return len(self.sequences) + self.num_reserved
 
     def enter(self, request: Request, sequences: list[Sequence]) -> None:
-        """`sequences` get rows; the request's others fork from the first of them at the prompt's end."""
+        """Run `sequences` of a request; its other sequences fork from the first of them at the end of the prompt."""
         request.status = RequestStatus.RUNNING
         request.pending_forks = [s for s in request.live_sequences if s not in sequences]
         request.fork_position = num_shared_tokens(request) if waiting_siblings(request) else None
@@ -32,31 +34,31 @@ class RunningSet:
             bisect.insort(self.sequences, sequence, key=lambda sequence: sequence.request.order_key)
 
     def insert_forked(self, parent: Sequence, children: list[Sequence]) -> None:
-        """`children`, which had a claim, run from now on, right behind their parent."""
+        """Run `children`, whose slots were reserved, right behind their parent."""
         position = self.sequences.index(parent) + 1
         self.sequences[position:position] = children
         self.num_reserved -= len(children)
 
     def replace_beams(self, search: BeamSearch, former: list[Sequence], num_reserved: int) -> None:
-        """The beams of a search have changed. former: those that had rows; num_reserved: how many had a claim."""
+        """Replace the beams of a search. former: the sequences that ran; num_reserved: the reservations until now."""
         if former:
             position = self.sequences.index(former[0])
             self.sequences[position : position + len(former)] = search.running_sequences
         self.num_reserved += len(search.request.pending_forks) - num_reserved
 
     def drop_reservation(self, sequence: Sequence) -> None:
-        """A sequence that may have a claim ends."""
+        """Drop the reservation of a sequence that ends, if it has one."""
         if sequence in sequence.request.pending_forks:
             sequence.request.pending_forks.remove(sequence)
             self.num_reserved -= 1
 
     def drop_reservations(self, request: Request) -> None:
-        """None of the request's sequences is to fork any more."""
+        """Drop all reservations of a request: none of its sequences will fork."""
         self.num_reserved -= len(request.pending_forks)
         request.pending_forks = []
 
     def leave(self, request: Request) -> None:
-        """All of a request's sequences lose their rows and claims. In place: somebody may be walking through them."""
+        """Remove a request's sequences and reservations. In place, because callers iterate over the list."""
         self.sequences[:] = [sequence for sequence in self.sequences if sequence.request is not request]
         self.drop_reservations(request)
 

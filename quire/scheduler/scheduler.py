@@ -1,9 +1,9 @@
-"""Which tokens are computed next: continuous batching over a paged KV cache.
+"""The scheduler: decides which tokens the next step computes (continuous batching over a paged KV cache).
 
-There is no prefill and no decode phase. A sequence has `num_computed_tokens` and a target, the tokens known plus
-those that plans in flight will sample; a step hands out tokens until the first meets the second. Chunked prefill,
-prefix hits and recomputation after a preemption are then the same thing, and so is planning ahead: a plan may be made
-while an earlier one runs, because tokens not known yet are counted.
+There are no prefill and decode phases. A sequence has `num_computed_tokens` and a target, the tokens known plus those
+that plans in flight will sample; a step schedules tokens until the first meets the second. Chunked prefill, prefix
+hits and recomputation after a preemption are then the same thing, and so is planning ahead: a plan may be made while
+an earlier one runs, because tokens not known yet are counted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.admission import blocks_to_resume, blocks_to_start, has_room, refuse_impossible
+from quire.scheduler.admission import PrefixRegistration, blocks_to_resume, blocks_to_start, has_room, reject_impossible
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
 from quire.scheduler.connector_loads import ConnectorLoads, stop_waiting
-from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.deferred import DeferredRequests, waits_on
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.kv_usage import InFlight, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
-from quire.scheduler.prefix_registration import PrefixRegistration
 from quire.scheduler.priority_preemption import plan_preemption
-from quire.scheduler.queue import RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, describe, early_end, live_requests
+from quire.scheduler.queue import Deadlines, RequestQueue
+from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.scheduler.running import RunningSet
-from quire.scheduler.stop import finish_reason
 from quire.stats import EngineStats, Load
 from quire.step import Candidates, StepPlan, StepResult
 
@@ -63,10 +60,9 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._released: list[int] = []
         self._beam_reorder = BeamReorder()
-        self._refused: Request | None = None
-        """The waiting request that did not fit ..."""
-        self._refused_room = 0
-        """... into so many blocks."""
+        self._rejected: Request | None = None
+        """The waiting request that did not fit into `_rejected_room` blocks."""
+        self._rejected_room = 0
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
@@ -78,20 +74,20 @@ class Scheduler:
             num_host_blocks=kv.host.blocks.num_usable,
         )
 
-    # -- requests come and go ---------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, source: EngineRequest, now: float) -> None:
-        """Queue a request. Raises PromptTooLongError when it could never finish, UserError for a duplicate id or for a
-        prefix that may not be registered.
+    def add_request(self, source: EngineRequest, now: float) -> None:
+        """Queue a request. Raises PromptTooLongError when the request could never finish, UserError for a duplicate id
+        or for a prefix that may not be registered.
         """
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
         num_usable = self._registration.num_usable
-        refuse_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
+        reject_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
         if request.register_prefix:
-            self._registration.refuse(request, self._requests.values())
-            self._registration.begin(request)
+            self._registration.check_registration(request, self._requests.values())
+            self._registration.reserve(request)
         request.sequences = create_sequences(request, source, self._seq_ids)
         if not request.bypass_prefix_cache:
             for sequence in request.sequences:
@@ -99,12 +95,12 @@ class Scheduler:
         if request.params.use_beam_search:
             request.beam_search = BeamSearch(request)
         self._requests[request.request_id] = request
-        self._waiting.add(request)
-        self._deadlines.add(request)
+        self._waiting.push(request)
+        self._deadlines.watch(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences, now. Its blocks are free at once. Unknown ids are ignored, and so is
-        the index of a hypothesis: no sequence of a beam search belongs to it."""
+        """End a request, or one of its sequences, now. Its blocks are free at once. Ignores unknown ids, and the
+        index of a hypothesis, which belongs to no single sequence of a beam search."""
         request = self._requests.get(request_id)
         if request is None or (request.beam_search is not None and index is not None):
             return
@@ -122,28 +118,28 @@ class Scheduler:
 
     def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
         """End some or all sequences of a request before their time."""
-        self._refused = None  # with a sequence fewer it may fit
+        self._rejected = None  # with one sequence fewer running, the waiting request may fit
         lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
             self._running.drop_reservation(sequence)
             self._finish(sequence, reason)
         if lost_leader and request.pending_forks:
-            # The others were waiting for its prompt: start the request again with another leader.
+            # The siblings were waiting for the leader's prompt: restart the request with another leader.
             self._running.drop_reservations(request)
             request.status = RequestStatus.PREEMPTED
             self._waiting.put_back(request)
         self._running.drop_finished()
 
     def unregister_prefix(self, name: str) -> int:
-        """Give up a registered prefix; returns how many blocks that leaves to others. Raises UserError for unknown
-        ones."""
+        """Unregister a prefix; returns how many blocks no longer belong to a registered prefix. Raises UserError for
+        an unknown name."""
         if not self.kv.is_registered(name):
             raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
-        self._refused = None
+        self._rejected = None
         return self.kv.unregister_prefix(name)
 
     def longest_sequence(self, limit: int) -> int:
-        """The longest sequence, up to `limit` tokens, that the pool can hold beside what is registered."""
+        """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
         usable = self._registration.num_usable
         lengths = range(1, limit + 1)
         return bisect.bisect_right(lengths, usable, key=lambda n: self.kv.most_blocks(n, self._max_chunk))
@@ -164,9 +160,9 @@ class Scheduler:
         return self._finish_plan(builder)
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
-        """A plan that computes nothing but moves what the tiers below the device have to move, if anything.
+        """Plan only the transfers that the KV connector has to make; None when it has none.
 
-        awaits_report: a plan in any case, whose result comes when the disk tier has something to tell.
+        awaits_report: return a plan in any case, whose result arrives when the connector's worker half has a report.
         """
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
         builder.awaits_disk = awaits_report
@@ -175,30 +171,30 @@ class Scheduler:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether there are blocks to be stored or let go of, although no request may be here."""
+        """Whether the KV connector has blocks to store or to release, even without live requests."""
         return self.kv.connector.has_backlog or self.kv.loader.is_holding
 
     @property
     def can_transfer(self) -> bool:
-        """The same, without waiting for earlier ones."""
+        """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
         return self.has_transfers and not self.kv.connector.must_wait
 
     def forget_rows(self) -> None:
-        """The workers have dropped all rows, while no request lives."""
+        """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
         self._released = []
 
     def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
-        """Add what the tiers below the device have to move; None when the plan is then still empty."""
-        tiers = self.kv.connector
+        """Add the KV connector's transfers and build the plan; None when it is still empty."""
+        connector = self.kv.connector
         self.kv.loader.release()
-        builder.transfers = tiers.orders(may_allocate=not builder.swap_in)
+        builder.transfers = connector.orders(may_allocate=not builder.swap_in)
         is_idle = builder.is_idle
         if is_idle:
             if not builder.transfers.swap_in and not self._in_flight:
-                builder.awaits_disk |= tiers.must_wait
+                builder.awaits_disk |= connector.must_wait
             if not (builder.transfers or builder.awaits_disk):
-                # Rows of finished sequences stay until the next plan: nobody needs them meanwhile.
+                # The slots of finished sequences stay taken until the next plan, which nothing needs before.
                 return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
@@ -231,7 +227,7 @@ class Scheduler:
         if result.disk is not None:
             self.kv.connector.update(result.disk)
         any_finished = False
-        num_more_tokens = -len(updates)  # than one in each update
+        num_more_tokens = -len(updates)  # tokens beyond one per update
         all_logprobs = result.logprobs
         for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
             sequence.num_pending_tokens -= 1
@@ -245,7 +241,7 @@ class Scheduler:
                 updates += ended
                 continue
             if request.register_prefix and sequence.blocks is None:
-                continue  # preempted meanwhile: without its blocks there is nothing to pin, so it runs again
+                continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
             token_ids.append(token_id)
             update = SequenceUpdate(request.request_id, sequence.index, [token_id])
             if all_logprobs and position in all_logprobs:
@@ -255,9 +251,9 @@ class Scheduler:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
                 self._finish(sequence, reason[0])
-                describe(update, request, now)
+                report_times(update, request, now)
             elif num_known <= sequence.report_times_until:
-                describe(update, request, now)
+                report_times(update, request, now)
             updates.append(update)
         self._stats.generation_tokens_total += len(updates) + num_more_tokens
         if result.prompt_logprobs:
@@ -269,9 +265,10 @@ class Scheduler:
     # -- parts of a step --------------------------------------------------------------------------------------------
 
     def _preempt_for_first(self, builder: PlanBuilder, now: float) -> int:
-        """Preempt what has to give way to the first request that waits (quire/scheduler/priority_preemption.py).
+        """Preempt running requests for the first waiting request, if it comes before them in the order
+        (quire/scheduler/priority_preemption.py).
 
-        Returns how many of the step's tokens are left to it by the running sequences behind it in the order.
+        Returns how many of the step's tokens the running sequences behind it in the order leave to it.
         """
         request = self._waiting.first
         if request is None or waits_on(request, self.kv):
@@ -293,13 +290,13 @@ class Scheduler:
         for victim in preemption.victims:
             self._preempt(builder, victim)
         if preemption.num_tokens or preemption.victims:
-            self._refused = None  # it fits now
+            self._rejected = None  # it fits now
         return preemption.num_tokens
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
-        """Hand tokens to running sequences, first in order first; preempt the last in order if blocks run out.
+        """Schedule tokens for the running sequences in order; preempt the last request when blocks run out.
 
-        num_reserved: tokens that those behind the first waiting request leave to it.
+        num_reserved: tokens that the sequences behind the first waiting request leave to it.
         """
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
@@ -307,7 +304,7 @@ class Scheduler:
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
             sequence = running[index]
-            index += 1  # preemption shortens what is behind it
+            index += 1  # a preemption removes only entries behind this index
             request = sequence.request
             num_pending = sequence.num_pending_tokens
             known = len(sequence.token_ids) + num_pending
@@ -315,11 +312,11 @@ class Scheduler:
             num_tokens = known - start
             if num_tokens <= 0:
                 continue
-            # A beam's next token is chosen by an update, never by the workers.
+            # An update chooses a beam's next token, never the workers.
             if num_pending and (request.beam_search is not None or known >= sequence.max_total_tokens):
                 continue
             if num_tokens > 1:
-                # Everybody behind keeps at least one token of the budget, so a long prompt starves nobody.
+                # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
                 num_free = builder.budget - (len(running) - index)
                 if first_waiting is not None and first_waiting.order_key < sequence.request.order_key:
                     num_free = max(1, num_free - num_reserved)
@@ -329,8 +326,8 @@ class Scheduler:
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
             if start + num_tokens > blocks.capacity or blocks.tail_shared:
-                growth = kv.allocate_slots(blocks, start, start + num_tokens)
-                while growth is None:
+                allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+                while allocation is None:
                     victim = running[-1].request
                     preempted = True
                     if victim is request:
@@ -338,8 +335,8 @@ class Scheduler:
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
-                    growth = kv.allocate_slots(blocks, start, start + num_tokens)
-                builder.grow(sequence, growth)
+                    allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+                builder.grow(sequence, allocation)
             builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 self._fork(builder, sequence)
@@ -348,11 +345,12 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Start waiting requests in order while budget, rows and blocks allow; the first that does not fit waits.
+        """Start waiting requests in order while token budget, request slots and blocks allow; stop at the first that
+        does not fit.
 
-        One whose prefix is being computed, or comes from below the device, waits too, but others may pass it
-        (quire/scheduler/deferred.py, quire/scheduler/connector_loads.py), unless it was preempted: while such a one
-        waits nobody new starts.
+        A request whose prefix is being computed, or loaded by the KV connector, is deferred: later requests may start
+        before it (quire/scheduler/deferred.py, quire/scheduler/connector_loads.py). While a preempted request is
+        deferred, no other request starts.
         """
         deferred = DeferredRequests(self.kv)
         loads = ConnectorLoads(self.kv, deferred, now)
@@ -361,16 +359,16 @@ class Scheduler:
             if deferred.has_preempted:
                 break
             sequences = request.live_sequences
-            rows = self._running.num_rows + deferred.num_rows + len(sequences)
-            if builder.budget <= 0 or rows > self._max_num_seqs:
+            num_slots = self._running.num_slots + deferred.num_slots + len(sequences)
+            if builder.budget <= 0 or num_slots > self._max_num_seqs:
                 break
             if any(sequence.num_pending_tokens for sequence in sequences):
-                break  # preempted with a sample in flight: its value comes with the next update
+                break  # preempted with a sample in flight: the next update brings its token
             if deferred.keeps_waiting(request) or loads.keeps_waiting(request):
                 continue
             room = self.kv.pool.num_allocatable - deferred.num_blocks
-            if request is self._refused and room <= self._refused_room and self._running.sequences:
-                break  # its prefix need not be looked up again in every step
+            if request is self._rejected and room <= self._rejected_room and self._running.sequences:
+                break  # nothing was freed since: skip the prefix look-up
             if swapped_blocks(request):
                 num_blocks = blocks_to_resume(request, self.kv, self._max_chunk)
                 if not self._has_room(request, num_blocks, room):
@@ -401,13 +399,13 @@ class Scheduler:
             self._waiting.remove(request)
 
     def _has_room(self, request: Request, num_blocks: int, room: int) -> bool:
-        """Whether a waiting request that takes `num_blocks` fits into `room`; remembers it if not."""
+        """Whether a waiting request that takes `num_blocks` fits into `room` blocks; remembers the request if not."""
         fits = has_room(num_blocks, room, self.kv, is_alone=not self._running.sequences)
-        self._refused, self._refused_room = (None, 0) if fits else (request, room)
+        self._rejected, self._rejected_room = (None, 0) if fits else (request, room)
         return fits
 
     def _start(self, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
-        """Move a request from the queue to the running set; it owns the blocks of its prefix hit."""
+        """Move a request from the queue to the running set, with the blocks of its prefix hit."""
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
         self._running.enter(request, [leader])
@@ -426,8 +424,8 @@ class Scheduler:
             request.num_lost_tokens = 0
 
     def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Move a swapped request from the queue to the running set. Its blocks are filled beside this step, and it gets
-        tokens from the next one on."""
+        """Move a swapped request from the queue to the running set. The workers copy its blocks back beside this step,
+        and the next step computes its next tokens."""
         sequences, copies = swap_in(request, self.kv)
         builder.swap_in += copies
         for sequence in sequences:
@@ -436,19 +434,19 @@ class Scheduler:
         self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
-        """Schedule the first tokens of a sequence that has no row yet; admission made sure that they fit."""
+        """Schedule the first tokens of a sequence that has no request slot yet; admission made sure that they fit."""
         assert leader.blocks is not None
         start = leader.num_computed_tokens
-        growth = self.kv.allocate_slots(leader.blocks, start, start + num_tokens)
-        assert growth is not None, "admitted without room"
-        builder.block_copies += growth.copies  # of a registered prefix's last block; the new row names the copy already
+        allocation = self.kv.allocate_slots(leader.blocks, start, start + num_tokens)
+        assert allocation is not None, "admitted without room"
+        builder.block_copies += allocation.copies  # the last block of a registered prefix
         builder.add_row(leader)
         builder.schedule(leader, num_tokens)
         if leader.num_computed_tokens == leader.request.fork_position:
             self._fork(builder, leader)
 
     def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
-        """Fork the siblings after this step's forward pass; those without a history sample from the parent's logits."""
+        """Fork the siblings after this step's forward pass; those without output sample from the parent's logits."""
         batch_index = len(builder.sequences) - 1
         children = []
         for child, fork in fork_siblings(parent, self.kv):
@@ -459,16 +457,16 @@ class Scheduler:
         builder.forked.append((parent, children))
 
     def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
-        """Take back what this pass did for a request's sequences, so that their tables are those of earlier plans."""
-        for sequence, growth in builder.rollback(request):
+        """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
+        for sequence, allocation in builder.rollback(request):
             assert sequence.blocks is not None
-            self.kv.rollback(sequence.blocks, growth)
+            self.kv.rollback(sequence.blocks, allocation)
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
-        """Take back all blocks and rows of a running request; it is swapped out, or recomputes."""
+        """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
-                self._drop_row(sequence)
+                self._release_slot(sequence)
         copies = swap_out(request, self.kv, self._prefers_swap)
         if copies is not None:
             builder.swap_out += copies
@@ -487,7 +485,7 @@ class Scheduler:
         self._waiting.put_back(request)
 
     def _commit(self, in_flight: InFlight) -> None:
-        """Offer blocks that this step filled to the prefix index. Earlier results came first: all tokens are known."""
+        """Offer the blocks that this step filled to the prefix index. All their tokens are known by now."""
         for sequence, blocks, end in in_flight.filled:
             if sequence.blocks is blocks:
                 self.kv.cache_blocks(blocks, sequence.token_ids, end)
@@ -496,7 +494,7 @@ class Scheduler:
                 self.kv.cache_blocks(sequence.blocks, sequence.token_ids, num_computed)
 
     def _end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
-        """End the requests of sequences whose logits were no numbers. Nobody is to hit what they have computed."""
+        """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
         updates = []
         for request in live_requests(in_flight.sequences + in_flight.samples, seq_ids):
             for sequence in request.live_sequences:
@@ -506,11 +504,11 @@ class Scheduler:
         return updates
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence; with the last one the request leaves. `_running` is filtered by the caller."""
+        """End one sequence, and the request with its last one. The caller removes the sequence from `_running`."""
         sequence.finish_reason = reason
         request = sequence.request
         if sequence.blocks is not None:
-            self._drop_row(sequence)
+            self._release_slot(sequence)
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             else:
@@ -524,13 +522,13 @@ class Scheduler:
             self._waiting.remove(request)
             self._deadlines.discard(request)
             if request.register_prefix:
-                self._registration.end(request)
+                self._registration.release(request)
             stop_waiting(request, self.kv)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
-    def _drop_row(self, sequence: Sequence) -> None:
-        """Let the workers drop a sequence's row with the next plan."""
+    def _release_slot(self, sequence: Sequence) -> None:
+        """Release a sequence's request slot on the workers with the next plan."""
         sequence.fast_path_until = 0
         if self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
@@ -538,8 +536,9 @@ class Scheduler:
     def _take_candidates(
         self, request: Request, beam: Sequence, candidates: Candidates, now: float
     ) -> list[SequenceUpdate]:
-        """Take the candidates of one beam; with those of the last one, let the beams fork and die, or end the search.
-        Returns what comes of it at its end, nothing before. `_running` is filtered by the caller then."""
+        """Take the candidates of one beam; once all beams have theirs, reorder the beams or end the search.
+
+        Returns the updates of a search that ended, else none. The caller then removes its sequences from `_running`."""
         search = request.beam_search
         assert search is not None
         if not search.offer(beam, candidates):
@@ -549,7 +548,7 @@ class Scheduler:
             self._running.drop_reservations(request)
             updates = hypothesis_updates(request)
             for update in updates:
-                describe(update, request, now)
+                report_times(update, request, now)
             for sequence in request.sequences:
                 self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
             return updates
@@ -559,7 +558,7 @@ class Scheduler:
         self._running.replace_beams(search, former, num_reserved)
         return []
 
-    # -- looking in -------------------------------------------------------------------------------------------------
+    # -- inspection -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
@@ -568,20 +567,17 @@ class Scheduler:
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
-        # Whoever is swapped waits among those that ran before, at the head of the queue: few, if any.
-        stats.num_swapped = 0
-        if stats.num_preempted:
-            stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
+        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
         return copy.copy(stats)
 
-    def load(self) -> Load:
-        """Of the statistics what takes no counting."""
+    def current_load(self) -> Load:
+        """The statistics that take constant time."""
         num_waiting = len(self._waiting)
         num_running = len(self._requests) - num_waiting
         return Load(num_running, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
-        """Every block and every live request, to look at. O(blocks + table entries)."""
+        """A snapshot of every block and every live request. O(blocks + table entries)."""
         running = dict.fromkeys(sequence.request for sequence in self._running.sequences)
         return take_snapshot(self.kv, running, self._waiting)
 
@@ -591,11 +587,13 @@ class Scheduler:
         running = self._running.sequences
         self._beam_reorder.check(running)
         with_blocks = [s for r in self._requests.values() for s in r.live_sequences if s.blocks is not None]
-        assert {s.seq_id for s in with_blocks} == {s.seq_id for s in running}, "rows and blocks disagree"
-        assert self.kv.num_live_sequences == len(running), "the KV cache holds a sequence nobody runs"
-        assert self._running.num_rows <= self._max_num_seqs
+        assert {s.seq_id for s in with_blocks} == {s.seq_id for s in running}, "request slots and blocks disagree"
+        assert self.kv.num_live_sequences == len(running), "the KV cache holds a sequence that does not run"
+        assert self._running.num_slots <= self._max_num_seqs
         assert self._running.num_reserved == sum(len(r.pending_forks) for r in self._requests.values())
         num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
-        assert len(self._deadlines) == num_timed, "a time limit is watched in vain, or not at all"
-        assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), "the host pool holds one that runs"
+        assert len(self._deadlines) == num_timed, "the watched time limits are not those of the live requests"
+        assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), (
+            "the host pool holds a running sequence"
+        )
         check_running(running, self.kv)

@@ -79,7 +79,7 @@ class Part:
         self.first_index = first_index
         self.num_sequences = num_sequences
 
-    async def begin(self, request: EngineRequest) -> EngineRequest:
+    async def wait_turn(self, request: EngineRequest) -> EngineRequest:
         """Wait for the part's turn. Returns the request as the engine gets it: its time has run meanwhile."""
         await self._turns.take(self.num_sequences)
         self._num_taken = self.num_sequences
@@ -89,7 +89,7 @@ class Part:
             params = msgspec.structs.replace(params, timeout_s=left)
         return msgspec.structs.replace(request, params=params, first_index=self.first_index)
 
-    def end(self) -> None:
+    def end_turn(self) -> None:
         """Give the places back. Idempotent, also without `begin`."""
         self._turns.give_back(self._num_taken)
         self._num_taken = 0

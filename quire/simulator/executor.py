@@ -70,7 +70,7 @@ class SimulatedExecutor:
 
     # -- the protocol -----------------------------------------------------------------------------------------------
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         return self._cost.shape.layer_specs(self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -103,7 +103,7 @@ class SimulatedExecutor:
             seconds_per_block=self._swap_seconds, seconds_per_token=self._cost.step_seconds(chunk) / num_tokens
         )
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         return f"simulated {self._cost.hardware.title}, {self._cost.layout}"
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

@@ -226,7 +226,7 @@ class Replica:
         self._observer = observer or Observer()
         self._live: dict[str, _Live] = {}
         self._num_offered = 0
-        self._load = self.core.scheduler.load()
+        self._load = self.core.scheduler.current_load()
         """After the last step."""
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Replica:
         num_tokens = self._take(outputs.updates, now)
         for rejected in outputs.rejections:
             self._refuse(rejected.request_id, rejected.message)
-        load, last = self.core.scheduler.load(), self._load
+        load, last = self.core.scheduler.current_load(), self._load
         seconds, metrics = now - started, self.metrics
         if seconds:
             running, used_blocks = seconds * load.num_running, seconds * load.num_used_blocks

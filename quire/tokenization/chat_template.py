@@ -103,10 +103,10 @@ class ChatTemplate:
 
         add_generation_prompt: end with the beginning of an answer. continue_final_message: end inside the last
         message instead, so that it is continued. options: further variables for the template
-        (`chat_template_kwargs`). max_characters: a longer text is refused.
+        (`chat_template_kwargs`). max_characters: a longer text is rejected.
 
         Raises UserError for messages that are malformed, for reserved options, and when the model has no template. The
-        future raises UserError when the template is not valid, fails, refuses the messages or exceeds its limits,
+        future raises UserError when the template is not valid, fails, rejects the messages or exceeds its limits,
         PromptTooLongError for a text that is too long, and what TemplateLane.submit says.
         """
         template = self._template(with_tools=bool(tools))
@@ -134,14 +134,14 @@ class ChatTemplate:
         }
         frame = self._encode(Render(template, variables, self._now(), max_characters))
 
-        def finish(answer: Rendered | Failed) -> str:
+        def read_answer(answer: Rendered | Failed) -> str:
             if isinstance(answer, Failed):
                 raise self._error(answer, max_characters)
             return _cut_at_mark(answer.text) if continue_final_message else answer.text
 
         short, long = self.lanes
         lane = short if len(frame) <= SHORT_CONVERSATION_BYTES else long
-        return lane.submit(frame, max_characters, finish)
+        return lane.submit(frame, max_characters, read_answer)
 
     def _template(self, *, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self._names else "default"

@@ -2,7 +2,7 @@
 
 The increments of a sequence concatenate to `Tokenizer.decode` of all its tokens, whatever the tokens. (The one
 exception: invalid UTF-8 under a decoder of the rare kind that only knows whole sequences.) A character whose bytes
-come in several tokens is held back until it is complete; `finish` releases what is left as U+FFFD.
+come in several tokens is held back until it is complete; `flush` releases what is left as U+FFFD.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from quire.tokenization.pieces import REPLACEMENT, BytePieces, LocalPieces, Piec
 PROMPT_TAIL = 16
 """Prompt tokens that a completion's text can depend on: an unfinished character spans at most four."""
 MAX_HELD_TOKENS = 16
-"""A whole-sequence decoder that shows no complete character after so many tokens never will."""
+"""A whole-sequence decoder that shows no complete character after MAX_HELD_TOKENS tokens never will."""
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenStream(Protocol):
     """Decodes one sequence, token by token. Special tokens to leave out are never pushed."""
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def set_prompt(self, token_ids: Sequence[int]) -> None:
         """Take the end of the prompt, whose text is not shown. Called at most once, before anything is pushed."""
         ...
 
@@ -31,7 +31,7 @@ class TokenStream(Protocol):
         """The text that became certain with this token."""
         ...
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What was held back. Nothing is pushed afterwards."""
         ...
 
@@ -53,7 +53,9 @@ class IncrementalDetokenizer:
         self._push = self._stream.push
         self._skipped = skipped
         if prompt_token_ids:
-            self._stream.begin([token_id for token_id in prompt_token_ids[-PROMPT_TAIL:] if token_id not in skipped])
+            self._stream.set_prompt(
+                [token_id for token_id in prompt_token_ids[-PROMPT_TAIL:] if token_id not in skipped]
+            )
 
     def append(self, token_ids: Iterable[int]) -> str:
         """Take new tokens; return the text that they complete."""
@@ -64,15 +66,15 @@ class IncrementalDetokenizer:
         """As `append`, for one token."""
         return "" if token_id in self._skipped else self._push(token_id)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The text still held back. The sequence has ended."""
-        return self._stream.finish()
+        return self._stream.flush()
 
 
 def decode_tokens(pieces: Pieces, token_ids: Iterable[int], skipped: frozenset[int] = frozenset()) -> str:
     """Text of a whole sequence, as its increments concatenate."""
     detokenizer = IncrementalDetokenizer(pieces, skipped)
-    return detokenizer.append(token_ids) + detokenizer.finish()
+    return detokenizer.append(token_ids) + detokenizer.flush()
 
 
 def _open_stream(pieces: Pieces) -> TokenStream:
@@ -94,14 +96,14 @@ class ByteStream:
         self._piece = pieces.of
         self._decode = _new_utf8_decoder("replace").decode
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def set_prompt(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
         return self._decode(self._piece(token_id))
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return self._decode(b"", True)
 
 
@@ -117,7 +119,7 @@ class LocalStream:
         """Bytes of one incomplete character."""
         self._strip_char, self._strip_count = pieces.left_strip
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def set_prompt(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self.push(token_id)
 
@@ -135,7 +137,7 @@ class LocalStream:
             text = piece
         return self._strip(text) if self._strip_count else text
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         text = REPLACEMENT * len(self._held)
         self._held.clear()
         return text
@@ -181,7 +183,7 @@ class WindowStream:
         self._shown = ""
         """... and their text."""
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def set_prompt(self, token_ids: Sequence[int]) -> None:
         self._window = list(token_ids)
         self._num_shown = len(self._window)
         # An unfinished character at the prompt's end is left to be shown when the completion completes it.
@@ -195,7 +197,7 @@ class WindowStream:
             return ""
         return self._show(text)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         return self._show(self._pieces.decode(self._window))
 
     def _show(self, text: str) -> str:

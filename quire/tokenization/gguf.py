@@ -69,7 +69,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 
 def read_gguf_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer, and what a tokenizer_config.json would say of it. Raises ModelLoadError when the file has no
-    tokenizer, one of another kind, or a damaged one."""
+    tokenizer, one of another kind, or a corrupt one."""
     fields = Fields(
         {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
     )

@@ -92,7 +92,7 @@ class StopStrings:
         self._held = seen[safe:]
         return StopMatch(seen[:safe], None)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The text still held back: the sequence has ended without a stop string."""
         held, self._held, self._node = self._held, "", 0
         return held

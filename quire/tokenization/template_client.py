@@ -91,25 +91,25 @@ class TemplateProcess:
             reply = read_frame(self._connection, max_bytes, deadline)
             answer = None if reply is None else _DECODER.decode(reply)
         except TimeoutError:
-            self.end()
+            self.stop()
             return Failed("time")
         except ConnectionError:
             answer = None
         except (ValueError, msgspec.DecodeError) as error:
-            self.end()
+            self.stop()
             raise ChatTemplateProcessError(f"the process that renders chat templates sent {error}") from None
         if answer is None:
             return self._explain_exit()
         self._start_seconds = 0.0
         if isinstance(answer, Failed) and answer.kind == "memory":
-            self.end()  # what it still holds is not known
+            self.stop()  # what it still holds is not known
         return answer
 
     def kill(self) -> None:
         """End the process; `ask` of another thread finds the connection closed."""
         self._process.kill()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Leave nothing of the process. Idempotent."""
         self._finalizer()
 
@@ -121,11 +121,11 @@ class TemplateProcess:
             how = "closed its connection"
         else:
             if status in (-signal.SIGPROF, -signal.SIGALRM):
-                self.end()
+                self.stop()
                 return Failed("time")
             killed = f"was killed by signal {-status} ({signal.strsignal(-status)})"
             how = killed if status < 0 else f"ended with status {status}"
-        self.end()
+        self.stop()
         raise ChatTemplateProcessError(f"the process that renders chat templates {how}")
 
 
@@ -184,14 +184,14 @@ class TemplateLane:
             process.kill()
         self._executor.shutdown()
         if process is not None:
-            process.end()
+            process.stop()
 
     def _running_process(self) -> TemplateProcess:
         with self._lock:
             self._check_open()
             if self._process is None or not self._process.is_alive:
                 if self._process is not None:
-                    self._process.end()
+                    self._process.stop()
                 self._process = TemplateProcess(self._setup)
             return self._process
 

@@ -14,7 +14,7 @@ from quire.cli import doctor
 from quire.cli.doctor import TypicalStep, typical_steps
 from quire.cli.main import main
 from quire.config.cuda import CudaDevice, CudaFacts
-from quire.config.graph_sizes import default_ladder
+from quire.config.device import default_ladder
 from quire.config.toolchain import Toolchain
 
 H200 = CudaDevice("NVIDIA H200", 141 * 2**30, (9, 0), 132)

@@ -343,7 +343,7 @@ def test_the_plan_and_the_loaded_model_agree_on_the_cache(tmp_path: Path, dtype:
     config = resolve(EngineOptions(model=model, load_format="dummy", dtype=dtype))
     executor = InProcessExecutor(config)
     try:
-        assert executor.load() == layer_specs(config.model)
+        assert executor.load_model() == layer_specs(config.model)
     finally:
         executor.shutdown()
 

@@ -14,8 +14,8 @@ import pytest
 
 from quire.config import cuda
 from quire.config.cuda import CudaDevice, CudaFacts, find_cuda
+from quire.config.device import LARGEST_SIZE, default_ladder
 from quire.config.engine import EngineConfig
-from quire.config.graph_sizes import LARGEST_SIZE, default_ladder
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError

@@ -474,7 +474,7 @@ async def test_an_abort_whose_last_output_fails_still_frees_the_request(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = await begin(engine, "a")
-    monkeypatch.setattr(output_processor._SequenceState, "finish", _panic)
+    monkeypatch.setattr(output_processor._SequenceState, "mark_finished", _panic)
     await engine.abort("a")
     with pytest.raises(InternalError, match="'a#"):
         await task

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.engine.calls import CALL_SECONDS, LONG_CALL_SECONDS, patience, wait_for_answer
+from quire.engine.heartbeat import CALL_SECONDS, LONG_CALL_SECONDS, patience, wait_for_answer
 from quire.errors import EngineUnresponsiveError
 
 

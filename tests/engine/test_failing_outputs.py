@@ -82,7 +82,7 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(panicking: Desk, m
 def test_an_abort_whose_output_cannot_be_made_lets_go_all_the_same(
     panicking: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_processor._SequenceState, "finish", panic)
+    monkeypatch.setattr(output_processor._SequenceState, "mark_finished", panic)
     with pytest.raises(InternalError, match="'a' could not be processed"):
         panicking.processor.abort("a")
     assert panicking.processor.num_unfinished == 2

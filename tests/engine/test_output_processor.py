@@ -34,7 +34,7 @@ class Desk:
     def add(self, request_id: str = "r", *, delta: bool = False, final_only: bool = False, **params: Any) -> None:
         inputs = InputProcessor(self.tokenizer, vocab_size=400, max_model_len=4096, eos_token_ids=[EOS], seed=0)
         request = inputs.process(request_id, [5, 6], SamplingParams(**params))
-        self.processor.add(request, "prompt", delta=delta, final_only=final_only)
+        self.processor.add_request(request, "prompt", delta=delta, final_only=final_only)
 
     def feed(self, *updates: SequenceUpdate) -> ProcessedOutputs:
         return self.processor.process(list(updates))
@@ -133,7 +133,7 @@ def test_a_word_keeps_its_space_after_the_prompt() -> None:
     tokenizer = sentencepiece()
     desk = Desk(tokenizer)
     inputs = InputProcessor(tokenizer, vocab_size=400, max_model_len=100, eos_token_ids=[], seed=0)
-    desk.processor.add(inputs.process("r", "the", SamplingParams()))
+    desk.processor.add_request(inputs.process("r", "the", SamplingParams()))
     assert first(desk.one(update([tokenizer.token_to_id("▁fox")]))).text == " fox"
 
 
@@ -448,7 +448,7 @@ def test_with_the_bundled_tokenizer() -> None:
     text = "def größe(self):\n    return '日本 🦙'\n\n\ndef two"
     processor = OutputProcessor(tokenizer)
     inputs = InputProcessor(tokenizer, vocab_size=4096, max_model_len=512, eos_token_ids=[0], seed=0)
-    processor.add(inputs.process("r", "x = 1\n", SamplingParams(stop="\ndef two")), delta=True)
+    processor.add_request(inputs.process("r", "x = 1\n", SamplingParams(stop="\ndef two")), delta=True)
     stream = ""
     for token in tokenizer.encode(text, add_special_tokens=False):
         for output in processor.process([update([token])]).outputs:

@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, QuireError
-from quire.executors.inprocess import InlineWorkerThread, InProcessExecutor, Lane, WorkerThread
+from quire.executors.inprocess import CallRunner, InlineWorkerThread, InProcessExecutor, WorkerThread
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ def with_depth(config: EngineConfig, queue_depth: int, num_threads: int = 1) -> 
 
 def ready(config: EngineConfig) -> InProcessExecutor:
     executor = InProcessExecutor(config)
-    groups, layers_per_group = group_layers(executor.load())
+    groups, layers_per_group = group_layers(executor.load_model())
     executor.allocate(KVCacheLayout(16, 20, groups, layers_per_group))
     return executor
 
@@ -67,7 +67,7 @@ def no_thread_stays() -> Iterator[None]:
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_a_life(config: EngineConfig, queue_depth: int) -> None:
     executor = InProcessExecutor(with_depth(config, queue_depth))
-    specs = executor.load()
+    specs = executor.load_model()
     assert len(specs) == 3
     assert executor.profile(64, 4).available > 0
     groups, layers_per_group = group_layers(specs)
@@ -89,7 +89,7 @@ def test_an_error_while_loading_is_raised_as_it_is(config: EngineConfig, queue_d
     broken = with_depth(replace(config, model=replace(config.model, path=tmp_path)), queue_depth)
     executor = InProcessExecutor(broken)
     with pytest.raises(ModelLoadError):
-        executor.load()
+        executor.load_model()
     executor.shutdown()
 
 
@@ -196,7 +196,7 @@ def test_an_interrupt_reaches_the_caller_and_stops_the_worker(
 
 
 @pytest.mark.parametrize("make", [InlineWorkerThread, lambda: WorkerThread("test")])
-def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], Lane]) -> None:
+def test_a_panic_of_a_native_extension_is_the_future_s_and_the_lane_goes_on(make: Callable[[], CallRunner]) -> None:
     lane = make()
 
     def panic() -> None:

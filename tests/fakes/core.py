@@ -43,7 +43,7 @@ def make_config(
 ) -> EngineConfig:
     """num_host_blocks: at most, for `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig
     that differ from SCHEDULER's."""
-    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load())
+    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load_model())
     return EngineConfig(
         model=ModelConfig(
             name="fake",

@@ -131,7 +131,7 @@ class FakeExecutor:
 
     # The Executor protocol.
 
-    def load(self) -> list[LayerSpec]:
+    def load_model(self) -> list[LayerSpec]:
         if self._load_error is not None:
             raise self._load_error
         return list(self._specs)
@@ -148,7 +148,7 @@ class FakeExecutor:
         assert self._layout is not None, "allocate() comes first"
         return self.costs
 
-    def describe(self) -> str:
+    def describe_backend(self) -> str:
         return "fake executor"
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

@@ -46,7 +46,7 @@ class TiersMachine(RuleBasedStateMachine):
     def commit(self, keys: list[BlockKey]) -> None:
         for key in keys:
             self.num_blocks += 1
-            self.device[key[0]].add(key[1], self.num_blocks)
+            self.device[key[0]].insert(key[1], self.num_blocks)
             self.doubted.discard(key)
             self.connector.offer(key)
 
@@ -179,7 +179,7 @@ def test_random_transfers() -> None:
 
 def test_a_disk_index_knows_only_its_own_groups() -> None:
     index = DiskIndex(2)
-    index.add([(0, b"a"), (1, b"a"), (7, b"a")])
+    index.insert([(0, b"a"), (1, b"a"), (7, b"a")])
     assert len(index) == 2
     assert (1, b"a") in index
     index.remove([(1, b"a"), (7, b"b")])

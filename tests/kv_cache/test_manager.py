@@ -249,7 +249,7 @@ def test_a_block_leaves_the_window_with_its_last_token() -> None:
 def test_the_longest_hit_of_a_window(cached: set[int], expected: int) -> None:
     index, hashes = PrefixIndex(num_blocks=16), [bytes([block]) for block in range(6)]
     for block in cached:
-        index.add(hashes[block], 10 + block)
+        index.insert(hashes[block], 10 + block)
     rules = rules_for(WINDOW, 4)
     assert rules.longest_hit(index, hashes, 6) == expected
     table = hit_blocks(rules, index, hashes, expected, 4)
@@ -264,7 +264,7 @@ def test_groups_shorten_each_others_hits_until_they_agree() -> None:
     chain.extend(tokens, 6)
     for index, cached in zip(kv._indexes, ((0, 1, 4, 5), (0, 1, 2, 3, 4)), strict=True):
         for block in cached:
-            index.add(chain.block_hash(block), 1 + block)
+            index.insert(chain.block_hash(block), 1 + block)
     assert kv.match_prefix(chain, tokens, 24) == 8
 
 
@@ -303,9 +303,9 @@ def test_the_blocks_of_a_hit_are_not_offered_again() -> None:
 
 def test_an_index_keeps_the_first_block_of_a_content_and_the_first_content_of_a_block() -> None:
     index = PrefixIndex(num_blocks=3)
-    index.add(b"a", 1)
-    index.add(b"a", 2)
-    index.add(b"b", 1)
+    index.insert(b"a", 1)
+    index.insert(b"a", 2)
+    index.insert(b"b", 1)
     assert index.check() == {1}
     assert (index.find(b"a"), index.find(b"b")) == (1, None)
     index.remove(1)

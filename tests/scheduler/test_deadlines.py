@@ -6,7 +6,7 @@ import pytest
 
 from quire.request import EngineRequest, FinishReason, Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.queue import Deadlines
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 
 
@@ -154,7 +154,7 @@ def test_the_heap_forgets_requests_that_ended_long_before_their_time() -> None:
         params = SamplingParams(timeout_s=1e6 if number % 10 else 5.0)
         source = EngineRequest(request_id=str(number), prompt_token_ids=[1], params=params, max_tokens=1, seed=0)
         requests.append(Request(source, float(number), arrival_number=number))
-        deadlines.add(requests[-1])
+        deadlines.watch(requests[-1])
     for request in requests[20:]:
         deadlines.discard(request)
     assert len(deadlines) == 20

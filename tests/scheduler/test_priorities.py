@@ -167,7 +167,7 @@ def test_to_be_earlier_in_the_order_is_not_enough_to_push_out(priority: int) -> 
         seed=0,
         priority=priority,
     )
-    driver.scheduler.add(source, 0.0)
+    driver.scheduler.add_request(source, 0.0)
     driver.run()
     assert driver.core.stats().preemptions_total == 0
     assert finish_order(driver) == ["runs", "earlier"]

@@ -395,7 +395,7 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
         request.sequences = [Sequence(seq_id, 0, request, SequenceSampling(request.params, 0, [], []))]
         requests.append(request)
     queue = RequestQueue()
-    queue.add(requests[3])
+    queue.push(requests[3])
     for number in (2, 0, 1):
         queue.put_back(requests[number])
     assert list(queue) == requests

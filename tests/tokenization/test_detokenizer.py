@@ -33,7 +33,7 @@ def build(kind: str) -> Tokenizer:
 
 def increments(tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: list[int] | None = None) -> list[str]:
     detokenizer = tokenizer.detokenizer(skip, prompt or [])
-    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()]
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
 @st.composite
@@ -171,7 +171,7 @@ def test_whole_sequence_decoders_hold_back_a_bounded_number_of_tokens() -> None:
     detokenizer = tokenizer.detokenizer()
     shown = [detokenizer.push(alphabet_id(tokenizer, 0xF0)) for _ in range(3 * MAX_HELD_TOKENS)]
     assert sum(1 for text in shown if text) >= 2
-    assert "".join(shown) + detokenizer.finish() == REPLACEMENT * len(shown)
+    assert "".join(shown) + detokenizer.flush() == REPLACEMENT * len(shown)
 
 
 def test_whole_sequence_decoders_complete_a_character_that_the_prompt_began() -> None:

@@ -35,7 +35,7 @@ def run(stops: list[str], pieces: list[str], include: bool = False) -> tuple[lis
         shown.append(text)
         if stop is not None:
             return shown, stop
-    return [*shown, matcher.finish()], None
+    return [*shown, matcher.flush()], None
 
 
 @given(text=letters, stops=stop_lists, borders=st.lists(st.integers(0, 30), max_size=10), include=st.booleans())

@@ -110,7 +110,7 @@ def test_nothing_is_compiled_while_serving(
     )
     executors.append(executor)
     executor._worker._compiles = True  # type: ignore[union-attr]
-    groups, layers_per_group = group_layers(executor.load())
+    groups, layers_per_group = group_layers(executor.load_model())
     starting, serving = CompilationRecorder(), CompilationRecorder()
     with recorded_launches(starting):
         executor.allocate(KVCacheLayout(4, 60, groups, layers_per_group))
