@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch, narrow
+from quire.kernels.triton.runtime import blocks_of, launch, narrow
 
 SILU = tl.constexpr(0)
 RELU = tl.constexpr(1)
@@ -78,7 +78,7 @@ def activation(x: torch.Tensor, name: str, *, gated: bool) -> torch.Tensor:
     if num_rows == 0:
         return out
     assert x.stride(1) == 1, "the elements of a row lie side by side"
-    grid = (num_rows, triton.cdiv(width, BLOCK))
+    grid = (num_rows, blocks_of(width, BLOCK))
     launch(
         _activation_kernel, grid, x, out, x.stride(0), width, KIND=KINDS[name], GATED=gated, BLOCK=BLOCK, num_warps=4
     )

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import INTERPRETED, launch
+from quire.kernels.triton.runtime import INTERPRETED, launch, next_power_of_2
 from quire.kernels.triton.sampling import finish_row
 from quire.kernels.triton.sampling_core import ONE, draw_within, load_weights, position_of, uniform, weigh
 from quire.kernels.triton.sampling_shapes import Histories, SamplingBuffers, SamplingShapes
@@ -454,7 +454,7 @@ def pick_filtered(
         num_segments,
         FILTERED=filtered,
         SEGMENT=shapes.segment,
-        SEGMENTS=triton.next_power_of_2(num_segments),
+        SEGMENTS=next_power_of_2(num_segments),
         LANES=shapes.lanes,
         LISTED=shapes.listed,
         TILE=shapes.tile,

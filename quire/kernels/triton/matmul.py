@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import dot, launch, narrow
+from quire.kernels.triton.runtime import blocks_of, dot, launch, narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def matmul(
     tiles = tiles_for(n, x.dtype)
     launch(
         _matmul_kernel,
-        (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),),
+        (blocks_of(m, tiles.block_m) * blocks_of(n, tiles.block_n),),
         x,
         weight,
         bias,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch, narrow
+from quire.kernels.triton.runtime import launch, narrow, next_power_of_2
 
 ELEMENTS_PER_WARP = 512
 """Of a row: two loads of 16 bytes a thread in 16 bits, enough in flight to fill the memory's latency."""
@@ -77,7 +77,7 @@ def norm(
         return out
     assert x.stride(1) == 1, "the elements of a row lie side by side"
     assert residual is None or residual.stride(1) == 1, "the elements of a row lie side by side"
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     launch(
         _norm_kernel,
         (num_rows,),

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.runtime import blocks_of, launch
 
 WORDS = 1024
 """Words that one program writes or copies."""
@@ -32,7 +32,7 @@ def _write_kernel(arena, destinations, values, num_writes, BLOCK: tl.constexpr):
 def write_words(arena: torch.Tensor, destinations: torch.Tensor, values: torch.Tensor) -> None:
     """arena[destinations[i]] = values[i]. All int32, [words], [N], [N]; destinations are distinct."""
     num_writes = len(destinations)
-    grid = (triton.cdiv(num_writes, WORDS),)
+    grid = (blocks_of(num_writes, WORDS),)
     launch(_write_kernel, grid, arena, destinations, values, num_writes, BLOCK=WORDS)
 
 
@@ -49,7 +49,7 @@ def _copy_kernel(arena, copies, BLOCK: tl.constexpr):
 def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
     """For each of `copies` ([N, 3] int32): words from the first offset to the second, as many as the third says, at
     most `longest`. What one writes no other reads or writes. arena: [words] int32."""
-    launch(_copy_kernel, (len(copies), triton.cdiv(longest, WORDS)), arena, copies, BLOCK=WORDS)
+    launch(_copy_kernel, (len(copies), blocks_of(longest, WORDS)), arena, copies, BLOCK=WORDS)
 
 
 @triton.jit(
@@ -158,7 +158,7 @@ def prepare_inputs(
     assert num_tokens <= padded_tokens <= len(inputs.token_ids), "more tokens than there is room for"
     launch(
         _prepare_kernel,
-        (triton.cdiv(max(padded_seqs, padded_tokens), TOKENS),),
+        (blocks_of(max(padded_seqs, padded_tokens), TOKENS),),
         arena,
         columns.rows,
         columns.starts,

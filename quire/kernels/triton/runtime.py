@@ -25,6 +25,16 @@ INTERPRETED = tl.constexpr(envs.triton_interpret())
 Grid: TypeAlias = tuple[int, ...]
 
 
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks cover `size`. (Triton's own `cdiv` takes the host 2 us a call, which is half a launch.)"""
+    return -(-size // block)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`, which is positive. (As above.)"""
+    return 1 << (number - 1).bit_length()
+
+
 class LaunchRecorder(Protocol):
     """Stands between `launch` and the kernels: what a capture of CUDA graphs does on a GPU, for tests on a host."""
 

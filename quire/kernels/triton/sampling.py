@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.runtime import launch
+from quire.kernels.triton.runtime import launch, next_power_of_2
 from quire.kernels.triton.sampling_core import LOWEST, draw_within, position_of, uniform, weigh
 from quire.kernels.triton.sampling_shapes import Histories, SamplingBuffers, SamplingShapes
 from quire.kernels.triton.sampling_words import (
@@ -219,7 +219,7 @@ def pick(
         RANDOM=random,
         FILTERED=filtered,
         SEGMENT=shapes.segment,
-        SEGMENTS=triton.next_power_of_2(num_segments),
+        SEGMENTS=next_power_of_2(num_segments),
         TILE=shapes.tile,
         num_warps=8,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton import runtime
-from quire.kernels.triton.runtime import dot, launch, narrow
+from quire.kernels.triton.runtime import blocks_of, dot, launch, narrow, next_power_of_2
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -100,3 +100,10 @@ def test_rounding_is_to_the_nearest(dtype: torch.dtype, device: torch.device) ->
     out = torch.empty(1024, dtype=dtype, device=device)
     launch(_narrow, (1,), x, out, SIZE=1024)
     torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_sizes_of_grids_and_blocks_are_tritons() -> None:
+    for size in (*range(1, 70), 4095, 4096, 4097, 151936):
+        assert next_power_of_2(size) == triton.next_power_of_2(size)
+        assert blocks_of(size, 64) == triton.cdiv(size, 64)
+    assert blocks_of(0, 64) == 0
