@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.config.hf_json import shown
 from quire.errors import ModelLoadError
 from quire.utils.gguf import GGUFFile, find_gguf
+from quire.utils.safetensors_header import read_header
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 16
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16,
     "F8_E4M3": 8, "F8_E5M2": 8, "I8": 8, "U8": 8, "BOOL": 8,
@@ -57,21 +58,20 @@ def _gguf_checkpoint(path: Path) -> Checkpoint:
 
 
 def _header(file: Path) -> list[tuple[str, int]]:
-    """(dtype, elements) of each tensor. The file starts with the header's length (8 bytes, little endian)."""
+    """(dtype, elements) of each tensor."""
+    text = read_header(file)
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            text = stream.read(length)
-            if len(text) < length:
-                raise ValueError("the header is cut short")
-            header = json.loads(text)
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        found = [(str(entry["dtype"]), math.prod(entry["shape"])) for entry in tensors]
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{file} is not a valid safetensors file: {error}") from None
+        tensors = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
+        found = [(str(entry["dtype"]), _num_elements(entry["shape"])) for entry in tensors]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelLoadError(f"{file} is not a valid safetensors file: {str(error)[:200]}") from None
     for dtype, _ in found:
         if dtype not in DTYPE_BITS:
-            raise ModelLoadError(f"{file} stores tensors of an unknown dtype {dtype!r}")
+            raise ModelLoadError(f"{file} stores tensors of an unknown dtype {shown(dtype)}")
     return found
+
+
+def _num_elements(shape: list[int]) -> int:
+    if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+        raise ValueError("a tensor's shape is not a short list of sizes")
+    return math.prod(shape)

@@ -141,12 +141,20 @@ def _devices_title(scenario: Scenario) -> str:
     return f"{scenario.cost.shape.name} on {scenario.cost.hardware.title}"
 
 
+def _ignored_priorities(metrics: Metrics) -> list[tuple[str, str]]:
+    """A line where a trace brings priorities that this scheduling policy does not order by."""
+    if not metrics.num_priorities_ignored:
+        return []
+    return [("priorities ignored", f"{metrics.num_priorities_ignored:,} (they need --scheduling-policy priority)")]
+
+
 def _print_run(scenario: Scenario, metrics: Metrics) -> None:
     stats, duration = metrics.stats, metrics.end or math.inf
     blocks = f"{metrics.num_blocks:,} of {scenario.settings.block_size} tokens"
     rows = [
         ("requests finished", f"{metrics.num_finished:,} of {metrics.num_requests:,}"),
         ("requests refused", f"{metrics.num_refused:,}"),
+        *_ignored_priorities(metrics),
         ("simulated time", f"{metrics.end:,.1f} s"),
         ("request throughput", f"{metrics.num_finished / duration:,.2f} requests/s"),
         ("output throughput", f"{metrics.num_output_tokens / duration:,.1f} tokens/s"),

@@ -25,8 +25,9 @@ from quire.engine.heartbeat import check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
-from quire.engine.output_stream import Delivery, OutputStream, RequestPart, StatsListener, turn_of
+from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.process_client import ProcessClient
+from quire.engine.request_part import Preparations, RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
@@ -87,7 +88,7 @@ class AsyncLLM:
         self._death: EngineDeadError | None = None
         self._numbers = itertools.count(1)
         self._num_unfinished = 0
-        self._num_preparing = 0
+        self._preparations = Preparations()
         self._draining = False
         self._all_finished = asyncio.Event()
         self._text_threads = ThreadPoolExecutor(MAX_LONG_TEXTS, thread_name_prefix="quire-text")
@@ -163,8 +164,9 @@ class AsyncLLM:
     @property
     def num_pending(self) -> int:
         """Requests that run, wait or are being prepared: begun, and not yet reported as finished by the engine. One
-        whose consumer is slow to read its end is not among them."""
-        return self._num_preparing + len(self._streams)
+        whose consumer is slow to read its end is not among them; parts of a request that wait for their turns are one
+        together."""
+        return len(self._preparations) + len(self._streams)
 
     def add_listener(self, listener: StatsListener) -> None:
         """`listener` hears of every output and snapshot from now on."""
@@ -202,7 +204,7 @@ class AsyncLLM:
             name = request_id or uuid.uuid4().hex
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
-                with self._preparing():
+                with self._preparations.count(part):
                     request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
                     request = await stack.enter_async_context(turn_of(part, request))
                     self._submit(request, prompt_text(prompt), stream, delta)
@@ -227,7 +229,7 @@ class AsyncLLM:
         name = f"prefix-{uuid.uuid4().hex}"
         stream = OutputStream(name, name, delta=True)
         with self._counted():
-            with self._preparing():
+            with self._preparations.count(None):
                 request = await asyncio.to_thread(
                     lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
                 )
@@ -407,7 +409,7 @@ class AsyncLLM:
                     raise RuntimeError("AsyncLLM serves requests of another event loop")
                 for stream in list(self._streams.values()):
                     self._leave(stream)
-                self._num_unfinished = self._num_preparing = 0
+                self._num_unfinished, self._preparations = 0, Preparations()
             self._loop = loop
             self._all_finished = asyncio.Event()
         return loop
@@ -422,14 +424,6 @@ class AsyncLLM:
             self._num_unfinished -= 1
             if self._num_unfinished == 0:
                 self._all_finished.set()
-
-    @contextlib.contextmanager
-    def _preparing(self) -> Iterator[None]:
-        self._num_preparing += 1
-        try:
-            yield
-        finally:
-            self._num_preparing -= 1
 
     async def _process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int

@@ -60,16 +60,16 @@ def open_front_end(options: EngineOptions, start: Callable[[EngineOptions], Engi
     config = resolve(options)
     client = start(options)
     try:
-        return FrontEnd(config, client, _tokenizer(options))
+        return FrontEnd(config, client, _tokenizer(options, config.model.vocab_size))
     except BaseException:
         client.shutdown()
         raise
 
 
-def _tokenizer(options: EngineOptions) -> Tokenizer | None:
+def _tokenizer(options: EngineOptions, vocab_size: int) -> Tokenizer | None:
     """The tokenizer that was asked for, else the model's."""
     if options.skip_tokenizer_init:
         return None
     if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
-    return load_tokenizer(options.model, options.revision)
+        return load_tokenizer(options.tokenizer, vocab_size=vocab_size)
+    return load_tokenizer(options.model, options.revision, vocab_size=vocab_size)

@@ -5,19 +5,17 @@ of what one message of the core contains, and the turns of a request that runs i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.engine.messages import CallResult
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput, is_damaged
-from quire.request import EngineRequest
 from quire.stats import EngineStats
 
 MAX_SEPARATE = 32
@@ -203,27 +201,3 @@ class Delivery:
                 listener.record_outputs(heard)
             if self.stats is not None:
                 listener.record_stats(self.stats)
-
-
-class RequestPart(Protocol):
-    """One of the engine requests that a caller's request is run in."""
-
-    async def wait_turn(self, request: EngineRequest) -> EngineRequest:
-        """Wait for its turn; returns what the engine gets."""
-        ...
-
-    def end_turn(self) -> None:
-        """It is over, or was never begun."""
-        ...
-
-
-@contextlib.asynccontextmanager
-async def turn_of(part: RequestPart | None, request: EngineRequest) -> AsyncGenerator[EngineRequest, None]:
-    """Wait for the turn of `part`, yield what the engine gets, and end the turn. A request of one part has no turns."""
-    if part is None:
-        yield request
-        return
-    try:
-        yield await part.wait_turn(request)
-    finally:
-        part.end_turn()

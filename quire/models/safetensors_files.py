@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,12 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelLoadError
 from quire.models.tensor_checks import check_name, checked
-from quire.utils.model_files import file_bytes
+from quire.utils.safetensors_header import read_header
 
-MAX_HEADER_BYTES = 2**24
-"""The library allows 100 MB, and takes some ten times that for what they say."""
-MAX_TENSORS = 2**16
-"""The most tensors in one file."""
 MAPPED_BYTES = 2**24
 """Bytes read before a file is mapped anew. The pages read stay resident as long as their mapping, so with one mapping a
 model would be in memory twice when its last tensor is packed."""
@@ -26,7 +21,7 @@ model would be in memory twice when its last tensor is packed."""
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Raises ModelLoadError, naming the file, for one that cannot be read."""
-    check_header(path)
+    read_header(path)  # its limits: the library reads it again
     names: list[str] = []
     position = 0
     while position == 0 or position < len(names):
@@ -42,20 +37,6 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 position += 1
                 yield name, checked(name, tensor)
                 del tensor
-
-
-def check_header(path: Path) -> None:
-    """Raises ModelLoadError for a header that is larger than that of any model."""
-    size = file_bytes(path) or 0
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= size:
-            raise ModelLoadError(f"{path} is corrupt or truncated: a header of {length} bytes in a file of {size}")
-        if length > MAX_HEADER_BYTES:
-            raise ModelLoadError(f"{path} has a header of {length} bytes, which may have {MAX_HEADER_BYTES}")
-        if file.read(length).count(b"{") > MAX_TENSORS:
-            raise ModelLoadError(f"{path} lists more than {MAX_TENSORS} tensors")
 
 
 def _open(path: Path) -> AbstractContextManager[Any]:

@@ -91,7 +91,7 @@ def overloaded(message: str, retry_after: int) -> ApiError:
     )
 
 
-def to_api_error(error: Exception) -> ApiError:
+def to_api_error(error: BaseException) -> ApiError:
     """The client's view of any exception. What is not meant for clients (paths, stack frames, messages of
     unexpected exceptions) becomes a sentence and an id, and a log record with the same id."""
     if isinstance(error, ApiError):
@@ -120,7 +120,7 @@ def to_api_error(error: Exception) -> ApiError:
     return _internal_error(error, "internal server error", new_error_id())
 
 
-def _internal_error(error: Exception, summary: str, error_id: str) -> ApiError:
+def _internal_error(error: BaseException, summary: str, error_id: str) -> ApiError:
     """500. What happened is for the log, where the id that the client reads finds it."""
     logger.error("error %s: %s", error_id, summary, exc_info=error)
     return ApiError(500, ErrorDetail(f"{summary} ({_see_log(error_id)})", SERVER_ERROR, None, "internal_error"))

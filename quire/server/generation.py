@@ -39,8 +39,10 @@ class ChatBody(Protocol):
 
 async def render_chat(engine: AsyncLLM, body: ChatBody) -> RenderedChat:
     """Write the conversation with the model's template and tokenise it. Raises UserError where that fails."""
+    messages = body.messages or []
+    size = sum(message.size for message in messages)
     return await engine.render(
-        [message.to_dict() for message in body.messages or ()],
+        await engine.off_loop(size, lambda: [message.to_dict() for message in messages]),
         add_generation_prompt=body.generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=body.chat_template_kwargs,

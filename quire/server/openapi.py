@@ -36,11 +36,13 @@ ERRORS = {
 }
 """Status -> what it means, on every route of this document unless said otherwise below."""
 
-WITH_BODY = frozenset({408, 413, 415})
-"""Of requests that bring one."""
+READING_A_BODY = frozenset({413})
+"""Of routes that read one. The heads of all requests have a time limit, and any body must be JSON, read or not."""
 GENERATING = frozenset({429})
 """Of requests that wait for a place in the batch."""
 NAMING_A_MODEL = frozenset({404})
+RENDERING = frozenset({"/v1/chat/completions", "/tokenize"})
+"""Routes that render chat templates, in a process of their own."""
 
 _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Struct]]] = {
     "/v1/completions": ("Complete a prompt", CompletionRequest, CompletionResponse),
@@ -69,7 +71,7 @@ def api_description() -> dict[str, Any]:
     for path, (summary, request, response) in _OPERATIONS.items():
         answer = {"200": {"description": "OK", "content": _json(schemas[response])}}
         for status in statuses(path, takes_body=request is not None):
-            answer[str(status)] = {"description": ERRORS[status], "content": _json(schemas[ErrorBody])}
+            answer[str(status)] = {"description": _meaning(status, path), "content": _json(schemas[ErrorBody])}
         operation: dict[str, Any] = {"summary": summary, "responses": answer}
         if request is not None:
             operation["requestBody"] = {"required": True, "content": _json(schemas[request])}
@@ -84,10 +86,16 @@ def api_description() -> dict[str, Any]:
 
 def statuses(path: str, *, takes_body: bool) -> list[int]:
     """The error statuses that a route can answer with."""
-    left_out = set() if takes_body else {*WITH_BODY, *NAMING_A_MODEL}
+    left_out = set() if takes_body else {*READING_A_BODY, *NAMING_A_MODEL}
     if not path.startswith("/v1/") or not takes_body:
         left_out |= GENERATING
     return [status for status in ERRORS if status not in left_out]
+
+
+def _meaning(status: int, path: str) -> str:
+    if status == 500 and path in RENDERING:
+        return f"{ERRORS[status]}, or the process that renders chat templates ended (`chat_template_error`)"
+    return ERRORS[status]
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

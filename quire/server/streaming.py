@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
@@ -9,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.errors import is_interrupt, panics_are_errors
 from quire.server.disconnect import ClientDisconnectedError, run_until_disconnect
 from quire.server.errors import error_body, to_api_error
 
@@ -50,9 +52,12 @@ class EventStream(Response):
                         started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-            except Exception as error:
-                if not started:
+            except BaseException as error:  # also the panic of a native extension
+                if is_interrupt(error) or isinstance(error, asyncio.CancelledError):
                     raise
+                if not started:
+                    with panics_are_errors("the stream"):
+                        raise
                 event = b"data: %b\n\n" % error_body(to_api_error(error))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -76,6 +76,7 @@ class Part:
         self._turns = turns
         self._arrival = time.monotonic()
         self._num_taken = 0
+        self.group = turns
         self.first_index = first_index
         self.num_sequences = num_sequences
 

@@ -214,6 +214,8 @@ class Metrics:
     """Arrived."""
     num_finished: int = 0
     num_refused: int = 0
+    num_priorities_ignored: int = 0
+    """Requests that brought a priority, while the scheduling policy is "fcfs"."""
     num_input_tokens: int = 0
     """Of finished requests."""
     num_output_tokens: int = 0
@@ -263,6 +265,7 @@ class Metrics:
             "num_requests": self.num_requests,
             "num_finished": self.num_finished,
             "num_refused": self.num_refused,
+            "num_priorities_ignored": self.num_priorities_ignored,
             "duration": self.end,
             "request_throughput": self.num_finished / duration,
             "output_throughput": self.num_output_tokens / duration,
@@ -287,6 +290,6 @@ class Metrics:
 
 
 _SUMS = (
-    "num_requests", "num_finished", "num_refused", "num_input_tokens", "num_output_tokens", "num_slo_met", "num_steps",
-    "busy_seconds", "step_seconds", "running_seconds", "kv_seconds", "num_blocks",
+    "num_requests", "num_finished", "num_refused", "num_priorities_ignored", "num_input_tokens", "num_output_tokens",
+    "num_slo_met", "num_steps", "busy_seconds", "step_seconds", "running_seconds", "kv_seconds", "num_blocks",
 )  # fmt: skip

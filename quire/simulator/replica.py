@@ -222,6 +222,7 @@ class Replica:
         self.core = make_core(settings.config(cost), self.executor, self.clock)
         self.metrics = Metrics(num_blocks=self.core.ready.num_blocks)
         self._max_model_len = self.core.ready.max_model_len
+        self._takes_priorities = settings.scheduling_policy == "priority"
         self._objectives = dict(objectives)
         self._observer = observer or Observer()
         self._live: dict[str, _Live] = {}
@@ -274,10 +275,18 @@ class Replica:
                     params=_params(request.n, request.beam_width),
                     max_tokens=max_tokens,
                     seed=number,
-                    priority=request.priority,
+                    priority=self._priority(request),
                 )
             )
         )
+
+    def _priority(self, request: TraceRequest) -> int:
+        """As the engine orders by it: under `fcfs` it takes none, so that a trace that brings some can be replayed with
+        both policies."""
+        if self._takes_priorities or not request.priority:
+            return request.priority
+        self.metrics.num_priorities_ignored += 1
+        return 0
 
     def finish_run(self) -> Metrics:
         """The results. Checks that the engine is as it was: no request, no block in use."""

@@ -15,6 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from quire.config.gguf import NO_TOKEN
 from quire.config.hf_json import Fields
+from quire.tokenization.vocabulary_limits import check_num_values
 from quire.utils.gguf import GGUFFile
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -67,9 +68,9 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
 """By the name that a file gives in tokenizer.ggml.pre."""
 
 
-def read_gguf_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def read_gguf_tokenizer(file: GGUFFile, max_values: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer, and what a tokenizer_config.json would say of it. Raises ModelLoadError when the file has no
-    tokenizer, one of another kind, or a corrupt one."""
+    tokenizer, one of another kind, a corrupt one, or one of more than `max_values` tokens and parts of merges."""
     fields = Fields(
         {key.removeprefix("tokenizer."): value for key, value in file.metadata.items()}, f"{file.path} (tokenizer)"
     )
@@ -90,7 +91,9 @@ def read_gguf_tokenizer(file: GGUFFile) -> tuple[tokenizers.Tokenizer, dict[str,
     config["add_eos_token"] = fields.boolean("ggml.add_eos_token", False)
     if fields.values.get("chat_template") is not None:
         config["chat_template"] = fields.text("chat_template")
-    return _backend(file, tokens, kinds, splitting), config
+    merges = file.strings("tokenizer.ggml.merges") or []
+    check_num_values(file.path, len(tokens) + 2 * len(merges), max_values)
+    return _backend(file, tokens, kinds, splitting, merges), config
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
@@ -107,7 +110,7 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:
 
 
 def _backend(
-    file: GGUFFile, tokens: list[str], kinds: list[int | float], splitting: _Splitting
+    file: GGUFFile, tokens: list[str], kinds: list[int | float], splitting: _Splitting, joined_merges: list[str]
 ) -> tokenizers.Tokenizer:
     vocabulary: dict[str, int] = {}
     for token_id, token in enumerate(tokens):
@@ -117,7 +120,7 @@ def _backend(
             raise file.error(f"tokenizer.ggml.tokens has {token!r} twice, as {vocabulary[token]} and {token_id}")
         vocabulary[token] = token_id
     merges = []
-    for merge in file.strings("tokenizer.ggml.merges") or []:
+    for merge in joined_merges:
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise file.error("tokenizer.ggml.merges must be pairs of tokens with one space between them")

@@ -20,6 +20,7 @@ from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
 from quire.tokenization.pipeline_checks import check_charsmaps, check_growth
+from quire.tokenization.vocabulary_limits import check_num_values, count_values, max_values
 from quire.utils.gguf import GGUFFile, find_gguf
 from quire.utils.model_files import file_bytes, read_model_file
 from quire.utils.panics import last_word_to_exceptions
@@ -27,11 +28,11 @@ from quire.utils.panics import last_word_to_exceptions
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TOKENIZER_BYTES = 2**26
 """Of tokenizer.json, vocab.json and merges.txt: twice those of the largest vocabularies (Gemma's has 33 MB)."""
-MAX_TOKENIZER_VALUES = 2**22
-"""Commas in one of them: vocabulary entries and, three for each, merges."""
 MAX_TEMPLATE_BYTES = 2**18
 """Of a chat template: ten times the longest."""
 MAX_TOKEN_ID = 2**24
+MAX_SENTENCEPIECE_BYTES = 2**24
+"""Four times those of the largest vocabulary (Gemma's has 4 MB)."""
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MAX_REASON = 300
 """Characters of what the library says."""
@@ -150,22 +151,26 @@ def check_unicode(text: str, *, param: str | None = None) -> None:
         ) from None
 
 
-def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab_size: int | None = None) -> Tokenizer:
     """Load the tokenizer of a directory, a GGUF file, a hub id or "bundled". Raises ModelLoadError with one clear
-    line."""
+    line.
+
+    vocab_size: that of the model that gets the token ids; it bounds the entries, and so the memory, of a tokenizer.
+    """
+    limit = max_values(vocab_size)
     path = find_model(str(path_or_id), revision=revision, config_only=True)
     config = read_optional_json(path / "tokenizer_config.json")
     special_tokens = _special_tokens(config | read_optional_json(path / "special_tokens_map.json"))
     if _is_there(path / "tokenizer.json"):
-        backend = _read_backend(path / "tokenizer.json")
+        backend = _read_backend(path / "tokenizer.json", limit)
     elif _is_there(path / "vocab.json") and _is_there(path / "merges.txt"):
         with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
-            backend = _byte_level_bpe(path, config, special_tokens)
+            backend = _byte_level_bpe(path, config, special_tokens, limit)
     elif any(_is_there(path / name) for name in SENTENCEPIECE_FILES):
         backend = _convert_with_transformers(path)
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
         with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
-            backend, own = read_gguf_tokenizer(file)
+            backend, own = read_gguf_tokenizer(file, limit)
         config = own | config
         special_tokens = _special_tokens(own) | special_tokens
     else:
@@ -186,8 +191,8 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> Token
     return tokenizer
 
 
-def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    content = _read_vocabulary(file)
+def _read_backend(file: Path, limit: int) -> tokenizers.Tokenizer:
+    content = _read_vocabulary(file, limit)
     with _refusing(file, "is not a readable tokenizer"):
         check_charsmaps(content)
         return tokenizers.Tokenizer.from_buffer(content)
@@ -207,10 +212,9 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
         raise ModelLoadError(f"{path} {what}: {_first_line(error)[:MAX_REASON]}") from None
 
 
-def _read_vocabulary(file: Path) -> bytes:
+def _read_vocabulary(file: Path, limit: int) -> bytes:
     content = read_model_file(file, MAX_TOKENIZER_BYTES)
-    if content.count(b",") > MAX_TOKENIZER_VALUES:
-        raise ModelLoadError(f"{file} may hold {MAX_TOKENIZER_VALUES} values, and holds more")
+    check_num_values(file, count_values(content, is_text=file.suffix == ".txt"), limit)
     return content
 
 
@@ -218,10 +222,12 @@ def _is_there(file: Path) -> bool:
     return file_bytes(file) is not None
 
 
-def _byte_level_bpe(path: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
+def _byte_level_bpe(
+    path: Path, config: dict[str, Any], special_tokens: dict[str, str], limit: int
+) -> tokenizers.Tokenizer:
     """GPT-2's format, as OPT still ships it: vocab.json and merges.txt."""
     for name in ("vocab.json", "merges.txt"):
-        _read_vocabulary(path / name)
+        _read_vocabulary(path / name, limit)
     model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
@@ -241,6 +247,9 @@ def _byte_level_bpe(path: Path, config: dict[str, Any], special_tokens: dict[str
 
 def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
     """sentencepiece models: Transformers knows how to turn each family's into a `tokenizers` pipeline."""
+    for name in SENTENCEPIECE_FILES:
+        if (size := file_bytes(path / name) or 0) > MAX_SENTENCEPIECE_BYTES:
+            raise ModelLoadError(f"{path / name} has {size} bytes: such a file may have {MAX_SENTENCEPIECE_BYTES}")
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -60,4 +62,29 @@ def test_no_files_is_none(tmp_path: Path) -> None:
 def test_corrupt_headers_name_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.safetensors").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"bad\.safetensors"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b'{"a":' + b"[" * 100_000, "not a valid safetensors file"),
+        (b"{}" + b" " * 2**24, "which may have"),
+        (b'{"a":[' + b"{}," * 2**16 + b"{}]}", "more than 65536 tensors"),
+        (b'{"a":{"dtype":"F32","shape":[' + b"1," * 2**20 + b"1]}}", "more than 1048576 values"),
+        (b'{"a":{"dtype":"F32","shape":[9223372036854775808]}}', "not a short list of sizes"),
+        (b'{"a":{"dtype":"F32","shape":[-1]}}', "not a short list of sizes"),
+        (b'{"a":{"dtype":"' + b"x" * 10**6 + b'","shape":[1]}}', "unknown dtype"),
+    ],
+)
+def test_headers_have_the_limits_of_loading(tmp_path: Path, header: bytes, said: str) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(ModelLoadError, match=said) as raised:
+        read_checkpoint(tmp_path)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="is a FIFO"):
         read_checkpoint(tmp_path)

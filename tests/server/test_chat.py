@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from quire.server.protocol.chat import MAX_MESSAGES, ChatMessage
 from tests.server.conftest import Served
 from tests.server.sse import chunks
 
@@ -168,3 +170,32 @@ async def test_a_time_limit_ends_an_answer(live: Served) -> None:
     found = await stream(live, max_tokens=200, timeout_s=1e-9, logprobs=True)
     assert [choice["finish_reason"] for chunk in found for choice in chunk["choices"]][-1] == "timeout"
     await live.until_idle()
+
+
+async def test_long_conversations_are_put_together_off_the_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part weighs as much as some text: so many empty ones keep the loop from others, too."""
+    threads: list[int] = []
+    to_dict = ChatMessage.to_dict
+
+    def noting(message: ChatMessage) -> dict[str, str]:
+        threads.append(threading.get_ident())
+        return to_dict(message)
+
+    monkeypatch.setattr(ChatMessage, "to_dict", noting)
+    for content, is_long in (("a", False), ([{"type": "text", "text": ""}] * 1000, True)):
+        threads.clear()
+        await served.client.post("/tokenize", json={"messages": [{"role": "user", "content": content}]})
+        assert [thread != threading.get_ident() for thread in threads] == [is_long]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+async def test_conversations_of_too_many_messages_are_refused(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(ChatMessage, "to_dict")
+    messages = [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)
+    response = await served.client.post(path, json={"messages": messages})
+    assert response.status_code == 400
+    assert f"length <= {MAX_MESSAGES}" in response.json()["error"]["message"]

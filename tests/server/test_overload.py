@@ -54,6 +54,22 @@ async def test_a_burst_on_an_idle_engine_is_counted_before_the_engine_reports_it
         assert {answer.status_code for answer in answers} == {200, 429}
 
 
+async def test_one_request_of_many_prompts_leaves_the_door_open(model_path: Path) -> None:
+    """Six of eight rows are its share: these the engine has got, and the parts that wait for their turns are one."""
+    settings = ServerSettings(max_num_queued=8)
+    async with serving(model_path, settings, executor="slow", max_num_seqs=8) as served:
+        many = {"prompt": ["abc"] * 60, "max_tokens": 30}
+        large = asyncio.ensure_future(served.client.post("/v1/completions", json=many))
+        await served.until_running(1)
+        assert served.engine.num_pending == 6 + 1
+        answer = await served.client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+        large.cancel()
+        await asyncio.gather(large, return_exceptions=True)
+        await served.until_idle()
+        assert served.engine.num_pending == 0
+
+
 async def test_no_limit(model_path: Path) -> None:
     async with serving(model_path, ServerSettings(max_num_queued=None), max_num_seqs=1) as served:
         body = {"prompt": "abc", "max_tokens": 1}

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server import scrape
+from quire.server.openapi import describe
 from quire.server.settings import ServerSettings
 from quire.version import __version__
 from tests.server.conftest import Served, serving
@@ -119,13 +120,36 @@ async def test_cors(model_path: Path) -> None:
 async def test_openapi_lists_the_error_statuses(served: Served) -> None:
     """Those of the application; others are made in front of it, and listed for every route."""
     paths = (await served.client.get("/openapi.json")).json()["paths"]
-    both = {400, 401, 403, 421, 431, 500, 503}
+    both = {400, 401, 403, 408, 415, 421, 431, 500, 503}
     for path, operations in paths.items():
         for method, operation in operations.items():
             listed = {int(status) for status in operation["responses"]} - {200}
-            more = {404, 408, 413, 415} if method == "post" else set()
+            more = {404, 413} if method == "post" else set()
             more |= {429} if path.endswith("completions") else set()
             assert listed == both | more, path
             for status in listed:
                 schema = operation["responses"][str(status)]["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorBody"}
+            renders = path in ("/v1/chat/completions", "/tokenize")
+            assert ("chat_template_error" in operation["responses"]["500"]["description"]) == renders, path
+
+
+async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path) -> None:
+    """Requests that each door of the server refuses, whether or not the route behind it reads a body."""
+    settings = ServerSettings(api_key="key", cors_allowed_origins=[])
+    key = {"Authorization": "Bearer key"}
+    bad: dict[int, dict[str, str]] = {
+        401: {},
+        403: {**key, "Origin": "https://evil.example"},
+        415: {**key, "Content-Type": "text/plain"},
+        421: {**key, "Host": "evil.example"},
+    }
+    async with serving(model_path, settings) as served:
+        for path, operations in describe()["paths"].items():
+            for method, operation in operations.items():
+                for status, headers in bad.items():
+                    content = b"{}" if status == 415 or method == "post" else None
+                    headers = {"Content-Type": "application/json", **headers} if content else headers
+                    answer = await served.client.request(method, path, headers=headers, content=content)
+                    assert answer.status_code == status, (path, answer.text)
+                    assert str(status) in operation["responses"], path

@@ -152,3 +152,22 @@ async def test_a_client_that_leaves_takes_the_parts_that_wait_with_it(live: Serv
         async for _ in response.aiter_lines():
             break
     await live.until_idle()
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "hello", "n": 14}, {"prompt": ["hello"] * 14}, {"prompt": "a", "n": 3}])
+async def test_parts_of_an_unseeded_request_draw_from_seeds_of_their_own(
+    model_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    async with serving(model_path, max_num_seqs=ROWS) as served:
+        send = served.engine._client.send
+
+        def noting(message: Any) -> None:
+            if isinstance(message, AddRequest):
+                sent.append(message.request)
+            send(message)
+
+        monkeypatch.setattr(served.engine._client, "send", noting)
+        await served.client.post("/v1/completions", json={**fields, "max_tokens": 2, "temperature": 1.0})
+    assert sum(request.params.num_sequences for request in sent) == (fields.get("n") or 14)
+    assert len({request.seed for request in sent}) == len(sent)

@@ -322,3 +322,19 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyP
         assert replica.metrics.stats.num_cached_blocks > 100
         sizes.append(_size(replica))
     assert sizes[1] < sizes[0] + 50, sizes
+
+
+def test_first_come_first_served_ignores_priorities_and_says_so() -> None:
+    """A trace that brings some can be replayed with both policies."""
+    trace = [TraceRequest(0.0, 200, 40), TraceRequest(0.0, 200, 40), TraceRequest(0.0, 200, 40, priority=-100)]
+    plain = [replace(request, priority=0) for request in trace]
+
+    def ends(requests: list[TraceRequest], policy: str) -> list[int]:
+        options = settings(max_num_seqs=1, scheduling_policy=policy)
+        return [record.number for record in records(requests, options=options)]
+
+    assert ends(trace, "fcfs") == ends(plain, "fcfs") == ends(plain, "priority") == [0, 1, 2]
+    assert ends(trace, "priority") == [2, 0, 1]
+    for policy, num_ignored in (("fcfs", 1), ("priority", 0)):
+        metrics = simulate(trace, make_cost(), settings(scheduling_policy=policy))
+        assert metrics.num_priorities_ignored == metrics.as_json()["num_priorities_ignored"] == num_ignored

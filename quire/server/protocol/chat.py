@@ -81,6 +81,12 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.content is None:
             raise UserError("content is required", param="content")
 
+    @property
+    def size(self) -> int:
+        """What `to_dict` has to join: characters of a text, or 64 for each of several parts."""
+        content = self.content or ""
+        return len(content) if isinstance(content, str) else 64 * len(content)
+
     def to_dict(self) -> dict[str, str]:
         """What the chat template sees. `developer` is today's name of `system`; templates know the older one."""
         assert self.content is not None
