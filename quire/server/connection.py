@@ -36,7 +36,7 @@ MIN_READ_BYTES = 64 * 1024
 LINGER_SECONDS = 2.0
 """How long a client that was refused may take to read why."""
 MAX_NUM_SURPLUS = 256
-"""Connections beyond the limit that get a 503 response; any more are closed without one."""
+"""Connections beyond the limit that get an error response; any more are closed without one."""
 
 
 class Phase(enum.IntEnum):
