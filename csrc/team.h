@@ -1,6 +1,6 @@
 // One thread's view of the threads that run a kernel together. Every thread of a team calls the same kernels in the
-// same order; work is taken by number, so that a thread that is held up by another process takes less of it. Who
-// computes an element never changes how it is computed.
+// same order; work is taken by number, so that a thread that is held up by another process takes less of it. The
+// thread that computes an element never changes how it is computed.
 #pragma once
 
 #include <atomic>

@@ -320,8 +320,8 @@ def test_check_catches_a_lost_count_a_double_use_and_a_leak() -> None:
         lambda kv, blocks: kv.pool._free.append(blocks.tables[0][0]),
         lambda kv, blocks: blocks.tables[0].pop(),
         lambda kv, blocks: kv.pool.ref_counts.__setitem__(kv.pool._free[0], 1),
-        lambda kv, blocks: kv._indexes[0].add(b"nothing", NULL_BLOCK),
-        lambda kv, blocks: kv._indexes[0].add(b"nothing", kv.pool._free[0]),
+        lambda kv, blocks: kv._indexes[0].insert(b"nothing", NULL_BLOCK),
+        lambda kv, blocks: kv._indexes[0].insert(b"nothing", kv.pool._free[0]),
     ):
         kv = make_manager()
         blocks = start(kv, list(range(8)))

@@ -117,7 +117,7 @@ def test_check_notices_a_pending_block_of_a_sequence_that_is_gone() -> None:
     blocks.pending_hash = None
     kv.free(blocks)
     blocks.pending_hash = pending_hash
-    with pytest.raises(AssertionError, match="gone"):
+    with pytest.raises(AssertionError, match="that ended"):
         kv.check()
 
 

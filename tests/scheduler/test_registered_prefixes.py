@@ -235,7 +235,7 @@ def test_a_prefix_that_leaves_no_room_is_refused() -> None:
     assert not {"goes on", "other"} & driver.refused.keys()
     driver.add("longer", prompt(5, start=9), max_tokens=2)
     driver.run()
-    assert "6 more are pinned" in driver.refused["longer"]
+    assert "registered prefixes hold 6 more" in driver.refused["longer"]
 
 
 def test_a_prefix_may_not_take_the_room_of_those_that_were_accepted() -> None:

@@ -175,7 +175,7 @@ async def test_a_time_limit_ends_an_answer(live: Served) -> None:
 async def test_long_conversations_are_put_together_off_the_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part weighs as much as some text: so many empty ones keep the loop from others, too."""
+    """A part weighs as much as some text: a great number of empty ones keeps the loop from other requests, too."""
     threads: list[int] = []
     to_dict = ChatMessage.to_dict
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server import scrape
-from quire.server.openapi import describe
+from quire.server.openapi import api_description
 from quire.server.settings import ServerSettings
 from quire.version import __version__
 from tests.server.conftest import Served, serving
@@ -145,7 +145,7 @@ async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path)
         421: {**key, "Host": "evil.example"},
     }
     async with serving(model_path, settings) as served:
-        for path, operations in describe()["paths"].items():
+        for path, operations in api_description()["paths"].items():
             for method, operation in operations.items():
                 for status, headers in bad.items():
                     content = b"{}" if status == 415 or method == "post" else None
