@@ -13,10 +13,13 @@ import torch
 from quire.attention.interface import LayerAttention
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.activation import activation
+from quire.kernels.triton.block_copy import PageTable, gather_blocks
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
+from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.sampling_shapes import SamplingShapes
+from quire.sampling.sampler import SampledTokens
 from quire.sampling_params import SamplingParams
 from tests.architecture.source import ROOT
 from tests.gpu.attention_rows import Sequence
@@ -71,12 +74,18 @@ def kernels(device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
     logits = random(torch.device("cpu"), 8 if ON_CARD else 2, vocab, dtype=torch.float32) * 3
     cases = [Case(SamplingParams(temperature=0.9, top_p=0.9, top_k=50 * (seed % 2)), seed=seed) for seed in range(8)]
     shapes = SamplingShapes() if ON_CARD else SMALL
+    pages = PageTable.of_pages([random(device, 64, 2, 16, 2, 16, dtype=DTYPE) for _ in range(2)])
+    blocks = torch.arange(0, 64, 3, dtype=torch.int32, device=device)
+    positions, frequencies = torch.arange(rows, device=device) * 37, random(device, 64)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "norm": lambda: norm(x, weight, None, 1e-6, centred=False),
         "activation": lambda: activation(x, "silu", gated=True),
         "embedding": lambda: embedding(table, ids),
         "batch-invariant product": lambda: matmul(x, square),
+        "block copies": lambda: gather_blocks(pages, blocks),
+        "angles": lambda: torch.cat(rotation_angles(positions, frequencies, 1.0)),
         "sampling": lambda: torch.from_numpy(sample_on(device, logits, cases[: len(logits)], shapes=shapes).token_ids),
+        "edited scores": lambda: logprobs_of(sample_on(device, logits, edited_cases(len(logits)), shapes=shapes)),
     }
     length = 3000 if ON_CARD else 40
     for name, invariant in (("fast", False), ("batch-invariant", True)):
@@ -87,16 +96,36 @@ def kernels(device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
     return calls
 
 
+def edited_cases(count: int) -> list[Case]:
+    """Rows that every kernel of penalties, rules and log-probabilities has work for."""
+    params = SamplingParams(
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias={5: 1.5, 7: -2.0},
+        min_tokens=9,
+        logprobs=5,
+        seed=3,
+    )
+    prompt, output = [1, 2, 3, 3, 8], [4, 5, 5]
+    return [Case(params, prompt=prompt, output=output, seed=n, stop=[6], bad=[[5, 9]]) for n in range(count)]
+
+
+def logprobs_of(sampled: SampledTokens) -> torch.Tensor:
+    entries = [sampled.logprobs[row] for row in range(len(sampled.token_ids))]
+    return torch.tensor([[*entry.logprobs, *entry.token_ids, entry.rank] for entry in entries], dtype=torch.float64)
+
+
 def test_many_launches_have_the_same_bits(device: torch.device) -> None:
     """A race between asynchronous copies and products shows as a few bits, now and then."""
-    damaged = {}
+    differing = {}
     for name, call in kernels(device).items():
         first = call().clone()
-        differing = torch.zeros((), dtype=torch.int64, device=first.device)
-        for _ in range(NUM_LAUNCHES if name != "sampling" else max(2, NUM_LAUNCHES // 10)):
-            differing += (call() != first).any()
-        damaged[name] = int(differing)
-    assert {name: count for name, count in damaged.items() if count} == {}
+        count = torch.zeros((), dtype=torch.int64, device=first.device)
+        for _ in range(NUM_LAUNCHES):
+            count += (call() != first).any()
+        differing[name] = int(count)
+    assert {name: count for name, count in differing.items() if count} == {}
 
 
 def test_launches_stay_inside_their_memory() -> None:
