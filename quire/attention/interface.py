@@ -7,7 +7,7 @@ The worker builds one AttentionBatch a step; a back end plans once (`plan`) and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,8 +44,12 @@ class LayerAttention:
     soft_cap: float | None = None
 
 
-class AttentionStep(Protocol):
-    """One step of one back end, over the KV pool."""
+class PlannedStep(Protocol):
+    """What a back end planned for one step. Models pass it on; the operations of the same back end look inside."""
+
+
+class AttentionStep(PlannedStep, Protocol):
+    """One step of a back end that attends at once, over the KV pool."""
 
     def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k and v ([T, num_kv_heads, head_dim]) to their slots, then attend.
@@ -59,6 +63,6 @@ class AttentionStep(Protocol):
 class AttentionBackend(Protocol):
     """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
-    def plan(self, batch: AttentionBatch) -> Any:
+    def plan(self, batch: AttentionBatch) -> PlannedStep:
         """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""
         ...

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from quire.attention.interface import LayerAttention
-from quire.kernels.value import Value
+from quire.attention.interface import LayerAttention, PlannedStep
+from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import HeadWeights
+from quire.layers.operations import HeadWeights, RotationTable
 
 
 class Attention:
@@ -30,15 +32,7 @@ class Attention:
         norm_epsilon: float | None = None,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
-        local = LayerAttention(
-            layer=shape.layer,
-            num_heads=shape.num_heads // ranks,
-            num_kv_heads=shape.num_kv_heads // ranks,
-            head_dim=dim,
-            scale=shape.scale,
-            window=shape.window,
-            soft_cap=shape.soft_cap,
-        )
+        local = replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
         query, key = shape.num_heads * dim, shape.num_kv_heads * dim
         self._qkv = ColumnParallelLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
         self._output = RowParallelLinear(query, hidden_size, bias=output_bias, context=context)
@@ -46,12 +40,30 @@ class Attention:
         query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
         self._heads = HeadWeights(local, query_norm, key_norm)
         self._operations = context.operations
+        self._cache_dtype = context.cache_dtype
 
-    def __call__(self, x: Value, residual: Value, rotation: Any, step: Any) -> Value:
+    def __call__(
+        self,
+        x: Value,
+        residual: Value,
+        rotation: RotationTable | None,
+        step: PlannedStep,
+        rows: ReadRows | None = None,
+    ) -> Value:
         """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the tokens'
-        positions (None: none is applied). step: of the attention back end."""
+        positions (None: none is applied). step: of the attention back end. rows: [R], the tokens whose results are read
+        (None: all); then [R, hidden_size], and keys and values are kept of all tokens."""
         attended = self._operations.attend(self._heads, self._qkv(x), rotation, step)
+        if rows is not None:
+            attended = self._operations.gather_rows(attended, rows)
+            residual = self._operations.gather_rows(residual, rows)
         return self._output(attended, residual)
+
+    def cache_spec(self) -> LayerSpec:
+        """What this rank's share of the layer keeps in the KV cache."""
+        shape, dtype = self._heads.shape, self._cache_dtype
+        sizes = (shape.num_kv_heads, shape.head_dim, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
+        return FullAttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
         """qkv: the checkpoint's names of the projections (one, when it keeps them in one tensor); output: of the

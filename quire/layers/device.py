@@ -9,7 +9,7 @@ import torch
 
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies
+from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class DeviceAttentionStep(Protocol):
         ...
 
 
-class DeviceOperations:
+class DeviceOperations(SharedOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

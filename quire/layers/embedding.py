@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
-from quire.quantization.interface import LinearMethod, LinearShape
+from quire.quantization.interface import LayerLinear, LinearShape
 
 
 class Embedding:
     """A table of `num_rows` vectors of `size`, stored by `method`."""
 
-    def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
+    def __init__(self, num_rows: int, size: int, method: LayerLinear, context: LayerContext) -> None:
         self.method = method
         self.shape = LinearShape(size, num_rows, False, context.dtype, context.device)
         self.parameters = method.create(self.shape)

@@ -4,13 +4,18 @@ kernels."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import LayerAttention
-from quire.kernels.value import Indices, Value
+from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
+from quire.kernels.value import Indices, ReadRows, Value
+from quire.parallel.interface import ProcessGroup
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.recorder import Buffer
+    from quire.layers.device import DeviceRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +48,59 @@ class RotaryFrequencies:
     dtype: torch.dtype
 
 
-class Operations(Protocol):
-    """The operations of layers; every tensor has T rows, one per token."""
+ValueT = TypeVar("ValueT")
+IndicesT_contra = TypeVar("IndicesT_contra", contravariant=True)
+RowsT_contra = TypeVar("RowsT_contra", contravariant=True)
+RotationT = TypeVar("RotationT")
+StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
-    def norm(self, weights: NormWeights, x: Value) -> Value:
+
+class Operations(Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
+    """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
+    not depend on one another, bit by bit, but through attention and states."""
+
+    def norm(self, weights: NormWeights, x: ValueT) -> ValueT:
         """[T, size] -> [T, size]."""
         ...
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: Indices) -> Any:
+    def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
         """The rotation of these positions, for `attend`."""
         ...
 
-    def attend(self, heads: HeadWeights, qkv: Value, rotation: Any, step: Any) -> Value:
+    def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
         """qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], query, key and value heads; used up. rotation: of the
         positions (None: none is applied). step: of an attention back end. Returns [T, num_heads * head_dim]."""
         ...
 
-    def upcast_logits(self, x: Value) -> Value:
+    def gather_rows(self, x: ValueT, rows: RowsT_contra) -> ValueT:
+        """[T, width] -> [R, width], the rows that are read. x is used up."""
+        ...
+
+    def add(self, x: ValueT, y: ValueT) -> ValueT:
+        """x + y, [T, width] each."""
+        ...
+
+    def multiply(self, x: ValueT, y: ValueT) -> ValueT:
+        """x * y, element by element, [T, width] each."""
+        ...
+
+    def scale(self, x: ValueT, factor: float) -> ValueT:
+        """factor * x."""
+        ...
+
+    def soft_cap(self, x: ValueT, cap: float) -> ValueT:
+        """cap * tanh(x / cap), computed in float32."""
+        ...
+
+    def all_reduce(self, group: ProcessGroup, x: ValueT) -> ValueT:
+        """The sum of the ranks' x, [T, width] each."""
+        ...
+
+    def all_gather(self, group: ProcessGroup, x: ValueT) -> ValueT:
+        """The ranks' x, [T, width] each, side by side: [T, ranks * width]."""
+        ...
+
+    def upcast_logits(self, x: ValueT) -> ValueT:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
@@ -82,7 +123,39 @@ class Rotation:
         return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
 
-class TorchOperations:
+RotationTable: TypeAlias = Union[Rotation, "DeviceRotation", "Buffer"]
+"""What `Operations.rotation` returned."""
+
+LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable, PlannedStep]
+"""Operations as layers see them: values of one kind, whichever it is."""
+
+
+class SharedOperations:
+    """The operations that torch computes in the same way on every device."""
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+    def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(x)
+
+    def all_gather(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+        return group.all_gather(x, dim=1)
+
+
+class TorchOperations(SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +174,9 @@ class TorchOperations:
             torch.cat((-sin, sin), dim=-1).to(frequencies.dtype)[:, None],
         )
 
-    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: Any) -> torch.Tensor:
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep
+    ) -> torch.Tensor:
         shape = heads.shape
         all_heads = qkv.view(qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
         turned, value = all_heads.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=1)
@@ -111,8 +186,7 @@ class TorchOperations:
         if rotation is not None:
             turned = rotation.apply(turned)
         query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        attended: torch.Tensor = step.attend(shape, query, key, value)
-        return attended.flatten(1)
+        return step.attend(shape, query, key, value).flatten(1)
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()

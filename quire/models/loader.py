@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
-from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.operations import TorchOperations
 from quire.models.claims import excess, outline
 from quire.models.decoder import Decoder
@@ -66,7 +66,7 @@ def load_model(
         with torch.inference_mode():
             _load_from(model, files, config.quantization, report)
     if runtime is None:
-        return model
+        return cast("CausalLM", model)  # whose context computes tensors
     from quire.models.native import NativeModel
 
     return NativeModel(model, runtime)
@@ -75,9 +75,10 @@ def load_model(
 def _torch_context(config: ModelConfig, device_type: str) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
-    return LayerContext(
+    return layer_context(
         dtype=dtype,
         device=torch.device(device_type),
+        cache_dtype=config.kv_cache_dtype,
         group=SingleRank(),
         operations=TorchOperations(),
         linear=plain,
@@ -91,9 +92,10 @@ def _native_context(config: ModelConfig) -> LayerContext:
     from quire.quantization.packed import PackedLinear, weight_formats
 
     linear, vocabulary, positions = (PackedLinear(each) for each in weight_formats(config))
-    return LayerContext(
+    return layer_context(
         dtype=torch.float32,
         device=torch.device("cpu"),
+        cache_dtype=config.kv_cache_dtype,
         group=SingleRank(),
         operations=NativeOperations(),
         linear=linear,
@@ -108,9 +110,10 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
 
     dtype = TORCH_DTYPES[config.dtype]
     linear = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
-    return LayerContext(
+    return layer_context(
         dtype=dtype,
         device=layers.device,
+        cache_dtype=config.kv_cache_dtype,
         group=SingleRank(),
         operations=DeviceOperations(),
         linear=linear,

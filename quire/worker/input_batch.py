@@ -19,7 +19,8 @@ class InputBatch:
     """S scheduled sequences with T tokens in all, in the plan's order.
 
     rows: [S] int64. starts, ends: [S] int64, first position computed in this step and the one after the last.
-    first_index, last_index: [S] int64, where the sequence's first and last token lie among the T.
+    logits_rows: [R] int64, the tokens whose hidden states are read (None: all T): each sequence's last, and all of one
+    whose prompt is scored. first_index, last_index: [S] int64, where the sequence's first and last lie among the R.
     token_ids, positions: [T] int64 tensors.
     """
 
@@ -30,6 +31,7 @@ class InputBatch:
     last_index: np.ndarray
     token_ids: torch.Tensor
     positions: torch.Tensor
+    logits_rows: torch.Tensor | None
     attention: AttentionBatch
 
 
@@ -52,16 +54,35 @@ def build_input_batch(
     token_ids = requests.token_ids[rows[sequence_index], positions].astype(np.int64)
     block_tables = tables.gather(rows, int(ends.max()))
     attention = build_attention_batch(query_start, starts, positions, sequence_index, block_tables, tables.block_size)
+    logits_rows, read_start = _rows_to_read(rows, counts, query_start, requests)
     return InputBatch(
         rows=rows,
         starts=starts,
         ends=ends,
-        first_index=query_start[:-1],
-        last_index=query_start[1:] - 1,
+        first_index=read_start[:-1],
+        last_index=read_start[1:] - 1,
         token_ids=torch.from_numpy(token_ids),
         positions=attention.positions,
+        logits_rows=logits_rows,
         attention=attention,
     )
+
+
+def _rows_to_read(
+    rows: np.ndarray, counts: np.ndarray, query_start: np.ndarray, requests: RequestState
+) -> tuple[torch.Tensor | None, np.ndarray]:
+    """`InputBatch.logits_rows`, and [S + 1] int64: where each sequence's begin among them."""
+    num_tokens = query_start[-1]
+    if num_tokens == len(rows):
+        return None, query_start
+    scored = requests.sampling.rows_with_prompt_logprobs
+    num_read = np.where(np.isin(rows, list(scored)), counts, 1) if scored else np.ones_like(counts)
+    read_start = np.zeros_like(query_start)
+    np.cumsum(num_read, out=read_start[1:])
+    if read_start[-1] == num_tokens:
+        return None, query_start
+    shift = np.repeat(query_start[1:] - read_start[1:], num_read)
+    return torch.from_numpy(np.arange(read_start[-1]) + shift), read_start
 
 
 def build_attention_batch(

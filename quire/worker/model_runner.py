@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
@@ -62,7 +63,8 @@ class ModelRunner:
         batch = build_input_batch(rows, plan.start_positions, plan.num_tokens, requests, self._tables)
         if plan.swap_out and self._transfers.is_reading(written_blocks(batch, self._tables.block_size)):
             self._transfers.wait()
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
+        step = self._backend.plan(batch.attention)
+        hidden = self._model.forward(ForwardBatch(batch.token_ids, batch.positions, step, batch.logits_rows))
         if plan.forks:
             ends = zip(plan.sample_seq_ids, batch.ends[plan.sample_from].tolist(), strict=True)
             self._create_forks(plan, dict(ends))

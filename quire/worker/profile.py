@@ -11,6 +11,7 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.backend import make_sampler_backend
 from quire.sampling.batch import SampleBatch
@@ -70,7 +71,7 @@ def dummy_pass(
 ) -> Callable[[], torch.Tensor]:
     """A forward pass over `num_tokens` in sequences of `longest`, with a small pool of its own; returns the hidden
     states."""
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.cache_specs())
     layout = KVCacheLayout(block_size, 1 + -(-longest // block_size), groups, layers_per_group)
     pages = allocate_pages(layout)
     for page in pages:
@@ -78,7 +79,7 @@ def dummy_pass(
     backend = make_backend(layout, pages)
     batch = dummy_attention_batch(layout, num_tokens, longest)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64)
-    return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
+    return lambda: model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
 
 
 def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) -> AttentionBatch:

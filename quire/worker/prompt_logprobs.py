@@ -38,7 +38,7 @@ class PromptScorer:
     def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestState) -> ScoredPrompts:
         """Of the prompt tokens that this step's positions predict (position p predicts p + 1).
 
-        hidden: [T, hidden size].
+        hidden: [R, hidden size].
         """
         asked = requests.sampling.rows_with_prompt_logprobs
         if not asked:

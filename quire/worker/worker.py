@@ -103,7 +103,7 @@ class Worker:
             self._model = load_model(
                 self._model_config, self._load_config, self._device_config.device, progress, self._runtime
             )
-        return self._model.kv_specs()
+        return self._model.cache_specs()
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:

@@ -74,7 +74,7 @@ class HostMathWorker(DeviceWorker):
     def load_model(self) -> list[LayerSpec]:
         with torch.inference_mode():
             self._model = load_model(self._config.model, self._config.load)
-        return self._model.kv_specs()
+        return self._model.cache_specs()
 
     def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
         return HostAttention(layout, typed_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))

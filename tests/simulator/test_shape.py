@@ -144,7 +144,7 @@ def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields
     model = load_model(config.model, config.load)
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
     specs = shape.layer_specs(config.model.kv_cache_dtype, ParallelConfig())
-    assert specs == layer_specs(config.model) == model.kv_specs()
+    assert specs == layer_specs(config.model) == model.cache_specs()
     assert shape.kv_bytes_per_token("float32") == sum(spec.token_bytes for spec in specs)
     assert (shape.max_model_len, shape.windows) == (40, config.model.sliding_windows)
 

@@ -84,7 +84,8 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     rows = RequestState(6, max_model_len=64)
     tables = BlockTables(2, 6, 64, block_size)
     for seq_id in range(6):
-        row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
+        sampling = RICH if seq_id % 3 == 0 else GREEDY
+        row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, sampling)
         tables.append(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
     for _ in range(20):
         seq_ids = rng.permutation(6)[: int(rng.integers(1, 7))].tolist()
@@ -101,8 +102,12 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
         assert batch.positions.tolist() == [position for _, _, position in tokens]
         assert attention.sequence_index.tolist() == [index for index, _, _ in tokens]
         assert attention.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
-        assert batch.last_index.tolist() == (np.cumsum(counts) - 1).tolist()
-        assert batch.first_index.tolist() == (np.cumsum(counts) - counts).tolist()
+        read = np.arange(len(tokens)) if batch.logits_rows is None else batch.logits_rows.numpy()
+        ends = np.cumsum(counts)
+        assert read[batch.last_index].tolist() == (ends - 1).tolist()
+        scored = [index for index, seq_id in enumerate(seq_ids) if seq_id % 3 == 0]
+        assert read[batch.first_index[scored]].tolist() == (ends - counts)[scored].tolist()
+        assert len(read) == sum(counts[index] if index in scored else 1 for index in range(len(counts)))
         assert batch.ends.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
         for group in range(2):
             table = tables._tables[group]

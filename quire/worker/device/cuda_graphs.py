@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
@@ -129,7 +130,7 @@ class CudaGraphRunner:
         return True
 
     def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.forward(token_ids, batch.positions, self._backend.plan(batch))
+        return self._model.forward(ForwardBatch(token_ids, batch.positions, self._backend.plan(batch)))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         self._wanted = [
@@ -173,7 +174,7 @@ class CudaGraphRunner:
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self._model.forward(token_ids, batch.positions, pieces)
+        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces))
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())

@@ -13,6 +13,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.utils.sizes import format_bytes
@@ -78,7 +79,7 @@ def profile_device(
             total=total,
             used=context + max(0, free_at_start - available),
             graphs=graph_bytes(config, settings, activations, limits.max_num_tokens),
-            tables=table_bytes(limits, len(group_layers(model.kv_specs())[0])),
+            tables=table_bytes(limits, len(group_layers(model.cache_specs())[0])),
             host_available=available_memory(),
         ),
     )
@@ -151,7 +152,7 @@ def dummy_pass(
 ) -> Callable[[], torch.Tensor]:
     """A forward pass over `num_tokens`, over a small pool of its own: in sequences as long as may be, or is_decode: one
     token each of sequences that are that long. Returns the hidden states."""
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.cache_specs())
     longest = limits.longest if is_decode else min(num_tokens, limits.longest)
     layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
     page_bytes = layout.block_bytes // layers_per_group
@@ -161,7 +162,7 @@ def dummy_pass(
     backend = make_backend(layout, pages)
     batch = dummy_batch(layout, num_tokens, longest, device, is_decode=is_decode)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
+    return lambda: model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
 
 
 def dummy_batch(

@@ -8,6 +8,7 @@ import torch
 
 from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.device.warm_up import warm_up as warm_up_sampler
@@ -62,7 +63,7 @@ def warm_up_attention(
         if num_tokens <= max_tokens:
             batch, token_ids = inputs.padding(2, num_tokens)
             batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
-            model.forward(token_ids, batch.positions, backend.plan(batch))
+            model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
 
 
 def warm_up(

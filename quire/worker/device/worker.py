@@ -96,7 +96,7 @@ class DeviceWorker:
         with LoadProgress() as progress, arithmetic(self._memory, f"the weights of {config.model.name}"):
             self._model = load_model(config.model, config.load, progress=progress, device_layers=layers)
         self.streams.synchronize()
-        return self._model.kv_specs()
+        return self._model.cache_specs()
 
     @_enqueues
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:

@@ -18,6 +18,7 @@ from quire.errors import QuireError
 from quire.executors.device import DeviceExecutor
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.layers.batch import ForwardBatch
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan, StepResult
 from quire.worker.device import runner
@@ -244,8 +245,9 @@ def nan_at(model: Any, token: int, patch: pytest.MonkeyPatch) -> None:
     """Make the hidden states NaN wherever the model reads a token."""
     forward = model.forward
 
-    def broken(token_ids: torch.Tensor, *args: object) -> torch.Tensor:
-        hidden = forward(token_ids, *args)
+    def broken(batch: ForwardBatch) -> torch.Tensor:
+        hidden = forward(batch)
+        token_ids = batch.token_ids if batch.logits_rows is None else batch.token_ids[batch.logits_rows]
         hidden[token_ids == token] = math.nan
         return hidden
 
