@@ -76,7 +76,8 @@ def triton_cache() -> Path:
 
 
 def api_key() -> str | None:
-    """`QUIRE_API_KEY`: the key that `quire serve` asks for when `--api-key` is not given."""
+    """`QUIRE_API_KEY`: the key that `quire serve` asks for when neither `--api-key` nor `--api-key-file` is
+    given."""
     return os.environ.get("QUIRE_API_KEY") or None
 
 

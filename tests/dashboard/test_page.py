@@ -49,7 +49,7 @@ class TestDocument:
         assert page.policy == content_policy(style[1], script[1])
 
     async def test_it_says_nothing_about_the_server(self, model_path: Path) -> None:
-        settings = ServerSettings(served_model_name=["<b>&"], api_key="key")
+        settings = ServerSettings(served_model_name=["<b>&"], api_key=["key"])
         async with serving(model_path, settings) as served:
             assert (await served.client.get("/")).content == load_page().html
 

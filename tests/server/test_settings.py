@@ -23,7 +23,7 @@ def test_sizes() -> None:
         ({"host": ""}, "host"),
         ({"port": -1}, "port"),
         ({"port": 65536}, "port"),
-        ({"api_key": " "}, "api_key"),
+        ({"api_key": [" "]}, "api_key"),
         ({"max_num_queued": 0}, "max_num_queued"),
         ({"shutdown_timeout": -1}, "shutdown_timeout"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
