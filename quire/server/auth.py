@@ -1,4 +1,4 @@
-"""The check of API keys, made once the route is known, by the route's own mark: no spelling of a path gets around it."""
+"""The check of API keys, made once the route is known by the route's own mark; no spelling of a path avoids it."""
 
 from __future__ import annotations
 
