@@ -63,6 +63,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("host must not be empty", param="host")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
+        if not isinstance(self.api_key, list):  # the characters of a string would all be keys
+            raise ConfigError("api_key must be a list of keys", param="api_key")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("api_key must not be empty", param="api_key")
         if self.max_num_queued is not None and self.max_num_queued < 1:

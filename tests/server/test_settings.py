@@ -56,6 +56,11 @@ def test_wrong_values(keywords: dict[str, object], param: str) -> None:
     assert "\n" not in caught.value.message
 
 
+def test_a_key_that_is_no_list_is_not_taken_for_its_characters() -> None:
+    with pytest.raises(ConfigError, match="api_key must be a list of keys"):
+        ServerSettings(api_key="secret")  # type: ignore[arg-type]
+
+
 def test_names_and_origins() -> None:
     origins = ["*", "null", "https://app.example:8443", "chrome-extension://abc", "http://[::1]:3000"]
     hosts = ["*", "*.app.example", "app_1", "10.0.0.1", "fd00::7"]
