@@ -1,4 +1,4 @@
-"""The precision of products with bfloat16 weights where the user leaves it to Quire: what the processor computes faster.
+"""The precision of products with bfloat16 weights where the user leaves the choice to Quire: the faster one.
 
 `vdpbf16ps` does the work of two float32 instructions, and some processors start it at a quarter of their rate. Known
 processors are listed; others are measured once and remembered, so that every start of an engine on a machine makes the
