@@ -10,7 +10,7 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
-from quire.worker.device.worker import DeviceWorker
+from quire.worker.platform.cuda import DeviceWorker
 
 
 class DeviceExecutor:

@@ -1,7 +1,7 @@
 """Swapping on the worker: whole blocks between the device's pool and the host's, beside the forward pass.
 
 On a CPU both pools are memory of this process, and the copies run on a thread of their own. On a device they are
-enqueued on a stream of their own (quire/worker/device/transfers.py).
+enqueued on a stream of their own (quire/worker/platform/stream_transfers.py).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from quire.sampling.sampler import SampledTokens, Sampler
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
-from quire.worker.kv_copy import BlockCopier
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.nonfinite import report_nonfinite
+from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.prompt_logprobs import PromptScorer
 from quire.worker.request_state import RequestState
 

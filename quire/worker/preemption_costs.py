@@ -8,7 +8,7 @@ from collections.abc import Callable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.profile import PROFILED_TOKENS, BackendFactory, dummy_pass
+from quire.worker.memory_profile import PROFILED_TOKENS, BackendFactory, dummy_pass
 
 COPIED_BYTES = 16 * 2**20
 """Bytes copied each way: more than the processor's caches hold, and little beside the pools, whose memory this

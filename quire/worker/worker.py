@@ -33,14 +33,14 @@ from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, native_code, torch_code
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
-from quire.worker.kv_copy import block_copier
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, block_mover
 from quire.worker.load_progress import LoadProgress
-from quire.worker.memory import available_memory
+from quire.worker.memory_profile import measure_activations
 from quire.worker.model_runner import ModelRunner
+from quire.worker.platform.cpu_blocks import block_copier
+from quire.worker.platform.host_memory import available_memory
 from quire.worker.preemption_costs import time_copies, time_prompt
-from quire.worker.profile import measure_activations
 from quire.worker.request_state import RequestState
 
 if TYPE_CHECKING:

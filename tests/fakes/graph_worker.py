@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from quire.config.engine import EngineConfig
 from quire.executors.device import DeviceExecutor
-from quire.worker.device.graph_capture import GraphCapture
-from quire.worker.device.worker import DeviceWorker
+from quire.worker.platform.cuda import DeviceWorker
+from quire.worker.platform.graph_capture import GraphCapture
 from tests.fakes.graph_capture import RecordingCapture
 
 SIZES = (2, 8)

@@ -20,9 +20,9 @@ from quire.executors.device import DeviceExecutor
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.spec import LayerSpec
 from quire.models.loader import load_model
-from quire.worker.device.streams import HostStreams
-from quire.worker.device.worker import DeviceWorker
 from quire.worker.kv_tensors import typed_pages
+from quire.worker.platform.cuda import DeviceWorker
+from quire.worker.platform.streams import HostStreams
 
 
 class HostAttention:

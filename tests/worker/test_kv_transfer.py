@@ -19,8 +19,8 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.step import NewSequence, StepPlan
 from quire.worker import kv_transfer
 from quire.worker.kv_transfer import BlockMover, NoTransfers, Pairs, ThreadTransfers, move_blocks
+from quire.worker.memory_profile import PROFILED_TOKENS
 from quire.worker.preemption_costs import NUM_REPEATS
-from quire.worker.profile import PROFILED_TOKENS
 from tests.worker.driver import GREEDY
 
 MOVERS: list[BlockMover] = [move_blocks, paged_attention.move_blocks]

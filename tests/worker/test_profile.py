@@ -12,8 +12,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.worker import profile
-from quire.worker.profile import PROFILED_TOKENS, dummy_attention_batch, estimate_activations
+from quire.worker import memory_profile as profile
+from quire.worker.memory_profile import PROFILED_TOKENS, dummy_attention_batch, estimate_activations
 from quire.worker.worker import Worker
 
 
@@ -64,7 +64,7 @@ def test_the_forward_pass_is_scaled_to_the_budget_and_sampling_is_not(
         work()
         return next(peaks)
 
-    monkeypatch.setattr("quire.worker.profile.measure_peak", measure)
+    monkeypatch.setattr("quire.worker.memory_profile.measure_peak", measure)
     assert worker.profile(PROFILED_TOKENS, 4).activations == 1000 + 7
     assert worker.profile(4 * PROFILED_TOKENS, 4).activations == 4 * 1000 + 7
     assert worker.profile(4 * PROFILED_TOKENS + 1, 4).activations == 5 * 1000 + 7

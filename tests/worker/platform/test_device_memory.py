@@ -16,9 +16,9 @@ from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
 from quire.sampling.device.parameters import DeviceSamplingRows
-from quire.worker.device.graph_dispatch import ExecutionSettings
-from quire.worker.device.memory import HostMemory, allocate_device_pages, arithmetic, make_memory
-from quire.worker.device.profile import (
+from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.platform.device_memory import HostMemory, allocate_device_pages, arithmetic, make_memory
+from quire.worker.platform.device_profile import (
     COLUMNS_PER_SEQUENCE,
     CONTEXT_BYTES,
     GRAPH_BYTES_PER_LAYER,
@@ -29,10 +29,10 @@ from quire.worker.device.profile import (
     time_device_prompt,
     upload_bytes,
 )
-from quire.worker.device.streams import HostStreams
-from quire.worker.device.upload import FIRST_CAPACITY, RowWrites, Upload
+from quire.worker.platform.streams import HostStreams
+from quire.worker.platform.upload import FIRST_CAPACITY, RowWrites, Upload
 from tests.fakes.device_attention import TwinBackend
-from tests.worker.device.passes import BLOCK_SIZE, LONGEST, SETTINGS, Passes, tiny_config
+from tests.worker.platform.passes import BLOCK_SIZE, LONGEST, SETTINGS, Passes, tiny_config
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(BLOCK_SIZE, max_num_tokens=60, max_num_seqs=8, longest=LONGEST)

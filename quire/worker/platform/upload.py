@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from quire.kernels.triton.rows import copy_words, write_words
-from quire.worker.device.streams import DeviceStreams, StreamEvent
+from quire.worker.platform.streams import DeviceStreams, StreamEvent
 
 SECTION_ALIGNMENT = 16
 """Words: columns begin at multiples of 64 bytes, whatever stands before them."""

@@ -20,8 +20,8 @@ from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures
 from quire.parallel.single import SingleRank
 from quire.quantization.unquantized import UnquantizedLinear
-from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
-from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution
+from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from tests.fakes.device_attention import StepOperations, TwinBackend
 from tests.fakes.graph_capture import RecordingCapture
 

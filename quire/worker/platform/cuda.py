@@ -28,24 +28,24 @@ from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
 from quire.worker.cache_directory import require_writable
 from quire.worker.cache_identity import cache_namespace, device_code
-from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
-from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
-from quire.worker.device.graph_dispatch import ExecutionSettings, execution_settings
-from quire.worker.device.memory import HostPool, allocate_device_pages, arithmetic, make_memory
-from quire.worker.device.pending import PendingStep, failed_step
-from quire.worker.device.profile import StepLimits, profile_device, time_device_prompt
-from quire.worker.device.runner import Collect, DeviceModelRunner
-from quire.worker.device.state import StepState, make_state
-from quire.worker.device.streams import make_streams
-from quire.worker.device.transfers import StreamTransfers
-from quire.worker.device.warm_up import warm_up, warm_up_attention, warm_up_plans
-from quire.worker.device.weight_offload import OffloadedWeights
+from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
 from quire.worker.disk_store import DiskStore
 from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
+from quire.worker.graph_dispatch import ExecutionSettings, execution_settings
 from quire.worker.kv_tensors import typed_pages
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
+from quire.worker.pending_step import PendingStep, failed_step
+from quire.worker.platform.device_memory import HostPool, allocate_device_pages, arithmetic, make_memory
+from quire.worker.platform.device_profile import StepLimits, profile_device, time_device_prompt
+from quire.worker.platform.device_state import StepState, make_state
+from quire.worker.platform.device_step import Collect, DeviceModelRunner
+from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
+from quire.worker.platform.stream_transfers import StreamTransfers
+from quire.worker.platform.streams import make_streams
+from quire.worker.platform.weight_offload import OffloadedWeights
 from quire.worker.preemption_costs import time_copies
+from quire.worker.warm_up import warm_up, warm_up_attention, warm_up_plans
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

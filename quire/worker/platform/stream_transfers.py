@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from quire.kernels.triton.block_copy import PageTable, copy_pages
-from quire.worker.device.streams import DeviceStreams, StreamEvent
 from quire.worker.kv_transfer import Pairs
+from quire.worker.platform.streams import DeviceStreams, StreamEvent
 
 STAGING_BYTES = 64 * 2**20
 """Of the staging buffer, or one block: milliseconds of the link, beside which starting a copy costs nothing."""

@@ -17,11 +17,11 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan
-from quire.worker.device.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
+from quire.worker.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
 from tests.fakes.compilations import CompilationRecorder
 from tests.fakes.host_math import HostAttention
-from tests.worker.device.conftest import DEVICE, MakeDriver
 from tests.worker.driver import Driver, sampling_of
+from tests.worker.platform.conftest import DEVICE, MakeDriver
 
 GROUPS = group_layers([FullAttentionSpec(1, 16, 4)])
 

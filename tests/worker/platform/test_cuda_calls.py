@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.worker.device.graph_capture import CudaGraphCapture, capturing
-from quire.worker.device.memory import CudaMemory
-from quire.worker.device.streams import CudaStreams
+from quire.worker.platform.device_memory import CudaMemory
+from quire.worker.platform.graph_capture import CudaGraphCapture, capturing
+from quire.worker.platform.streams import CudaStreams
 
 CUDA = torch.device("cuda")
 Calls = list[tuple[Any, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.config.device import DeviceConfig
-from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution, execution_settings
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution, execution_settings
 
 BOTH = ExecutionSettings(full_sizes=(1, 4, 8), piecewise_sizes=(1, 4, 8, 16, 64))
 

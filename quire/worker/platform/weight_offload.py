@@ -15,7 +15,7 @@ import torch
 
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.memory import ALIGNMENT, allocate
-from quire.worker.device.memory import DeviceMemory
+from quire.worker.platform.device_memory import DeviceMemory
 
 PACKAGE = "quire."
 

@@ -12,8 +12,8 @@ from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan, StepResult
 from tests.fakes import host_math
 from tests.fakes.stream_order import CheckedStreams
-from tests.worker.device.conftest import MakeDriver
 from tests.worker.driver import Driver, sampling_of
+from tests.worker.platform.conftest import MakeDriver
 
 SAMPLED = sampling_of(SamplingParams(temperature=0.8, top_k=5), seed=3)
 MakeChecked = Callable[[], tuple[Driver, CheckedStreams]]

@@ -20,7 +20,7 @@ from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 from quire.worker.input_batch import build_attention_batch
 from quire.worker.kv_tensors import allocate_pages
-from quire.worker.memory import measure_peak
+from quire.worker.platform.host_memory import measure_peak
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime

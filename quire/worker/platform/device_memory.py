@@ -14,7 +14,7 @@ from quire.kernels.cpu.memory import allocate
 from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 from quire.worker.kv_tensors import allocate_pages
-from quire.worker.memory import available_memory
+from quire.worker.platform.host_memory import available_memory
 
 
 class DeviceMemory(Protocol):

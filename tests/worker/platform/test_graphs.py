@@ -13,11 +13,11 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kernels.triton.runtime import launch
-from quire.worker.device.graph_dispatch import Execution
+from quire.worker.graph_dispatch import Execution
 from tests.fakes.device_attention import TwinBackend
 from tests.fakes.graph_capture import CaptureError, RecordingCapture
 from tests.kernels.triton.test_launch import _add_index
-from tests.worker.device.passes import (
+from tests.worker.platform.passes import (
     BLOCK_SIZE,
     FULL,
     LONGEST,

@@ -17,16 +17,16 @@ from quire.sampling.device.batch import DeviceSampleBatch
 from quire.sampling.device.sampler import DeviceSampler, DeviceSamples
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import StepPlan, StepResult
-from quire.worker.device.block_copies import copy_rounds
-from quire.worker.device.cuda_graphs import CudaGraphRunner
-from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution
-from quire.worker.device.inputs import HostColumns, add_columns, host_columns
-from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
-from quire.worker.device.request_state import DeviceRequestState
-from quire.worker.device.state import StepState
-from quire.worker.device.upload import RowWrites, Section
+from quire.worker.cuda_graphs import CudaGraphRunner
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.nonfinite import report_nonfinite
+from quire.worker.platform.block_copies import copy_rounds
+from quire.worker.platform.device_inputs import HostColumns, add_columns, host_columns
+from quire.worker.platform.device_state import StepState
+from quire.worker.platform.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
+from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.platform.upload import RowWrites, Section
 
 Collect = Callable[[], StepResult]
 """Waits for a step's result and puts it together."""

@@ -17,8 +17,8 @@ from quire.attention.device_batch import DeviceBatch
 from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
-from quire.worker.device.graph_capture import Graph, GraphCapture, capturing
-from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, Kind
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind
+from quire.worker.platform.graph_capture import Graph, GraphCapture, capturing
 
 logger = get_logger(__name__)
 

@@ -13,9 +13,9 @@ from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.device.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
-from quire.worker.device.inputs import DeviceInputs
-from quire.worker.device.runner import DeviceModelRunner
-from quire.worker.device.state import StepState
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.device_state import StepState
+from quire.worker.platform.device_step import DeviceModelRunner
 
 PROMPT_TOKENS = 40
 GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])

@@ -10,8 +10,8 @@ import torch
 from quire.models.interface import CausalLM
 from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler
 from quire.step import PromptLogprobs, TokenLogprobs
-from quire.worker.device.inputs import HostColumns
-from quire.worker.device.request_state import DeviceRequestState
+from quire.worker.platform.device_inputs import HostColumns
+from quire.worker.platform.staged_rows import DeviceRequestState
 
 PROMPT_LOGITS_ELEMENTS = 2**26
 """The logits of prompt positions are computed by slices of at most this many elements (at least one position)."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.device.state_arena import StateArena
-from quire.worker.device.upload import RowWrites
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.upload import RowWrites
 from quire.worker.row_index import RowIndex
 
 if TYPE_CHECKING:

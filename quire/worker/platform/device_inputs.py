@@ -10,9 +10,9 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
 from quire.step import StepPlan
-from quire.worker.device.request_state import DeviceRequestState
-from quire.worker.device.state_arena import StateArena
-from quire.worker.device.upload import Section, Upload
+from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.upload import Section, Upload
 
 
 @dataclass(frozen=True, slots=True)

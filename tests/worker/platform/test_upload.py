@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.worker.device.streams import HostStreams
-from quire.worker.device.upload import FIRST_CAPACITY, SECTION_ALIGNMENT, RowWrites, Upload
+from quire.worker.platform.streams import HostStreams
+from quire.worker.platform.upload import FIRST_CAPACITY, SECTION_ALIGNMENT, RowWrites, Upload
 from tests.fakes.streams import LoggingStreams
 
 

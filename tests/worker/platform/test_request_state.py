@@ -14,11 +14,11 @@ from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.device.inputs import DeviceInputs, add_columns, host_columns
-from quire.worker.device.request_state import DeviceRequestState
-from quire.worker.device.state_arena import StateArena
-from quire.worker.device.streams import make_streams
-from quire.worker.device.upload import RowWrites, Upload
+from quire.worker.platform.device_inputs import DeviceInputs, add_columns, host_columns
+from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.streams import make_streams
+from quire.worker.platform.upload import RowWrites, Upload
 from tests.worker.driver import sampling_of
 
 NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS = 7, 60, 4, 2

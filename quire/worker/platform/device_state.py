@@ -8,12 +8,12 @@ from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.worker.block_tables import BlockTables
-from quire.worker.device.graph_dispatch import ExecutionSettings
-from quire.worker.device.inputs import DeviceInputs
-from quire.worker.device.request_state import DeviceRequestState
-from quire.worker.device.state_arena import StateArena
-from quire.worker.device.streams import DeviceStreams
-from quire.worker.device.upload import Upload
+from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.streams import DeviceStreams
+from quire.worker.platform.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)

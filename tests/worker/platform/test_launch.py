@@ -20,12 +20,12 @@ from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan, StepResult
-from quire.worker.device import runner
-from quire.worker.device.block_copies import copy_rounds
-from quire.worker.device.pending import PendingStep
-from quire.worker.device.streams import HostStreams
-from tests.worker.device.conftest import DEVICE, MakeDriver
+from quire.worker.pending_step import PendingStep
+from quire.worker.platform import device_step as runner
+from quire.worker.platform.block_copies import copy_rounds
+from quire.worker.platform.streams import HostStreams
 from tests.worker.driver import Driver, sampling_of
+from tests.worker.platform.conftest import DEVICE, MakeDriver
 
 WAITING_OPERATORS = {
     "aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal", "aten.unique2",
@@ -113,7 +113,7 @@ def guard() -> Iterator[Guard]:
     with pytest.MonkeyPatch.context() as patch:
         guard = Guard()
         guard.install(patch)
-        patch.setattr("quire.worker.device.worker.make_streams", lambda device: PinnedStreams(guard))
+        patch.setattr("quire.worker.platform.cuda.make_streams", lambda device: PinnedStreams(guard))
         yield guard
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError
-from quire.worker.device.memory import HostMemory
-from quire.worker.device.weight_offload import OffloadedWeights, tensors_of
-from tests.worker.device.passes import SETTINGS, Passes, tiny_config
+from quire.worker.platform.device_memory import HostMemory
+from quire.worker.platform.weight_offload import OffloadedWeights, tensors_of
+from tests.worker.platform.passes import SETTINGS, Passes, tiny_config
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
 from quire.step import StepPlan
-from quire.worker.device.memory import HostMemory, HostPool
-from quire.worker.device.streams import HostStreams
-from quire.worker.device.transfers import StreamTransfers, runs
 from quire.worker.disk_tier import FileTier, HostBlocks
 from quire.worker.kv_transfer import Pairs, move_blocks
+from quire.worker.platform.device_memory import HostMemory, HostPool
+from quire.worker.platform.stream_transfers import StreamTransfers, runs
+from quire.worker.platform.streams import HostStreams
 from quire.worker.preemption_costs import time_copies
 from tests.fakes.streams import LoggingStreams
 

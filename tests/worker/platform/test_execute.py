@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.worker.device.conftest import MakeDriver
+from tests.worker.platform.conftest import MakeDriver
 from tests.worker.test_execute import (
     PROMPTS,
     expected,

@@ -16,13 +16,13 @@ from quire.kv_cache.sizing import DeviceShare, MemoryProfile
 from quire.models.interface import CausalLM
 from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.utils.sizes import format_bytes
-from quire.worker.device.cuda_graphs import DeviceBackend
-from quire.worker.device.graph_dispatch import ExecutionSettings
-from quire.worker.device.memory import DeviceMemory, arithmetic
-from quire.worker.device.upload import NUM_DEVICE_BUFFERS, buffer_capacity
-from quire.worker.memory import available_memory
+from quire.worker.cuda_graphs import DeviceBackend
+from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.memory_profile import PROFILED_TOKENS, estimate_activations
+from quire.worker.platform.device_memory import DeviceMemory, arithmetic
+from quire.worker.platform.host_memory import available_memory
+from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 from quire.worker.preemption_costs import fastest
-from quire.worker.profile import PROFILED_TOKENS, estimate_activations
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend]
 
