@@ -1,11 +1,11 @@
-"""A step that was enqueued on a device; asking for its result waits for the device."""
+"""The future of a plan that was launched; asking for its result waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from quire.errors import QuireError
+from quire.errors import QuireError, is_interrupt
 from quire.step import StepResult
 
 
@@ -18,7 +18,7 @@ class PendingStep(Future[StepResult]):
     """
 
     def __init__(self, step_id: int, collect: Callable[[], StepResult] | None, previous: PendingStep | None) -> None:
-        """collect: waits for the result, or raises what went wrong. previous: the step that was enqueued before."""
+        """collect: waits for the result, or raises what went wrong. previous: the step that was launched before."""
         super().__init__()
         self.set_running_or_notify_cancel()  # later plans rely on the effects of this one
         self._step_id = step_id
@@ -35,16 +35,17 @@ class PendingStep(Future[StepResult]):
     def result(self, timeout: float | None = None) -> StepResult:
         """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be
         abandoned."""
-        assert timeout is None, "a step on a device is waited for to its end"
-        self._settle()
+        assert timeout is None or self.done(), "a step is waited for to its end"
+        self.settle()
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        assert timeout is None, "a step on a device is waited for to its end"
-        self._settle()
+        assert timeout is None or self.done(), "a step is waited for to its end"
+        self.settle()
         return super().exception()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Complete the future. Raises an interrupt, which is the caller's, whichever step it waited for."""
         collect, self._collect = self._collect, None
         if collect is None:
             return
@@ -56,14 +57,14 @@ class PendingStep(Future[StepResult]):
             result = collect()
         except BaseException as error:
             self.set_exception(error)
-            if not isinstance(error, Exception):
-                raise  # an interrupt is the caller's, whichever step it waited for
+            if is_interrupt(error):
+                raise
         else:
             self.set_result(result)
 
 
 def failed_step(step_id: int, error: BaseException) -> PendingStep:
-    """A plan that was not enqueued, or not wholly."""
+    """A plan that was not launched, or not wholly."""
     pending = PendingStep(step_id, None, None)
     pending.set_exception(error)
     return pending

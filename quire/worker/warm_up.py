@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,13 +10,11 @@ import torch
 from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
-from quire.sampling.device.sampler import DeviceSampler
 from quire.sampling.device.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.platform.device_inputs import DeviceInputs
-from quire.worker.platform.device_state import StepState
-from quire.worker.platform.device_step import DeviceModelRunner
+from quire.worker.platform.device_step import DeviceCompute
 
 PROMPT_TOKENS = 40
 GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
@@ -66,11 +65,11 @@ def warm_up_attention(
 
 
 def warm_up(
-    runner: DeviceModelRunner, sampler: DeviceSampler, state: StepState, plans: list[StepPlan], logits: torch.Tensor
+    launch: Callable[[StepPlan], object], compute: DeviceCompute, plans: list[StepPlan], logits: torch.Tensor
 ) -> None:
     """Run the plans, then everything that the sampler may be asked for. logits: [2, vocab_size], as the model gives
     them; overwritten."""
     for plan in plans:
-        runner.launch(plan)
-    warm_up_sampler(sampler, state.requests.sampling, state.arena.token_ids, logits)
-    state.streams.synchronize()
+        launch(plan)
+    warm_up_sampler(compute.sampler, compute.columns.sampling, compute.token_table, logits)
+    compute.streams.synchronize()

@@ -1,1 +1,1 @@
-"""The worker of a device with memory and streams of its own: a step is enqueued, its result is waited for later."""
+"""What differs between the kinds of devices that a worker computes on, behind one interface."""

@@ -1,11 +1,10 @@
-"""The worker of a GPU: the model and the KV cache are on the device, plans are enqueued, results are waited for
-later."""
+"""The platform of a GPU: the model, the KV cache and the request state are on the device, plans are enqueued, results
+are waited for later. In Triton's interpreter the same code runs, and the device is the host."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -13,279 +12,92 @@ import triton
 from quire import envs
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
-from quire.errors import QuireError
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.block_copy import PageTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.sizing import MemoryProfile
-from quire.kv_cache.spec import LayerSpec
 from quire.layers.device import DeviceLayers
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.device.sampler import DeviceSampler
-from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
-from quire.worker.block_file import BlockLayout
-from quire.worker.cache_directory import require_writable
-from quire.worker.cache_identity import cache_namespace, device_code
+from quire.models.weight_files import Progress
+from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.step import StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.cache_identity import device_code
 from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
-from quire.worker.disk_store import DiskStore
-from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
-from quire.worker.graph_dispatch import ExecutionSettings, execution_settings
+from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_tensors import typed_pages
-from quire.worker.kv_transfer import BlockTransfers, NoTransfers
-from quire.worker.load_progress import LoadProgress
-from quire.worker.pending_step import PendingStep, failed_step
-from quire.worker.platform.device_memory import HostPool, allocate_device_pages, arithmetic, make_memory
-from quire.worker.platform.device_profile import StepLimits, profile_device, time_device_prompt
-from quire.worker.platform.device_state import StepState, make_state
-from quire.worker.platform.device_step import Collect, DeviceModelRunner
+from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
+from quire.worker.platform.device_meter import DeviceMeter
+from quire.worker.platform.device_step import DeviceCompute, StagedColumns
 from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
+from quire.worker.platform.interface import HostPool, Mode
+from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.stream_transfers import StreamTransfers
 from quire.worker.platform.streams import make_streams
-from quire.worker.platform.weight_offload import OffloadedWeights
-from quire.worker.preemption_costs import time_copies
+from quire.worker.platform.upload import Upload
+from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.warm_up import warm_up, warm_up_attention, warm_up_plans
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 INTERPRETED_MULTIPROCESSORS = 8
 
 
-def _enqueues(
-    method: Callable[Concatenate[DeviceWorker, Arguments], Result],
-) -> Callable[Concatenate[DeviceWorker, Arguments], Result]:
-    """Run a method of the worker in inference mode, on the compute stream of its device, whichever thread calls."""
-
-    def call(self: DeviceWorker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch.inference_mode(), self.streams.computing():
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-class DeviceWorker:
-    """Owns the model, the pools' tensors and the request state of a device. Life as the CPU's worker; `launch` takes
-    the place of `execute`."""
+class CudaPlatform:
+    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
+    not."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.streams = make_streams(torch.device(config.device.device))
-        self._memory = make_memory(self.streams.device)
-        self._compiles = self.streams.device.type == "cuda"  # the interpreter does not
-        if self._compiles:
+        self._device = self.streams.device
+        self._memory = make_memory(self._device)
+        self.compiles = self._device.type == "cuda"
+        if self.compiles:
             envs.keep_triton_cache()
         self._free_at_start = self._memory.free()
-        self._model: CausalLM | None = None
-        self._offloaded: OffloadedWeights | None = None
-        self._host_pool: HostPool | None = None
-        self._runner: DeviceModelRunner | None = None
-        self._layout: KVCacheLayout | None = None
-        self._transfers: BlockTransfers = NoTransfers()
-        self._disk: DiskTier = NoDiskTier()
-        self._last: PendingStep | None = None
+        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs)
 
-    @_enqueues
-    def load_model(self) -> list[LayerSpec]:
-        """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError."""
-        config = self._config
-        if config.cache.offload_dir is not None:
-            require_writable(config.cache.offload_dir)  # fails before minutes of loading
-        layers = DeviceLayers(self.streams.device, config.device.batch_invariant)
-        with LoadProgress() as progress, arithmetic(self._memory, f"the weights of {config.model.name}"):
-            self._model = load_model(config.model, config.load, progress=progress, device_layers=layers)
-        self.streams.synchronize()
-        return self._model.kv_specs()
+    def mode(self, queue_depth: int) -> Mode:
+        return "queued"
 
-    @_enqueues
-    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure what is free, and what the largest steps take. Raises InsufficientMemoryError."""
-        assert self._model is not None, "load comes before profile"
-        config = self._config
-        return profile_device(
-            self._model,
-            self._make_backend,
-            config.model,
-            StepLimits(config.cache.block_size, max_num_batched_tokens, max_num_seqs, config.model.max_model_len),
-            execution_settings(config.device, max_num_seqs),
-            self._memory,
-            self._free_at_start,
-            self.streams.device,
-        )
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with torch.inference_mode(), self.streams.computing():
+            yield
 
-    @_enqueues
-    def allocate(self, layout: KVCacheLayout) -> None:
-        """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
-        assert self._model is not None, "load comes before allocate"
-        config = self._config
-        model, scheduler = config.model, config.scheduler
-        pages = allocate_device_pages(layout, self._memory, self.streams.device)
-        if layout.num_host_blocks:
-            self._host_pool = HostPool(layout, self._memory)
-            self._transfers = StreamTransfers(self.streams, pages, self._host_pool.blocks)
-            if config.cache.offload_dir is not None:
-                self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
-        settings = execution_settings(config.device, scheduler.max_num_seqs)
-        state = make_state(config, layout, settings, self.streams)
-        sampler = DeviceSampler(state.requests.sampling)
-        backend = self._make_backend(layout, pages)
-        self._layout = layout
-        self._runner = DeviceModelRunner(
-            model=self._model,
-            passes=self._make_passes(backend, settings),
-            settings=settings,
-            sampler=sampler,
-            state=state,
-            pages=PageTable.of_pages(pages),
-            transfers=self._transfers,
-            vocab_size=model.vocab_size,
-        )
-        if self._compiles:
-            self._warm_up(self._runner, backend, sampler, state, layout)
-            self._runner.capture_at_start()
+    def synchronize(self) -> None:
         self.streams.synchronize()
 
-    @_enqueues
-    def measure_preemption_costs(self) -> PreemptionCosts:
-        """Time copies between the pools and the computation of a prompt. Overwrites the pools: call it before any
-        plan."""
-        assert self._model is not None, "load_model comes first"
-        assert self._layout is not None, "allocate comes first"
-        scheduler, longest = self._config.scheduler, self._config.model.max_model_len
-        limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
-        seconds_per_token = time_device_prompt(
-            self._model, self._make_backend, limits, self.streams.device, self.streams.synchronize
-        )
-        return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
-
-    def describe_backend(self) -> str:
-        """One line for users: kernels, device, formats of weights and KV cache, CUDA graphs."""
+    def describe(self) -> str:
         model, device = self._config.model, self._config.device
         mode = "batch-invariant" if device.batch_invariant else "fastest"
         graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
-        where = device_name(self.streams.device)
         formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
-        return f"Triton kernels on {where}, {formats}, {mode} kernels, {graphs}"
+        return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
 
-    @_enqueues
-    def idle(self) -> bool:
-        """Capture one more CUDA graph, while no plan is outstanding; returns whether there was one left."""
-        assert self._runner is not None, "allocate comes before idle"
-        return self._runner.capture_next()
+    def code_identity(self) -> dict[str, str]:
+        return device_code(device_name(self._device), device_limits(self._device).capability, triton.__version__)
 
-    @_enqueues
-    def sleep(self, level: int) -> None:
-        """Free the pools and the graphs captured over them, and the weights: level 1 moves them to the host, level 2
-        drops them. Blocks on disk stay. Raises InsufficientMemoryError, without any change, when the host lacks the
-        memory for the weights."""
+    def load_model(self, progress: Progress) -> CausalLM:
+        config = self._config
+        layers = DeviceLayers(self._device, config.device.batch_invariant)
+        with arithmetic(self._memory, f"the weights of {config.model.name}"):
+            model = load_model(config.model, config.load, progress=progress, device_layers=layers)
         self.streams.synchronize()
-        if level == 1 and self._offloaded is None:  # first, because it fails when the host lacks memory
-            assert self._model is not None, "load comes before sleep"
-            self._offloaded = OffloadedWeights(
-                self._model, self.streams.device, self._model.weight_bytes(), self._memory
-            )
-            self._offloaded.release()
-        self._disk.close()
-        self._last = None
-        self._release_pools()
-        if level == 2:
-            self._model = None
-            self._drop_offloaded()
-        gc.collect()
-        self._memory.free()  # frees what torch keeps in reserve as well
+        return model
 
-    @_enqueues
-    def wake_up(self) -> None:
-        """Copy the weights back, or load them, and allocate the pools again. Raises ModelLoadError or
-        InsufficientMemoryError."""
-        assert self._layout is not None, "allocate comes before sleep"
-        if self._model is None:
-            self.load_model()
-        elif self._offloaded is not None:
-            with arithmetic(self._memory, "the weights of a sleeping model", self._offloaded.num_bytes):
-                self._offloaded.restore()
-            self._drop_offloaded()
-        try:
-            self.allocate(self._layout)
-        except BaseException:
-            self._release_pools()  # the next call makes all of it again
-            raise
+    def meter(self) -> DeviceMeter:
+        model = self._config.model
+        return DeviceMeter(self.make_attention, model, self._settings, self._memory, self._free_at_start, self._device)
 
-    @_enqueues
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Enqueue one plan; return the future of its result. After an error the request state is undefined, so every
-        later plan fails as well."""
-        assert self._runner is not None, "allocate comes before launch"
-        previous = self._last
-        if previous is not None and previous.has_failed:
-            return failed_step(
-                plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
-            )
-        try:
-            self._disk.begin_transfers(plan)
-            collect = self._runner.launch(plan)
-        except BaseException as error:
-            self._last = failed_step(plan.step_id, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self._last = PendingStep(plan.step_id, self._collecting(plan, collect), previous)
-        return self._last
-
-    def close(self) -> None:
-        """Wait for the enqueued plans and the stores to disk. Idempotent."""
-        self.streams.synchronize()
-        self._disk.close()
-        self._last = None
-        self._release_pools()
-        self._drop_offloaded()
-
-    def _drop_offloaded(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.close()
-            self._offloaded = None
-
-    def _release_pools(self) -> None:
-        """Free everything that holds keys and values."""
-        self._runner = None
-        self._transfers, self._disk = NoTransfers(), NoDiskTier()
-        if self._host_pool is not None:
-            self._host_pool.close()
-            self._host_pool = None
-
-    def _open_store(self, host: HostPool, layout: KVCacheLayout) -> DiskStore:
-        config, device = self._config, self.streams.device
-        assert config.cache.offload_dir is not None
-        code = device_code(device_name(device), device_limits(device).capability, triton.__version__)
-        namespace = cache_namespace(config.model, config.load, config.device, layout, code)
-        files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
-        return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host.pages))
-
-    def _warm_up(
-        self,
-        runner: DeviceModelRunner,
-        backend: TritonAttention,
-        sampler: DeviceSampler,
-        state: StepState,
-        layout: KVCacheLayout,
-    ) -> None:
-        assert self._model is not None, "load comes before allocate"
-        model, scheduler = self._config.model, self._config.scheduler
-        longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
-        if scheduler.max_num_seqs > 1:
-            warm_up_attention(self._model, backend, state.inputs, longest, max_num_tokens)
-        plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
-        hidden = torch.zeros(2, self._model.output_size, dtype=getattr(torch, model.dtype), device=self.streams.device)
-        warm_up(runner, sampler, state, plans, self._model.compute_logits(hidden))
-
-    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
+    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
         config = self._config
         model = config.model
         return TritonAttention(
             layout,
             typed_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
-            device_limits(self.streams.device),
+            device_limits(self._device),
             num_heads=model.num_heads,
             dtype=getattr(torch, model.dtype),
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -293,29 +105,78 @@ class DeviceWorker:
             batch_invariant=config.device.batch_invariant,
         )
 
-    def _make_passes(self, backend: TritonAttention, settings: ExecutionSettings) -> CudaGraphRunner:
-        assert self._model is not None, "load comes before allocate"
-        model = self._config.model
+    def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
+        return allocate_device_pages(layout, self._memory, self._device)
+
+    def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
+        return PinnedPool(layout, self._memory)
+
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+        assert isinstance(host_pool, PinnedPool), "the host pool is this platform's"
+        return StreamTransfers(self.streams, pages, host_pool.blocks)
+
+    def make_compute(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> DeviceCompute:
+        config, settings, block_size = self._config, self._settings, layout.block_size
+        num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
+        arena = StateArena(num_rows, longest, block_size, len(layout.groups), DeviceSamplingRows.WIDTH, self._device)
+        sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
+        padded_seqs = max((num_rows, *settings.full_sizes))
+        padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
+        attention = self.make_attention(layout, pages)
+        compute = DeviceCompute(
+            model=model,
+            passes=self._make_passes(model, attention),
+            settings=settings,
+            columns=StagedColumns(arena, sampling),
+            inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
+            upload=Upload(self.streams, config.scheduler.queue_depth + 1),
+            pages=PageTable.of_pages(pages),
+            streams=self.streams,
+        )
+        if self.compiles:
+            compute.prepare = lambda launch: self._warm_up(compute, attention, layout, launch)
+        return compute
+
+    def offload_weights(self, model: CausalLM) -> DeviceWeights:
+        weights = DeviceWeights(model, self._device, model.weight_bytes(), self._memory)
+        weights.release()
+        return weights
+
+    def release_reserve(self) -> None:
+        self._memory.free()
+
+    def _warm_up(
+        self,
+        compute: DeviceCompute,
+        attention: TritonAttention,
+        layout: KVCacheLayout,
+        launch: Callable[[StepPlan], object],
+    ) -> None:
+        model, scheduler = self._config.model, self._config.scheduler
+        longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
+        if scheduler.max_num_seqs > 1:
+            warm_up_attention(compute.model, attention, compute.inputs, longest, max_num_tokens)
+        plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
+        hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
+        warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
+        compute.passes.capture_at_start(compute.padding)
+
+    def _make_passes(self, model: CausalLM, attention: TritonAttention) -> CudaGraphRunner:
+        config, settings = self._config.model, self._settings
         shape = PassShape(
-            attention_size=model.num_heads * model.head_dim,
-            longest=model.max_model_len + 1,
-            dtype=getattr(torch, model.dtype),
-            device=self.streams.device,
+            attention_size=config.num_heads * config.head_dim,
+            longest=config.max_model_len + 1,
+            dtype=getattr(torch, config.dtype),
+            device=self._device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return CudaGraphRunner(self._model, backend, shape, settings, self._make_capture() if has_graphs else None)
+        return CudaGraphRunner(model, attention, shape, settings, self.make_capture() if has_graphs else None)
 
-    def _make_capture(self) -> GraphCapture:
+    def make_capture(self) -> GraphCapture:
+        """Of the graphs of one request state."""
         return CudaGraphCapture()
-
-    def _collecting(self, plan: StepPlan, collect: Collect) -> Collect:
-        def wait() -> StepResult:
-            with self.streams.computing():
-                result = collect()
-                result.disk = self._disk.end_transfers(plan)
-            return result
-
-        return wait
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -328,7 +189,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the device for logs and `describe_backend`."""
+    """The name of the device for logs and `describe`."""
     if device.type != "cuda":
         return "the host, interpreted"
     name: str = torch.cuda.get_device_name(device)

@@ -9,48 +9,9 @@ import torch
 
 from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
-from quire.step import StepPlan
-from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.input_batch import InputBatch
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
-
-
-@dataclass(frozen=True, slots=True)
-class HostColumns:
-    """S scheduled sequences in the plan's order. rows, starts, counts, ends: [S] int64. query_start: [S + 1] int64."""
-
-    rows: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    ends: np.ndarray
-    query_start: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_start[-1])
-
-    @property
-    def max_query_len(self) -> int:
-        """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
-        grids follow it and graphs are captured over such batches."""
-        return int(self.counts.max(initial=1))
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens of the longest sequence after this step."""
-        return int(self.ends.max(initial=0))
-
-
-def host_columns(plan: StepPlan, requests: DeviceRequestState) -> HostColumns:
-    """Every scheduled token must be known, or sampled by an earlier step."""
-    rows = requests.rows_of(plan.seq_ids)
-    starts = np.array(plan.start_positions, np.int64)
-    counts = np.array(plan.num_tokens, np.int64)
-    ends = starts + counts
-    assert (ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
-    query_start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    return HostColumns(rows, starts, counts, ends, query_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +23,9 @@ class ColumnSections:
     query_start: Section
 
 
-def add_columns(columns: HostColumns, upload: Upload) -> ColumnSections:
-    """Put what the device must know of the columns into the upload."""
-    return ColumnSections(upload.add(columns.rows), upload.add(columns.starts), upload.add(columns.query_start))
+def add_columns(batch: InputBatch, upload: Upload) -> ColumnSections:
+    """Put what the device must know of the batch into the upload."""
+    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start))
 
 
 class DeviceInputs:
@@ -86,7 +47,7 @@ class DeviceInputs:
         )
 
     def prepare(
-        self, columns: HostColumns, on_device: StepColumns, num_seqs: int, num_tokens: int
+        self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
     ) -> tuple[DeviceBatch, torch.Tensor]:
         """Enqueue the kernel; returns the batch and its token ids, [T] int64. num_seqs, num_tokens: with padding."""
         buffers = self._buffers
@@ -95,15 +56,15 @@ class DeviceInputs:
             self._arena.tables,
             on_device,
             buffers,
-            columns.num_tokens,
+            batch.num_tokens,
             (num_seqs, num_tokens),
             self._block_size,
         )
-        batch = DeviceBatch(
+        on_device_batch = DeviceBatch(
             num_seqs=num_seqs,
             num_tokens=num_tokens,
-            max_query_len=columns.max_query_len,
-            max_seq_len=columns.max_seq_len,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
             rows=buffers.rows[:num_seqs],
             query_start=buffers.query_start[: num_seqs + 1],
             seq_lens=buffers.seq_lens[:num_seqs],
@@ -111,11 +72,11 @@ class DeviceInputs:
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
             block_tables=self._arena.block_tables,
         )
-        return batch, buffers.token_ids[:num_tokens]
+        return on_device_batch, buffers.token_ids[:num_tokens]
 
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
         """The same tensors for a batch that is nothing but padding, to capture graphs with."""
         none = np.zeros(0, np.int64)
-        columns = HostColumns(none, none, none, none, np.zeros(1, np.int64))
+        batch = InputBatch(none, none, none, none, np.zeros(1, np.int64))
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
-        return self.prepare(columns, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)
+        return self.prepare(batch, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

@@ -122,8 +122,8 @@ def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: t
         return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers_per_group)]
 
 
-class HostPool:
-    """The pool of blocks on the host: each in one piece, all of them pinned.
+class PinnedPool:
+    """The HostPool of a device: each block in one piece, all of them pinned.
 
     blocks: [num_host_blocks + 1, num_pages, page bytes] uint8. pages[j]: [num_host_blocks + 1, page bytes], views.
     """

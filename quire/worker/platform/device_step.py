@@ -1,9 +1,9 @@
-"""The model runner of a device: a plan is enqueued in the order of effects that `quire.step` documents, and returns
-before any of it has run. Nothing here waits for the device or asks it for a value."""
+"""Plans on a device: staged writes bring the request state up to date, kernels read it, and nothing here waits for the
+device or asks it for a value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,199 +14,180 @@ from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
 from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.sampler import DeviceSampler, DeviceSamples
-from quire.sampling.errors import NonFiniteLogitsError
-from quire.step import StepPlan, StepResult
+from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler, DeviceSamples
+from quire.step import SequenceSampling, StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
-from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.nonfinite import report_nonfinite
-from quire.worker.platform.block_copies import copy_rounds
-from quire.worker.platform.device_inputs import HostColumns, add_columns, host_columns
-from quire.worker.platform.device_state import StepState
-from quire.worker.platform.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
-from quire.worker.platform.staged_rows import DeviceRequestState
-from quire.worker.platform.upload import RowWrites, Section
+from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.kv_transfer import Pairs
+from quire.worker.platform.device_inputs import ColumnSections, DeviceInputs, add_columns
+from quire.worker.platform.interface import PendingCopy
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.streams import DeviceStreams
+from quire.worker.platform.upload import RowWrites, Section, Upload
 
-Collect = Callable[[], StepResult]
-"""Waits for a step's result and puts it together."""
+PROMPT_LOGITS_ELEMENTS = 2**26
 
-
-@dataclass(frozen=True, slots=True)
-class SampleColumns:
-    """R sampled rows. rows, lengths: [R] int64, the row of each and the position of its token. The sections hold those,
-    the place among the T tokens whose logits are read, and the prompt's length."""
-
-    rows: np.ndarray
-    lengths: np.ndarray
-    row_section: Section
-    length_section: Section
-    place_section: Section
-    prompt_section: Section
+Launch = Callable[[StepPlan], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """What a step will have computed."""
+class StagedColumns:
+    """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
 
-    plan: StepPlan
-    samples: DeviceSamples | None
-    scores: list[PromptScores]
+    def __init__(self, arena: StateArena, sampling: DeviceSamplingRows) -> None:
+        self.arena = arena
+        self.sampling = sampling
+        self._writes = RowWrites()
+
+    def take_writes(self) -> RowWrites:
+        """What was staged since the last call, in order."""
+        writes, self._writes = self._writes, RowWrites()
+        return writes
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        self._writes.write(self.arena.token_offset(row, position), np.array(token_ids, np.int32))
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        arena = self.arena
+        self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
+
+    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+        self._writes.write(self.arena.block_offset(row, group, logical_index), block_ids)
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+        arena = self.arena
+        self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_blocks)
+
+    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
+        self.sampling.set(row, sampling, self._writes)
+
+    def clear_sampling(self, row: int) -> None:
+        self.sampling.clear(row)
 
 
-class DeviceModelRunner:
-    """Holds the rows and enqueues plans over them.
-
-    A token that the host does not know yet needs no care: the step that samples it writes it to its row, and steps run
-    in order.
-    """
+class DeviceCompute:
+    """Implements StepCompute."""
 
     def __init__(
         self,
         model: CausalLM,
         passes: CudaGraphRunner,
         settings: ExecutionSettings,
-        sampler: DeviceSampler,
-        state: StepState,
+        columns: StagedColumns,
+        inputs: DeviceInputs,
+        upload: Upload,
         pages: PageTable,
-        transfers: BlockTransfers,
-        vocab_size: int,
+        streams: DeviceStreams,
     ) -> None:
-        """pages: of the pool on the device. settings: which steps `passes` runs as graphs."""
-        self._model = model
-        self._passes = passes
-        self._settings = settings
-        self._sampler = sampler
-        self._state = state
-        self._pages = pages
-        self._transfers = transfers
-        self._prompt_scorer = DevicePromptScorer(
-            model, sampler, state.arena.token_ids, state.requests, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size)
-        )
+        """settings: which steps `passes` runs as graphs. pages: of the pool on the device."""
+        self.prepare: Callable[[Launch], None] | None = None
+        self.columns = columns
+        self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
+        self.model = model
+        self.passes = passes
+        self.settings = settings
+        self.inputs = inputs
+        self.upload = upload
+        self.pages = pages
+        self.streams = streams
+        self.sampler = DeviceSampler(columns.sampling)
+        self.token_table = columns.arena.token_ids
 
-    def launch(self, plan: StepPlan) -> Collect:
-        """Enqueue one plan."""
-        self._transfers.wait()
-        state = self._state
-        writes = RowWrites()
-        state.requests.update(plan, writes)
-        upload = state.upload
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> DeviceStep:
+        upload, writes = self.upload, self.columns.take_writes()
         upload.begin()
         writes.add_to(upload)
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
-        columns = host_columns(plan, state.requests)
-        sections = add_columns(columns, upload)
-        sampled = self._add_samples(plan, columns)
+        columns = add_columns(batch, upload)
+        sampled = None if samples is None else SampleSections.add(samples, upload)
         upload.send()
-        writes.apply(upload, state.arena.words)
-        self._move_blocks(plan, copies)
-        if not plan.seq_ids:
-            return lambda: StepResult(plan.step_id, [])
-        on_device = StepColumns(*map(upload.view, (sections.rows, sections.starts, sections.query_start)))
-        hidden = self._forward(plan, columns, on_device)
-        samples = None if sampled is None else self._sample(sampled, hidden)
-        launched = Launched(plan, samples, self._prompt_scorer.score(hidden, columns))
-        return self._collecting(launched)
+        writes.apply(upload, self.columns.arena.words)
+        return DeviceStep(self, batch, copies, columns, sampled)
 
-    def capture_at_start(self) -> None:
-        """Capture the graphs that steps must not wait for, before the first one."""
-        self._passes.capture_at_start(self._padding)
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> DeviceLogprobs:
+        # Straight from the row: the tokens need not be known here.
+        targets = self.token_table[row, start : start + len(hidden)]
+        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        return self.streams.copy_out(tensors)
+
+    def warm_up(self, launch: Launch) -> None:
+        if self.prepare is not None:
+            self.prepare(launch)
 
     def capture_next(self) -> bool:
-        """Capture one more graph, while nothing is under way; returns whether there was one left."""
-        return self._passes.capture_next(self._padding)
+        return self.passes.capture_next(self.padding)
 
-    def _padding(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
-        return self._state.inputs.padding(execution.num_seqs, execution.num_tokens)
+    def padding(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+        """A batch of an execution's size that is nothing but padding."""
+        return self.inputs.padding(execution.num_seqs, execution.num_tokens)
 
-    def _move_blocks(self, plan: StepPlan, copies: list[Section]) -> None:
-        """Swapping begins, and copy-on-write is done."""
-        self._transfers.start(plan.swap_out, plan.swap_in)
-        if not plan.block_copies:
-            return
-        if self._transfers.is_reading(destination for _, destination in plan.block_copies):
-            self._transfers.wait()
-        for section in copies:
-            copy_pages(self._pages, self._pages, self._state.upload.view(section))
 
-    def _forward(self, plan: StepPlan, columns: HostColumns, on_device: StepColumns) -> torch.Tensor:
-        """Hidden states, [T or more, hidden size]."""
-        execution = choose_execution(columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings)
-        batch, token_ids = self._state.inputs.prepare(columns, on_device, execution.num_seqs, execution.num_tokens)
-        if plan.swap_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
-            self._transfers.wait()
-        return self._passes.run(execution, batch, token_ids)
+@dataclass(frozen=True, slots=True)
+class SampleSections:
+    """The columns of SampleRows in an upload."""
 
-    def _add_samples(self, plan: StepPlan, columns: HostColumns) -> SampleColumns | None:
-        """Put the columns of the sampled rows into the upload. From here on the rows count their new tokens."""
-        if not plan.sample_seq_ids:
-            return None
-        requests, upload = self._state.requests, self._state.upload
-        source = np.array(plan.sample_from, np.int64)
-        rows, lengths = requests.rows_of(plan.sample_seq_ids), columns.ends[source]
-        requests.lengths[rows] = lengths + 1
-        return SampleColumns(
-            rows,
-            lengths,
-            upload.add(rows),
-            upload.add(lengths),
-            upload.add(columns.query_start[1:][source] - 1),
-            upload.add(requests.num_prompt_tokens[rows]),
-        )
+    rows: Section
+    lengths: Section
+    last_index: Section
+    num_prompt_tokens: Section
 
-    def _sample(self, sampled: SampleColumns, hidden: torch.Tensor) -> DeviceSamples:
-        """Choose the tokens, which the sampler writes to their rows."""
-        view = self._state.upload.view
-        logits = self._model.compute_logits(hidden.index_select(0, view(sampled.place_section)))
+    @classmethod
+    def add(cls, samples: SampleRows, upload: Upload) -> SampleSections:
+        return cls(*map(upload.add, (samples.rows, samples.lengths, samples.last_index, samples.num_prompt_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """Implements ComputeStep. copies, columns, sampled: where the upload has them."""
+
+    compute: DeviceCompute
+    batch: InputBatch
+    copies: Sequence[Section]
+    columns: ColumnSections
+    sampled: SampleSections | None
+
+    def copy_blocks(self) -> None:
+        pages, upload = self.compute.pages, self.compute.upload
+        for section in self.copies:
+            copy_pages(pages, pages, upload.view(section))
+
+    def forward(self) -> torch.Tensor:
+        batch, compute, columns = self.batch, self.compute, self.columns
+        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
+        on_device = StepColumns(*map(compute.upload.view, (columns.rows, columns.starts, columns.query_start)))
+        inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
+        return compute.passes.run(execution, inputs, token_ids)
+
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> DeviceSamples:
+        compute, sampled = self.compute, self.sampled
+        assert sampled is not None, "the step was staged without samples"
+        view = compute.upload.view
+        logits = compute.model.compute_logits(hidden.index_select(0, view(sampled.last_index)))
         batch = DeviceSampleBatch(
-            rows_host=sampled.rows,
-            rows=view(sampled.row_section),
-            lengths=view(sampled.length_section),
-            num_prompt_tokens=view(sampled.prompt_section),
-            token_table=self._state.arena.token_ids,
+            rows_host=samples.rows,
+            rows=view(sampled.rows),
+            lengths=view(sampled.lengths),
+            num_prompt_tokens=view(sampled.num_prompt_tokens),
+            token_table=compute.token_table,
         )
-        return self._sampler.sample(logits, batch)
-
-    def _collecting(self, launched: Launched) -> Collect:
-        """Send what the host must know on its way, in one copy."""
-        samples, scores = launched.samples, launched.scores
-        tensors = [] if samples is None else list(samples.tensors())
-        num_of_samples = len(tensors)
-        tensors += [tensor for each in scores for tensor in each.tensors()]
-        copy = self._state.streams.copy_out(tensors)
-
-        def collect() -> StepResult:
-            hosts = copy.wait()
-            return _result(launched, hosts[:num_of_samples], hosts[num_of_samples:])
-
-        return collect
+        return compute.sampler.sample(logits, batch)
 
 
-def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.Tensor]) -> StepResult:
-    plan = launched.plan
-    result = StepResult(plan.step_id, [])
-    nonfinite: tuple[int, ...] = ()
-    if launched.samples is not None:
-        tokens = launched.samples.assemble(sampled)
-        result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
-        result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
-    remaining, nonfinite_prompts = iter(scored), []
-    for scores in launched.scores:
-        try:
-            result.prompt_logprobs[plan.seq_ids[scores.index]] = scores.assemble(remaining)
-        except NonFiniteLogitsError:
-            nonfinite_prompts.append(scores.index)
-    if nonfinite or nonfinite_prompts:
-        report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
-    return result
+def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
+    """Cut (source, destination) pairs into rounds in which no block is both, so that a round may run in any order, and
+    so that one round after the other reads every source as it was before all of them.
 
-
-def written_blocks(columns: HostColumns, requests: DeviceRequestState) -> list[int]:
-    """The blocks that the model writes keys and values to in this step, of all KV groups."""
-    size = requests.tables.block_size
-    first, last = columns.starts // size, (columns.ends - 1) // size
-    counts = last - first + 1
-    logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    entries = requests.tables.entries(np.repeat(columns.rows, counts), logical)
-    blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
-    return blocks
+    As a rule there is one round. A block that is freed and allocated again in the same plan is the source of one pair
+    and the destination of another, which then goes into a later round. Pairs form no cycles, because a destination was
+    free when the scheduler chose it.
+    """
+    remaining = copies
+    while remaining:
+        sources = {source for source, _ in remaining}
+        ready = [pair for pair in remaining if pair[1] not in sources]
+        assert ready, "block copies form a cycle"
+        yield ready
+        remaining = [pair for pair in remaining if pair[1] in sources]

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from quire.worker.platform.interface import PendingCopy
+
 
 class StreamEvent(Protocol):
     """A point in a stream: everything enqueued there before."""
@@ -23,14 +25,6 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """The host waits. Costs next to nothing when the point was passed."""
-        ...
-
-
-class PendingCopy(Protocol):
-    """Tensors on their way to the host."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Wait for this copy alone; return the host tensors, in the order they were given."""
         ...
 
 

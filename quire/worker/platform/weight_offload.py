@@ -15,14 +15,14 @@ import torch
 
 from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.memory import ALIGNMENT, allocate
-from quire.worker.platform.device_memory import DeviceMemory
+from quire.worker.platform.device_memory import DeviceMemory, arithmetic
 
 PACKAGE = "quire."
 
 
-class OffloadedWeights:
-    """The content of every tensor of `model` on `device`, in pinned host memory, so that copies run at the link's
-    speed. A process has one device of each type."""
+class DeviceWeights:
+    """Implements OffloadedWeights: the content of every tensor of `model` on `device`, in pinned host memory, so that
+    copies run at the link's speed. A process has one device of each type."""
 
     def __init__(self, model: object, device: torch.device, num_bytes: int, memory: DeviceMemory) -> None:
         """Copies to the host; the device's memory stays until `release`. num_bytes: of the model's weights, which must
@@ -55,12 +55,13 @@ class OffloadedWeights:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Copy everything back to the device; may be called again after an error. Raises torch.OutOfMemoryError."""
-        while self._offloaded:
-            storage, host = self._offloaded[-1]
-            storage.resize_(host.nbytes)
-            _bytes_of(storage).copy_(host)
-            self._offloaded.pop()
+        """Copy everything back to the device; may be called again after an error. Raises InsufficientMemoryError."""
+        with arithmetic(self._memory, "the weights of a sleeping model", self.num_bytes):
+            while self._offloaded:
+                storage, host = self._offloaded[-1]
+                storage.resize_(host.nbytes)
+                _bytes_of(storage).copy_(host)
+                self._offloaded.pop()
 
     def close(self) -> None:
         """Free the host's memory, whether the weights are back or not. Idempotent."""

@@ -17,20 +17,21 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
 from quire.sampling.device.parameters import DeviceSamplingRows
 from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.memory_profile import measure_memory
 from quire.worker.platform.device_memory import HostMemory, allocate_device_pages, arithmetic, make_memory
-from quire.worker.platform.device_profile import (
+from quire.worker.platform.device_meter import (
     COLUMNS_PER_SEQUENCE,
     CONTEXT_BYTES,
     GRAPH_BYTES_PER_LAYER,
-    StepLimits,
+    DeviceMeter,
     graph_bytes,
-    profile_device,
     table_bytes,
-    time_device_prompt,
     upload_bytes,
 )
+from quire.worker.platform.interface import StepLimits
 from quire.worker.platform.streams import HostStreams
 from quire.worker.platform.upload import FIRST_CAPACITY, RowWrites, Upload
+from quire.worker.preemption_costs import time_prompt
 from tests.fakes.device_attention import TwinBackend
 from tests.worker.platform.passes import BLOCK_SIZE, LONGEST, SETTINGS, Passes, tiny_config
 
@@ -80,9 +81,8 @@ def test_the_largest_steps_are_run_and_everything_is_counted(config: ModelConfig
     made: list[TwinBackend] = []
     passes, memory = Passes(config, SETTINGS["eager"]), Card(in_use=20 * GIB)
     with torch.inference_mode():
-        profile = profile_device(
-            passes.model, backend_factory(config, made), config, LIMITS, SETTINGS["both"], memory, 75 * GIB, CPU
-        )
+        meter = DeviceMeter(backend_factory(config, made), config, SETTINGS["both"], memory, 75 * GIB, CPU)
+        profile = measure_memory(passes.model, config, LIMITS, meter)
     prompt, decode = made[0].planned[0], made[1].planned[0]
     assert (prompt.num_tokens, prompt.num_seqs, prompt.max_query_len) == (60, 3, LONGEST)
     assert prompt.query_start.tolist() == [0, LONGEST, 2 * LONGEST, 60]
@@ -105,9 +105,8 @@ def test_the_context_counts_as_this_engines(config: ModelConfig) -> None:
     def used(free_at_start: int) -> int:
         factory = backend_factory(config, [])
         with torch.inference_mode():
-            memory = Card(20 * GIB)
-            settings = SETTINGS["eager"]
-            profile = profile_device(passes.model, factory, config, LIMITS, settings, memory, free_at_start, CPU)
+            meter = DeviceMeter(factory, config, SETTINGS["eager"], Card(20 * GIB), free_at_start, CPU)
+            profile = measure_memory(passes.model, config, LIMITS, meter)
         assert profile.device is not None
         return profile.device.used
 
@@ -118,20 +117,19 @@ def test_the_context_counts_as_this_engines(config: ModelConfig) -> None:
 
 def test_a_step_that_does_not_fit_says_which(config: ModelConfig) -> None:
     passes = Passes(config, SETTINGS["eager"])
+    meter = DeviceMeter(backend_factory(config, []), config, SETTINGS["both"], Card(fails=True), 0, CPU)
     with (
         torch.inference_mode(),
         pytest.raises(InsufficientMemoryError, match=r"a step of 60 tokens .* of its 80.0 GiB"),
     ):
-        profile_device(
-            passes.model, backend_factory(config, []), config, LIMITS, SETTINGS["both"], Card(fails=True), 0, CPU
-        )
+        measure_memory(passes.model, config, LIMITS, meter)
 
 
 def test_in_the_interpreter_nothing_is_run(config: ModelConfig) -> None:
     made: list[TwinBackend] = []
     passes = Passes(config, SETTINGS["eager"])
-    factory = backend_factory(config, made)
-    profile = profile_device(passes.model, factory, config, LIMITS, ExecutionSettings(), make_memory(CPU), 0, CPU)
+    meter = DeviceMeter(backend_factory(config, made), config, ExecutionSettings(), make_memory(CPU), 0, CPU)
+    profile = measure_memory(passes.model, config, LIMITS, meter)
     assert made == []
     assert profile.activations > 0
     assert profile.device is not None
@@ -173,7 +171,8 @@ def test_an_upload_of_the_largest_counted_step_has_the_counted_size() -> None:
 def test_a_prompt_is_timed_to_its_end(config: ModelConfig) -> None:
     passes, waits = Passes(config, SETTINGS["eager"]), []
     with torch.inference_mode():
-        seconds = time_device_prompt(passes.model, backend_factory(config, []), LIMITS, CPU, lambda: waits.append(None))
+        meter = DeviceMeter(backend_factory(config, []), config, SETTINGS["eager"], make_memory(CPU), 0, CPU)
+        seconds = time_prompt(passes.model, LIMITS, meter, lambda: waits.append(None))
     assert seconds > 0
     assert len(waits) == 3
 

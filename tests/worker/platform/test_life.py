@@ -91,7 +91,7 @@ def test_graphs_that_were_captured_while_idle_hold_every_kernel(model_path: Path
     with llm:
         assert capture_all() > 0
         assert outputs(llm, PROMPTS) == expected
-        (capture,) = llm._client._core._executor.worker.captures  # type: ignore[attr-defined]
+        (capture,) = llm._client._core._executor.platform.captures  # type: ignore[attr-defined]
         replayed = [graph for graph in capture.graphs if graph.num_replays]
         kernels = [{launch.kernel.__name__ for launch in graph.launches} for graph in replayed]
         assert any("_merge_kernel" in names for names in kernels)
@@ -116,7 +116,7 @@ def test_graphs_change_no_token(model_path: Path) -> None:
     )
     options = {"batch_invariant": True, "max_num_batched_tokens": 8}
     found = []
-    for executor in ("quire.executors.local:make_executor", "tests.fakes.graph_worker:GraphExecutor"):
+    for executor in ("quire.executors.local:LocalExecutor", "tests.fakes.graph_worker:GraphExecutor"):
         with engine(model_path, executor, **options) as llm:
             found.append(exact(llm.generate(prompts, params, use_tqdm=False)))
             core = llm._client._core  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def test_graphs_change_no_token(model_path: Path) -> None:
             assert core.idle() is False
             if "Graph" in executor:
                 found.append(exact(llm.generate(prompts, params, use_tqdm=False)))
-                (capture,) = core._executor.worker.captures
+                (capture,) = core._executor.platform.captures
                 assert sum(graph.num_replays for graph in capture.graphs) > 0
                 llm.sleep(1)
                 llm.wake_up()

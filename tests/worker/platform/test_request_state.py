@@ -14,11 +14,13 @@ from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.platform.device_inputs import DeviceInputs, add_columns, host_columns
-from quire.worker.platform.staged_rows import DeviceRequestState
+from quire.worker.input_batch import build_input_batch
+from quire.worker.platform.device_inputs import DeviceInputs, add_columns
+from quire.worker.platform.device_step import StagedColumns
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.streams import make_streams
 from quire.worker.platform.upload import RowWrites, Upload
+from quire.worker.request_state import RequestState
 from tests.worker.driver import sampling_of
 
 NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS = 7, 60, 4, 2
@@ -160,17 +162,18 @@ class Rows:
     def __init__(self, device: torch.device) -> None:
         self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
         tables = BlockTables(NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
-        self.requests = DeviceRequestState(self.arena, tables, SamplingRows(self.arena))  # type: ignore[arg-type]
+        self.columns = StagedColumns(self.arena, SamplingRows(self.arena))  # type: ignore[arg-type]
+        self.requests = RequestState(NUM_ROWS, tables, self.columns)
         self.upload = Upload(make_streams(device), 2)
         self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)
         self.writes = RowWrites()
 
     def run(self, plan: StepPlan):  # type: ignore[no-untyped-def]
-        self.writes = RowWrites()
-        self.requests.update(plan, self.writes)
+        self.requests.update(plan)
+        self.writes = self.columns.take_writes()
         self.upload.begin()
         self.writes.add_to(self.upload)
-        columns = host_columns(plan, self.requests)
+        columns = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, self.requests)
         sections = add_columns(columns, self.upload)
         self.upload.send()
         self.writes.apply(self.upload, self.arena.words)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.executors.device import DeviceExecutor
+from quire.executors.local import LocalExecutor
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan, StepResult
 from tests.fakes import host_math
@@ -21,7 +21,7 @@ MakeChecked = Callable[[], tuple[Driver, CheckedStreams]]
 
 @pytest.fixture
 def make_checked(
-    make_driver: MakeDriver, executors: list[DeviceExecutor], monkeypatch: pytest.MonkeyPatch
+    make_driver: MakeDriver, executors: list[LocalExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> MakeChecked:
     """A driver over an executor with checked streams, whose plans count every access to the buffers of uploads."""
 
@@ -30,7 +30,7 @@ def make_checked(
         monkeypatch.setattr(host_math, "LateStreams", lambda: streams)
         make_driver(block_size=4, num_blocks=40, queue_depth=2)
         executor = executors[-1]
-        upload = executor._worker._runner._state.upload
+        upload = executor._worker._runner._compute.upload
 
         def execute(plan: StepPlan) -> object:
             with streams.checked():

@@ -14,8 +14,9 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
 from quire.step import StepPlan
 from quire.worker.disk_tier import FileTier, HostBlocks
-from quire.worker.kv_transfer import Pairs, move_blocks
-from quire.worker.platform.device_memory import HostMemory, HostPool
+from quire.worker.kv_transfer import Pairs
+from quire.worker.platform.cpu_blocks import move_blocks
+from quire.worker.platform.device_memory import HostMemory, PinnedPool
 from quire.worker.platform.stream_transfers import StreamTransfers, runs
 from quire.worker.platform.streams import HostStreams
 from quire.worker.preemption_costs import time_copies
@@ -130,7 +131,7 @@ class RegisteredPrefixes(HostMemory):
 
 def test_the_host_pool_is_pinned_and_a_block_of_it_is_in_one_piece() -> None:
     memory = RegisteredPrefixes()
-    pool = HostPool(layout(), memory)
+    pool = PinnedPool(layout(), memory)
     assert pool.blocks.shape == (NUM_HOST_BLOCKS, NUM_PAGES, layout().block_bytes // NUM_PAGES)
     assert pool.blocks[2].is_contiguous()
     assert memory.pinned == [pool.blocks.data_ptr()]
@@ -179,6 +180,6 @@ def test_copies_are_timed_to_their_end() -> None:
     device_pages = [
         torch.ones(NUM_BLOCKS, layout().block_bytes // NUM_PAGES, dtype=torch.uint8) for _ in range(NUM_PAGES)
     ]
-    transfers = StreamTransfers(streams, device_pages, HostPool(layout(), HostMemory()).blocks)
+    transfers = StreamTransfers(streams, device_pages, PinnedPool(layout(), HostMemory()).blocks)
     assert time_copies(transfers, layout()) > 0
     assert sum(line.startswith("host waits") for line in streams.log) == 3

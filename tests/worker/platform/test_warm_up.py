@@ -11,7 +11,7 @@ import torch
 from quire.attention.device_batch import DeviceBatch
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.executors.device import DeviceExecutor
+from quire.executors.local import LocalExecutor
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec
@@ -26,16 +26,16 @@ from tests.worker.platform.conftest import DEVICE, MakeDriver
 GROUPS = group_layers([FullAttentionSpec(1, 16, 4)])
 
 
-def run(executor: DeviceExecutor, plans: Sequence[StepPlan]) -> None:
+def run(executor: LocalExecutor, plans: Sequence[StepPlan]) -> None:
     runner = executor._worker._runner
     with torch.inference_mode():
-        for collect in [runner.launch(plan) for plan in plans]:
-            collect()
+        for launched in [runner.launch(plan) for plan in plans]:
+            launched.collect()
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
 def test_a_driver_finds_everything_as_it_was(
-    make_driver: MakeDriver, executors: list[DeviceExecutor], max_num_seqs: int
+    make_driver: MakeDriver, executors: list[LocalExecutor], max_num_seqs: int
 ) -> None:
     warm, cold = (make_driver(max_num_seqs=max_num_seqs, num_blocks=9) for _ in range(2))
     worker = executors[0]._worker
@@ -72,11 +72,11 @@ class NoModel:
 
 
 def test_attention_is_compiled_for_every_length_that_a_step_can_have(
-    make_driver: MakeDriver, executors: list[DeviceExecutor]
+    make_driver: MakeDriver, executors: list[LocalExecutor]
 ) -> None:
     make_driver()
     lengths = Lengths()
-    inputs = executors[0]._worker._runner._state.inputs
+    inputs = executors[0]._worker._runner._compute.inputs
     warm_up_attention(NoModel(), lengths, inputs, 128, 512)  # type: ignore[arg-type]
     assert lengths.seen == [(2, 3, 1, 128), (2, 19, 9, 128)]
 
@@ -101,15 +101,15 @@ KINDS = [
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_nothing_is_compiled_while_serving(
-    model_path: Path, executors: list[DeviceExecutor], batch_invariant: bool
+    model_path: Path, executors: list[LocalExecutor], batch_invariant: bool
 ) -> None:
     """Every kind of plan and of sampling finds its kernels compiled for its types, alignments and constants."""
     options = {"model": str(model_path), "max_num_seqs": 5, "max_num_batched_tokens": 32, "block_size": 4, **DEVICE}
-    executor = DeviceExecutor(
+    executor = LocalExecutor(
         resolve(EngineOptions.from_keywords({**options, "batch_invariant": batch_invariant, "max_model_len": 256}))
     )
     executors.append(executor)
-    executor._worker._compiles = True  # type: ignore[union-attr]
+    executor._worker.platform.compiles = True  # type: ignore[union-attr]
     groups, layers_per_group = group_layers(executor.load_model())
     starting, serving = CompilationRecorder(), CompilationRecorder()
     with recorded_launches(starting):

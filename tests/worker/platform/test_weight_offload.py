@@ -9,7 +9,7 @@ import torch
 
 from quire.errors import InsufficientMemoryError
 from quire.worker.platform.device_memory import HostMemory
-from quire.worker.platform.weight_offload import OffloadedWeights, tensors_of
+from quire.worker.platform.weight_offload import DeviceWeights, tensors_of
 from tests.worker.platform.passes import SETTINGS, Passes, tiny_config
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_all_weights_go_and_come_back(bundled_model_path: Path) -> None:
     tensors = list(tensors_of(model))
     with torch.inference_mode():
         memory = NotedMemory()
-        offloaded = OffloadedWeights(model, CPU, model.weight_bytes(), memory)
+        offloaded = DeviceWeights(model, CPU, model.weight_bytes(), memory)
         offloaded.release()
         assert offloaded.num_bytes >= model.weight_bytes()
         assert memory.pinned >= offloaded.num_bytes
@@ -59,7 +59,7 @@ def test_views_share_their_memory_again() -> None:
 
     Layer.__module__ = "quire.tests"
     layer = Layer()
-    offloaded = OffloadedWeights(layer, torch.device("cpu:0"), 32, NotedMemory())  # by another name
+    offloaded = DeviceWeights(layer, torch.device("cpu:0"), 32, NotedMemory())  # by another name
     assert offloaded.num_bytes == 32
     offloaded.release()
     offloaded.restore()
@@ -69,7 +69,7 @@ def test_views_share_their_memory_again() -> None:
 
 def test_weights_that_were_not_found_are_a_bug_that_shows() -> None:
     with pytest.raises(AssertionError, match="were found"):
-        OffloadedWeights({"a": torch.zeros(2)}, CPU, 9, NotedMemory())
+        DeviceWeights({"a": torch.zeros(2)}, CPU, 9, NotedMemory())
 
 
 def test_without_memory_on_the_host_nothing_has_changed() -> None:
@@ -79,5 +79,5 @@ def test_without_memory_on_the_host_nothing_has_changed() -> None:
 
     weights = torch.arange(8.0)
     with pytest.raises(InsufficientMemoryError, match="32 bytes for sleeping weights; sleep at level 2"):
-        OffloadedWeights({"a": weights}, CPU, 32, Full())
+        DeviceWeights({"a": weights}, CPU, 32, Full())
     assert weights.tolist() == list(range(8))
