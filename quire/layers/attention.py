@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
-from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import HeadWeights, RotationTable
+from quire.quantization.integer_weight import WeightTensor, copy_into
 
 
 class Attention:
     """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks.
 
     shape: heads, scale and window of the whole layer. qkv_bias, output_bias: of the projections.
-    norm_epsilon: of the norms over each query and key head (None: no such norms).
+    norm_epsilon: of the norms over each query and key head (None: no such norms). has_sinks: a learned score for each
+    head that no value belongs to. Raises ConfigError for heads that the context's attention does not compute.
     """
 
     def __init__(
@@ -30,16 +34,23 @@ class Attention:
         output_bias: bool,
         context: LayerContext,
         norm_epsilon: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
-        local = replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
-        query, key = shape.num_heads * dim, shape.num_kv_heads * dim
-        self._qkv = ColumnParallelLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
-        self._output = RowParallelLinear(query, hidden_size, bias=output_bias, context=context)
+        heads = shape.num_heads // ranks
+        self._first_head = context.group.rank * heads
+        sinks = torch.empty(heads, dtype=torch.float32, device=context.device) if has_sinks else None
+        local = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // ranks, sinks=sinks)
+        parts = (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * shape.value_width)
+        self._qkv = ColumnParallelLinear(hidden_size, parts, bias=qkv_bias, context=context)
+        attended = shape.num_heads * shape.value_width
+        self._output = RowParallelLinear(attended, hidden_size, bias=output_bias, context=context)
         self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
         query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
         self._heads = HeadWeights(local, query_norm, key_norm)
+        context.operations.check_heads(self._heads)
         self._operations = context.operations
+        self._num_heads = shape.num_heads
         self._cache_dtype = context.cache_dtype
 
     def __call__(
@@ -62,6 +73,7 @@ class Attention:
     def cache_spec(self) -> LayerSpec:
         """What this rank's share of the layer keeps in the KV cache."""
         shape, dtype = self._heads.shape, self._cache_dtype
+        assert shape.value_width == shape.head_dim, "the KV cache keeps values as wide as keys"
         sizes = (shape.num_kv_heads, shape.head_dim, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
         return FullAttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
 
@@ -74,4 +86,11 @@ class Attention:
         }
         if self._norms:
             slots |= prefixed("q_norm", self._norms[0].slots()) | prefixed("k_norm", self._norms[1].slots())
+        if self._heads.shape.sinks is not None:
+            slots["sinks"] = WeightSlot((self._num_heads,), self._load_sinks, 4 * self._num_heads)
         return slots
+
+    def _load_sinks(self, tensor: WeightTensor) -> None:
+        sinks = self._heads.shape.sinks
+        assert sinks is not None, "a layer with sinks has a slot for them"
+        copy_into(sinks, tensor.narrow(0, self._first_head, len(sinks)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.attention.interface import PlannedStep
+from quire.attention.interface import PlannedStep, StateStep
 from quire.kernels.value import Indices, ReadRows
 
 
@@ -14,10 +14,11 @@ class ForwardBatch:
 
     token_ids, positions: [T]. attention: what the attention back end planned for the step. logits_rows: [R] distinct,
     ascending; the tokens whose hidden states are read, the only ones that the last layer computes behind its attention
-    (None: all).
+    (None: all). states: where layers that keep a state find it (None: no layer does).
     """
 
     token_ids: Indices
     positions: Indices
     attention: PlannedStep
     logits_rows: ReadRows | None = None
+    states: StateStep | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.attention.interface import LayerAttention, PlannedStep
+from quire.attention.interface import LayerAttention
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -31,10 +31,10 @@ class DecoderLayer(Protocol):
     """One layer of a decoder: what it computes, what it keeps, and where its weights go."""
 
     def __call__(
-        self, x: Value, rotation: RotationTable | None, step: PlannedStep, rows: ReadRows | None = None
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        """[T, hidden] -> [T, hidden]. rotation: of the positions; None in a model without. rows: [R], the tokens whose
-        results are read (None: all); then [R, hidden]."""
+        """[T, hidden] -> [T, hidden]. rotation: of the positions; None in a model without. batch: the step. rows: [R],
+        the tokens whose results are read (None: all); then [R, hidden]."""
         ...
 
     def cache_spec(self) -> LayerSpec:
@@ -71,8 +71,8 @@ class Decoder(ABC):
     def run_layers(self, x: Value, rotation: RotationTable | None, batch: ForwardBatch) -> Value:
         """All layers in a row: [T, hidden] -> [R, hidden], the rows whose logits are read."""
         for layer in self._layers[:-1]:
-            x = layer(x, rotation, batch.attention)
-        return self._layers[-1](x, rotation, batch.attention, batch.logits_rows)
+            x = layer(x, rotation, batch)
+        return self._layers[-1](x, rotation, batch, batch.logits_rows)
 
     @property
     def output_size(self) -> int:
@@ -135,9 +135,9 @@ class LlamaLayer:
         )
 
     def __call__(
-        self, x: Value, rotation: RotationTable | None, step: PlannedStep, rows: ReadRows | None = None
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        x = self._attention(self._attention_norm(x), x, rotation, step, rows)
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
         return self._mlp(self._mlp_norm(x), x)
 
     def cache_spec(self) -> LayerSpec:

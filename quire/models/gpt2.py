@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from quire.attention.interface import PlannedStep
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
@@ -39,9 +38,9 @@ class GPT2Layer:
         self._mlp = MLP(size, fields.integer("n_inner", 4 * size), activation, bias=True, context=context)
 
     def __call__(
-        self, x: Value, rotation: RotationTable | None, step: PlannedStep, rows: ReadRows | None = None
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
-        x = self._attention(self._attention_norm(x), x, rotation, step, rows)
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
         return self._mlp(self._mlp_norm(x), x)
 
     def cache_spec(self) -> LayerSpec:

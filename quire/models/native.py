@@ -62,7 +62,7 @@ class NativeModel:
         body = self._body
         if body is None or body.max_rows < num_rows or self._backend is not step.backend:
             body = self._record_body(step.backend, num_rows)
-        body.run(num_rows, token_ids, positions, step.plans, read_rows=rows)
+        body.run(num_rows, token_ids, positions, step.plans, read_rows=rows, states=batch.states)
         return body.result(num_rows if rows is None else len(rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

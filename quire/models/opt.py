@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from quire.attention.interface import PlannedStep
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
@@ -42,12 +41,12 @@ class OPTLayer:
         self._mlp = MLP(size, fields.integer("ffn_dim"), activation, bias=bias, context=context)
 
     def __call__(
-        self, x: Value, rotation: RotationTable | None, step: PlannedStep, rows: ReadRows | None = None
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
         if self._norm_first:
-            x = self._attention(self._attention_norm(x), x, rotation, step, rows)
+            x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
             return self._mlp(self._mlp_norm(x), x)
-        x = self._attention_norm(self._attention(x, x, rotation, step, rows))
+        x = self._attention_norm(self._attention(x, x, rotation, batch.attention, rows))
         return self._mlp_norm(self._mlp(x, x))
 
     def cache_spec(self) -> LayerSpec:

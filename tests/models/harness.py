@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from quire.attention.interface import AttentionBatch
+from quire.attention.interface import AttentionBatch, StateStep
 from quire.attention.torch_backend import TorchAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -68,6 +68,8 @@ class PagedRunner:
     max_len: int = 256
     max_rows: int = 8
     rows: list[Row] = field(default_factory=list)
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By layer [max_rows, bytes] uint8, of a model whose layers keep states."""
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs()
@@ -79,6 +81,7 @@ class PagedRunner:
         shape = (num_blocks, 2, self.block_size, specs[0].num_kv_heads, specs[0].head_dim)
         # Not zeros: what a former owner left behind must have no influence.
         self.pages = [torch.full(shape, 7.0, dtype=dtype) for _ in range(layers_per_group)]
+        self.layout = layout
         self.backend = TorchAttention(layout, self.pages)
         self.num_groups = len(groups)
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -113,7 +116,9 @@ class PagedRunner:
         with torch.inference_mode():
             flat = torch.tensor([token for tokens in token_ids for token in tokens])
             read = query_start[1:] - 1 if last_only else None
-            hidden = self.model.forward(ForwardBatch(flat, positions, self.backend.plan(batch), read))
+            slots = torch.tensor([row for row, _ in work])
+            states = StateStep(query_start.tolist(), slots, starts == 0, self.states) if self.states else None
+            hidden = self.model.forward(ForwardBatch(flat, positions, self.backend.plan(batch), read, states))
             logits = self.model.compute_logits(hidden)
         for row, count in work:
             self.rows[row].num_computed += count
