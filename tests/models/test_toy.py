@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from quire.attention.device_batch import DeviceBatch
-from quire.attention.interface import AttentionBatch
+from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
+from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
+from quire.errors import ConfigError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import FullAttentionSpec
+from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, layer_context
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
@@ -20,6 +25,7 @@ from quire.models.native import NativeModel
 from quire.parallel.single import SingleRank
 from quire.quantization.device import DeviceLinear
 from quire.quantization.packed import PackedLinear, WeightFormat
+from quire.quantization.unquantized import UnquantizedLinear
 from quire.worker.kv_tensors import allocate_pages
 from tests.layers.helpers import torch_context
 from tests.models.harness import PagedRunner, random_prompts
@@ -130,3 +136,41 @@ def test_same_bits_alone_chunked_and_in_a_batch(name: str) -> None:
         chunks = [3] * (len(prompt) // 3) + ([len(prompt) % 3] if len(prompt) % 3 else [])
         parts = [alone.step([(row, chunk)])[0].clone() for chunk in chunks]
         assert torch.equal(torch.cat(parts), logits)
+
+
+@pytest.mark.parametrize(("operations", "backend"), [(NativeOperations(), "native"), (DeviceOperations(), "triton")])
+def test_values_of_another_width_are_refused_where_they_are_not_computed(operations: object, backend: str) -> None:
+    shape = LayerAttention(0, 4, 2, 16, 0.25, value_dim=24)
+    linear = UnquantizedLinear(torch.float32)
+    with pytest.raises(ConfigError, match=f"attention_backend='{backend}' computes values as wide as keys"):
+        Attention(64, shape, qkv_bias=False, output_bias=False, context=context(operations, linear))
+
+
+def test_values_of_another_width_in_a_layer() -> None:
+    """Against float64: projections, the two widths in one page, and the projection of what is as wide as values."""
+    shape = LayerAttention(0, 4, 2, 16, 0.25, value_dim=24)
+    attention = Attention(64, shape, qkv_bias=False, output_bias=False, context=torch_context())
+    generator, drawn = torch.Generator().manual_seed(0), {}
+    for name, slot in attention.slots(("q", "k", "v"), "o").items():
+        drawn[name] = torch.randn(slot.shape, generator=generator) / 8
+        slot.load(drawn[name])
+    layout = KVCacheLayout(16, 3, *group_layers([FullAttentionSpec(2, 20, 4)]))
+    backend = TorchAttention(layout, [torch.full((3, 16, 2, 40), 7.0)])
+    positions = torch.arange(20)
+    batch = AttentionBatch(
+        torch.tensor([0, 20]),
+        torch.tensor([0]),
+        positions,
+        torch.zeros(20, dtype=torch.int64),
+        (torch.tensor([[2, 1]], dtype=torch.int32),),
+        (torch.tensor([2, 1])[positions // 16] * 16 + positions % 16,),
+    )
+    x, residual = torch.randn(20, 64, generator=generator), torch.randn(20, 64, generator=generator)
+    actual = attention(x, residual.clone(), None, backend.plan(batch))
+    q, k, v = (x.double() @ drawn[f"{name}.weight"].double().T for name in "qkv")
+    q, k, v = (part.unflatten(1, (-1, width)) for part, width in ((q, 16), (k, 16), (v, 24)))
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    scores = torch.einsum("nhd,lhd->hnl", q, k) * 0.25
+    weights = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = residual.double() + torch.einsum("hnl,lhd->nhd", weights, v).flatten(1) @ drawn["o.weight"].double().T
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
