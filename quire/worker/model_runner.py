@@ -7,9 +7,9 @@ import torch
 
 from quire.attention.interface import AttentionBackend
 from quire.models.interface import CausalLM
-from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
-from quire.sampling.sampler import SampledTokens, Sampler
+from quire.sampling.results import SampledTokens
+from quire.sampling.sampler import Sampler
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, build_input_batch
@@ -38,7 +38,7 @@ class ModelRunner:
         transfers: BlockTransfers,
         requests: RequestState,
         tables: BlockTables,
-        sampler_backend: SamplerBackend,
+        sampler: Sampler[np.ndarray],
         vocab_size: int,
     ) -> None:
         self._model = model
@@ -47,8 +47,8 @@ class ModelRunner:
         self._transfers = transfers
         self._requests = requests
         self._tables = tables
-        self._sampler = Sampler(requests.sampling, sampler_backend)
-        self._prompt_scorer = PromptScorer(model, sampler_backend, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
+        self._sampler = sampler
+        self._prompt_scorer = PromptScorer(model, sampler, max(1, PROMPT_LOGITS_ELEMENTS // vocab_size))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan."""
@@ -124,17 +124,17 @@ class ModelRunner:
             self._tables.copy(parent, requests.add_request(fork.child, token_ids, num_prompt_tokens, fork.sampling))
 
     def _sample(self, plan: StepPlan, batch: InputBatch, hidden: torch.Tensor) -> SampledTokens:
-        """Choose the tokens of the plan's sampled sequences and write them to their rows."""
+        """Choose the tokens of the plan's sampled sequences, which the sampler writes to their rows."""
         if not plan.sample_seq_ids:
             return SampledTokens(np.empty(0, np.int64), {}, {})
         requests = self._requests
         source = np.array(plan.sample_from, np.int64)
         last = hidden[torch.from_numpy(batch.last_index[source])]
         rows, lengths = requests.rows_of(plan.sample_seq_ids), batch.ends[source]
-        sample_batch = SampleBatch(rows, lengths, requests.num_prompt_tokens[rows], requests.token_ids)
-        sampled = self._sampler.sample(lambda: self._model.compute_logits(last), sample_batch)
-        requests.append(rows, lengths, sampled.token_ids)
-        return sampled
+        sample_batch = SampleBatch(rows, rows, lengths, requests.num_prompt_tokens[rows], requests.token_ids)
+        samples = self._sampler.sample(self._model.compute_logits(last), sample_batch)
+        requests.lengths[rows] = lengths + 1
+        return samples.finish()
 
 
 def written_blocks(batch: InputBatch, block_size: int) -> list[int]:

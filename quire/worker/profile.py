@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.interface import CausalLM
-from quire.sampling.backend import make_sampler_backend
 from quire.sampling.batch import SampleBatch
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
@@ -22,13 +21,11 @@ from quire.worker.input_batch import build_attention_batch
 from quire.worker.kv_tensors import allocate_pages
 from quire.worker.memory import measure_peak
 
-if TYPE_CHECKING:
-    from quire.kernels.cpu.runtime import NativeRuntime
-
 PROFILED_TOKENS = 512
 """Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
+SamplingKernelsFactory = Callable[[SamplingRows], SamplingKernels[np.ndarray]]
 
 
 def measure_activations(
@@ -38,7 +35,7 @@ def measure_activations(
     block_size: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
-    runtime: NativeRuntime | None,
+    make_sampling_kernels: SamplingKernelsFactory,
 ) -> int:
     """Bytes that one step takes at its peak: a forward pass over the whole token budget in as few sequences as the
     context allows, then logits and random sampling for the most sequences.
@@ -57,7 +54,7 @@ def measure_activations(
         hidden = forward_pass()
 
     def sample() -> None:
-        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)), runtime)
+        _sample_dummy(model.compute_logits(hidden[:1].repeat(max_num_seqs, 1)), make_sampling_kernels)
 
     forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
     if forward_peak is None or sample_peak is None:
@@ -109,12 +106,12 @@ def estimate_activations(config: ModelConfig, num_tokens: int, num_seqs: int) ->
     return 4 * (num_tokens * per_token + 5 * num_seqs * config.vocab_size)
 
 
-def _sample_dummy(logits: torch.Tensor, runtime: NativeRuntime | None) -> None:
+def _sample_dummy(logits: torch.Tensor, make_sampling_kernels: SamplingKernelsFactory) -> None:
     num_seqs = len(logits)
     rows = SamplingRows(num_seqs)
     sampling = SequenceSampling(SamplingParams(top_p=0.9), seed=0, stop_token_ids=[], bad_token_sequences=[])
     for row in range(num_seqs):
         rows.set(row, sampling)
-    ones = np.ones(num_seqs, np.int64)
-    batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-    Sampler(rows, make_sampler_backend(rows, runtime)).sample(lambda: logits, batch)
+    index, ones = np.arange(num_seqs), np.ones(num_seqs, np.int64)
+    batch: SampleBatch[np.ndarray] = SampleBatch(index, index, ones, ones, np.zeros((num_seqs, 2), np.int32))
+    Sampler(rows, make_sampling_kernels(rows)).sample(logits, batch)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from quire.models.interface import CausalLM
-from quire.sampling.backend import SamplerBackend
 from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.sampler import Sampler
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
 from quire.worker.request_state import RequestState
@@ -30,9 +30,9 @@ NOTHING_SCORED = ScoredPrompts({})
 class PromptScorer:
     """slice_rows: most positions whose logits exist at a time."""
 
-    def __init__(self, model: CausalLM, backend: SamplerBackend, slice_rows: int) -> None:
+    def __init__(self, model: CausalLM, sampler: Sampler[np.ndarray], slice_rows: int) -> None:
         self._model = model
-        self._backend = backend
+        self._sampler = sampler
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestState) -> ScoredPrompts:
@@ -69,5 +69,5 @@ class PromptScorer:
         for first in range(0, len(targets), self._slice_rows):
             tokens = targets[first : first + self._slice_rows]
             logits = self._model.compute_logits(hidden[first : first + self._slice_rows])
-            entries += self._backend.logprobs(logits.numpy(), tokens, [num_top] * len(tokens))
+            entries += self._sampler.logprobs(logits, tokens, num_top).finish()
         return entries

@@ -64,8 +64,3 @@ class RequestState:
     def replace_last(self, row: int, token_id: int) -> None:
         """Overwrite the last known token of `row`."""
         self.token_ids[row, self.lengths[row] - 1] = token_id
-
-    def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write one sampled token per row at its position, which becomes the last known one. All [R]."""
-        self.token_ids[rows, positions] = token_ids
-        self.lengths[rows] = positions + 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
@@ -24,7 +25,10 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.backend import make_sampler_backend
+from quire.sampling.kernels import SamplingKernels
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain_kernels import PlainKernels
+from quire.sampling.sampler import Sampler
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
@@ -117,7 +121,7 @@ class Worker:
             self._cache_config.block_size,
             max_num_batched_tokens,
             max_num_seqs,
-            self._runtime,
+            self._make_sampling_kernels,
         )
         return MemoryProfile(available=available, activations=activations, weights=self._model.weight_bytes())
 
@@ -142,7 +146,7 @@ class Worker:
             transfers=self._transfers,
             requests=requests,
             tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
-            sampler_backend=make_sampler_backend(requests.sampling, self._runtime),
+            sampler=Sampler(requests.sampling, self._make_sampling_kernels(requests.sampling)),
             vocab_size=self._model_config.vocab_size,
         )
 
@@ -228,6 +232,13 @@ class Worker:
 
         num_heads, num_threads = self._model_config.num_heads, self._device_config.num_threads
         return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
+
+    def _make_sampling_kernels(self, rows: SamplingRows) -> SamplingKernels[np.ndarray]:
+        if self._runtime is None:
+            return PlainKernels(rows)
+        from quire.sampling.native_kernels import NativeKernels  # the native module may not be built
+
+        return NativeKernels(rows, self._runtime)
 
 
 def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:

@@ -35,8 +35,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     assert len(rows) == 0
     sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
-    assert len(sampling.logit_bias.select(np.arange(8))[0]) == 0
-    assert sampling.allowed_tokens.select(np.arange(8)) == []
+    assert all(len(sampling.lists.select(kind, np.arange(8))[0]) == 0 for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
 
 
@@ -44,9 +43,9 @@ def test_the_token_table_is_not_touched_before_it_is_used() -> None:
     """8 GiB of table: only the touched rows exist."""
     rows = RequestState(1024, max_model_len=2**21)
     rows.add_request(5, [1, 2, 3], 2, GREEDY)
-    rows.append(np.array([0]), np.array([3]), np.array([9]))
-    assert rows.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
-    assert rows.lengths[0] == 4
+    rows.replace_last(0, 9)
+    assert rows.token_ids[0, :5].tolist() == [1, 2, 9, 0, 0]
+    assert rows.lengths[0] == 3
 
 
 def test_misuse_of_rows_is_a_bug_that_shows() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.models.interface import CausalLM
-from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler
+from quire.sampling.results import Logprobs
+from quire.sampling.sampler import Sampler
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.device.inputs import HostColumns
 from quire.worker.device.request_state import DeviceRequestState
@@ -23,7 +24,7 @@ class PromptScores:
 
     index: int
     start: int
-    slices: Sequence[DeviceLogprobs]
+    slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
         """What must come to the host."""
@@ -34,7 +35,7 @@ class PromptScores:
         parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
         entries: list[TokenLogprobs] = []
         for each, tensors in parts:
-            entries += each.assemble(tensors)
+            entries += each.finish(tensors)
         return PromptLogprobs(self.start, entries)
 
 
@@ -44,7 +45,7 @@ class DevicePromptScorer:
     def __init__(
         self,
         model: CausalLM,
-        sampler: DeviceSampler,
+        sampler: Sampler[torch.Tensor],
         token_table: torch.Tensor,
         requests: DeviceRequestState,
         slice_rows: int,

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.step import NewSequence, SequenceFork, StepPlan
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.device.state_arena import StateArena
 from quire.worker.device.upload import RowWrites
 from quire.worker.row_index import RowIndex
 
 if TYPE_CHECKING:
-    from quire.sampling.device.parameters import DeviceSamplingRows
+    from quire.sampling.parameters import SamplingRows
 
 
 class DeviceRequestState:
@@ -24,7 +24,7 @@ class DeviceRequestState:
     num_prompt_tokens: [num_rows] int64. tables: the host's copy of the block tables. sampling: the sampler's rows.
     """
 
-    def __init__(self, arena: StateArena, tables: BlockTables, sampling: DeviceSamplingRows) -> None:
+    def __init__(self, arena: StateArena, tables: BlockTables, sampling: SamplingRows) -> None:
         num_rows = len(arena.token_ids)
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
@@ -77,13 +77,13 @@ class DeviceRequestState:
         row = self._index.take(new.seq_id)
         self._set_tokens(row, new.token_ids, writes)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
-        self.sampling.set(row, new.sampling, writes)
+        self._set_sampling(row, new.sampling, writes)
         self._append_blocks(row, new.block_ids, writes)
 
     def _add_child(self, fork: SequenceFork, writes: RowWrites) -> None:
         """Give a child a row, with what does not come from its parent."""
         row = self._index.take(fork.child)
-        self.sampling.set(row, fork.sampling, writes)
+        self._set_sampling(row, fork.sampling, writes)
         if fork.token_ids is not None:
             self._set_tokens(row, fork.token_ids, writes)
 
@@ -100,6 +100,10 @@ class DeviceRequestState:
         tables.copy(parent, child)
         for group, count in enumerate(tables.num_blocks(parent)):
             writes.copy(arena.block_offset(parent, group), arena.block_offset(child, group), count)
+
+    def _set_sampling(self, row: int, sampling: SequenceSampling, writes: RowWrites) -> None:
+        self.sampling.set(row, sampling)
+        writes.write(self._arena.parameters_offset(row), self.sampling.words(row))
 
     def _set_tokens(self, row: int, token_ids: Sequence[int], writes: RowWrites) -> None:
         self.lengths[row] = len(token_ids)

@@ -3,7 +3,7 @@ before any of it has run. Nothing here waits for the device or asks it for a val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,10 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
-from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.sampler import DeviceSampler, DeviceSamples
+from quire.sampling.batch import SampleBatch
 from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.results import Samples
+from quire.sampling.sampler import Sampler
 from quire.step import StepPlan, StepResult
 from quire.worker.device.block_copies import copy_rounds
 from quire.worker.device.cuda_graphs import CudaGraphRunner
@@ -50,7 +51,7 @@ class Launched:
     """What a step will have computed."""
 
     plan: StepPlan
-    samples: DeviceSamples | None
+    samples: Samples | None
     scores: list[PromptScores]
 
 
@@ -66,7 +67,7 @@ class DeviceModelRunner:
         model: CausalLM,
         passes: CudaGraphRunner,
         settings: ExecutionSettings,
-        sampler: DeviceSampler,
+        sampler: Sampler[torch.Tensor],
         state: StepState,
         pages: PageTable,
         transfers: BlockTransfers,
@@ -154,11 +155,11 @@ class DeviceModelRunner:
             upload.add(requests.num_prompt_tokens[rows]),
         )
 
-    def _sample(self, sampled: SampleColumns, hidden: torch.Tensor) -> DeviceSamples:
+    def _sample(self, sampled: SampleColumns, hidden: torch.Tensor) -> Samples:
         """Choose the tokens, which the sampler writes to their rows."""
         view = self._state.upload.view
         logits = self._model.compute_logits(hidden.index_select(0, view(sampled.place_section)))
-        batch = DeviceSampleBatch(
+        batch = SampleBatch(
             rows_host=sampled.rows,
             rows=view(sampled.row_section),
             lengths=view(sampled.length_section),
@@ -185,9 +186,9 @@ class DeviceModelRunner:
 def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.Tensor]) -> StepResult:
     plan = launched.plan
     result = StepResult(plan.step_id, [])
-    nonfinite: tuple[int, ...] = ()
+    nonfinite: Sequence[int] = ()
     if launched.samples is not None:
-        tokens = launched.samples.assemble(sampled)
+        tokens = launched.samples.finish(sampled)
         result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
         result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
     remaining, nonfinite_prompts = iter(scored), []

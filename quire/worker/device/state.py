@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.worker.block_tables import BlockTables
 from quire.worker.device.graph_dispatch import ExecutionSettings
 from quire.worker.device.inputs import DeviceInputs
@@ -34,14 +34,13 @@ def make_state(
     """Empty rows, and buffers for the largest step. Raises ConfigError when the rows cannot be addressed."""
     num_rows, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     block_size, num_groups = layout.block_size, len(layout.groups)
-    arena = StateArena(num_rows, max_model_len, block_size, num_groups, DeviceSamplingRows.WIDTH, streams.device)
+    arena = StateArena(num_rows, max_model_len, block_size, num_groups, NUM_WORDS, streams.device)
     tables = BlockTables(num_groups, num_rows, max_model_len, block_size)
-    sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
     padded_seqs = max((num_rows, *settings.full_sizes))
     padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
     return StepState(
         arena=arena,
-        requests=DeviceRequestState(arena, tables, sampling),
+        requests=DeviceRequestState(arena, tables, SamplingRows(num_rows)),
         upload=Upload(streams, config.scheduler.queue_depth + 1),
         inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
         streams=streams,

@@ -9,8 +9,8 @@ import torch
 from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
-from quire.sampling.device.sampler import DeviceSampler
-from quire.sampling.device.warm_up import warm_up as warm_up_sampler
+from quire.sampling.sampler import Sampler
+from quire.sampling.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.device.inputs import DeviceInputs
@@ -66,11 +66,15 @@ def warm_up_attention(
 
 
 def warm_up(
-    runner: DeviceModelRunner, sampler: DeviceSampler, state: StepState, plans: list[StepPlan], logits: torch.Tensor
+    runner: DeviceModelRunner,
+    sampler: Sampler[torch.Tensor],
+    state: StepState,
+    plans: list[StepPlan],
+    logits: torch.Tensor,
 ) -> None:
     """Run the plans, then everything that the sampler may be asked for. logits: [2, vocab_size], as the model gives
     them; overwritten."""
     for plan in plans:
         runner.launch(plan)
-    warm_up_sampler(sampler, state.requests.sampling, state.arena.token_ids, logits)
+    warm_up_sampler(sampler, state.requests.sampling, state.arena.parameters, state.arena.token_ids, logits)
     state.streams.synchronize()

@@ -22,7 +22,8 @@ from quire.kv_cache.spec import LayerSpec
 from quire.layers.device import DeviceLayers
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_file import BlockLayout
@@ -128,7 +129,8 @@ class DeviceWorker:
                 self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
         settings = execution_settings(config.device, scheduler.max_num_seqs)
         state = make_state(config, layout, settings, self.streams)
-        sampler = DeviceSampler(state.requests.sampling)
+        rows = state.requests.sampling
+        sampler = Sampler(rows, TritonKernels(rows, state.arena.parameters, self.streams.pinned))
         backend = self._make_backend(layout, pages)
         self._layout = layout
         self._runner = DeviceModelRunner(
@@ -266,7 +268,7 @@ class DeviceWorker:
         self,
         runner: DeviceModelRunner,
         backend: TritonAttention,
-        sampler: DeviceSampler,
+        sampler: Sampler[torch.Tensor],
         state: StepState,
         layout: KVCacheLayout,
     ) -> None:
