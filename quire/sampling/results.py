@@ -84,7 +84,7 @@ class Samples(NamedTuple):
         parts = (self.choice, self.ranking, self.candidates)
         return [tensor for part in parts if part is not None for tensor in part.tensors]
 
-    def finish(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:
+    def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:
         """hosts: `tensors` on the host."""
         remaining = iter(hosts)
         token_ids, nonfinite = self.choice.read(remaining)
@@ -116,7 +116,7 @@ class Logprobs(NamedTuple):
         """What must be copied to the host."""
         return self.ranking.tensors
 
-    def finish(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
+    def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
         """hosts: `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not sound."""
         ranking = self.ranking.read(iter(hosts))
         bad = np.flatnonzero(~ranking.is_sound)

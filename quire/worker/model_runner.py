@@ -134,7 +134,7 @@ class ModelRunner:
         sample_batch = SampleBatch(rows, rows, lengths, requests.num_prompt_tokens[rows], requests.token_ids)
         samples = self._sampler.sample(self._model.compute_logits(last), sample_batch)
         requests.lengths[rows] = lengths + 1
-        return samples.finish()
+        return samples.assemble()
 
 
 def written_blocks(batch: InputBatch, block_size: int) -> list[int]:

@@ -69,5 +69,5 @@ class PromptScorer:
         for first in range(0, len(targets), self._slice_rows):
             tokens = targets[first : first + self._slice_rows]
             logits = self._model.compute_logits(hidden[first : first + self._slice_rows])
-            entries += self._sampler.logprobs(logits, tokens, num_top).finish()
+            entries += self._sampler.logprobs(logits, tokens, num_top).assemble()
         return entries

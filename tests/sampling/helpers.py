@@ -117,7 +117,7 @@ class Prepared:
         """Sample a copy of the logits; check that the token table has the tokens, and nothing else changed in it."""
         before = self.table()
         samples = self.sampler.sample(self.platform.logits(logits), self.batch)
-        sampled = samples.finish([tensor.cpu() for tensor in samples.tensors()])
+        sampled = samples.assemble([tensor.cpu() for tensor in samples.tensors()])
         before[self.where, self.lengths] = sampled.token_ids
         assert (self.table() == before).all()
         return sampled
@@ -132,7 +132,7 @@ class Prepared:
         """What finishes the log-probabilities of given tokens."""
         targets = self.platform.array(np.array([0, *token_ids, 0], np.int64))[1:-1]
         scored: Logprobs = self.sampler.logprobs(self.platform.logits(logits), targets, num_top)
-        return lambda: scored.finish([tensor.cpu() for tensor in scored.tensors()])
+        return lambda: scored.assemble([tensor.cpu() for tensor in scored.tensors()])
 
 
 def sample(

@@ -68,7 +68,7 @@ def test_several_rows_of_logits_for_one_sequence() -> None:
     table = np.array([[1, *tokens[:2], 0, 0, 0]], np.int32)
     made.batch = made.batch._replace(token_table=made.platform.array(table))
     samples = made.sampler.sample(made.platform.logits(logits.flip(0)), made.batch)
-    together = samples.finish([tensor.cpu() for tensor in samples.tensors()])
+    together = samples.assemble([tensor.cpu() for tensor in samples.tensors()])
     assert together.token_ids.tolist() == [int(alone[i].token_ids[0]) for i in (2, 1, 0)]
     assert [together.logprobs[index] for index in range(3)] == [alone[i].logprobs[0] for i in (2, 1, 0)]
 

@@ -75,7 +75,7 @@ class LogprobsSubject:
         tokens = logits.numpy().argmax(axis=1)
 
         def logprobs(kernels: SamplingKernels[np.ndarray]) -> list[TokenLogprobs]:
-            return Sampler(table, kernels).logprobs(logits, tokens, NUM_TOP).finish()
+            return Sampler(table, kernels).logprobs(logits, tokens, NUM_TOP).assemble()
 
         native, plain = NativeKernels(table, self._machine.runtime), PlainKernels(table)
         found, expected = (np.array([entry.logprobs for entry in logprobs(kernels)]) for kernels in (native, plain))

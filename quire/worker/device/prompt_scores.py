@@ -35,7 +35,7 @@ class PromptScores:
         parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
         entries: list[TokenLogprobs] = []
         for each, tensors in parts:
-            entries += each.finish(tensors)
+            entries += each.assemble(tensors)
         return PromptLogprobs(self.start, entries)
 
 

@@ -188,7 +188,7 @@ def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.
     result = StepResult(plan.step_id, [])
     nonfinite: Sequence[int] = ()
     if launched.samples is not None:
-        tokens = launched.samples.finish(sampled)
+        tokens = launched.samples.assemble(sampled)
         result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
         result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
     remaining, nonfinite_prompts = iter(scored), []
