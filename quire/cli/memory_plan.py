@@ -9,14 +9,14 @@ from quire.cli.checkpoint import Checkpoint, read_checkpoint
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
 from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.model_shape import ModelShape
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.groups import rules_for
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, size_pool
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel
-from quire.simulator.memory import activation_bytes, kv_cache_bytes
-from quire.simulator.shape import ModelShape
+from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
@@ -70,7 +70,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     lengths: tokens per sequence to report. Raises InsufficientMemoryError when weights and activations leave no room
     for a block.
     """
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     weight_bytes = stored_weight_bytes(config.model, shape)
     if weight_bytes >= total_memory:
         raise InsufficientMemoryError(
@@ -113,7 +113,7 @@ def plan_devices(
     """A model of any shape on the devices of the cost model's layout: weights, activations and the KV cache together
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
-    groups, layers_per_group = group_layers(shape.layer_specs(cost.precision.kv, cost.layout))
+    groups, layers_per_group = group_layers(device_specs(shape, cost.precision.kv, cost.layout))
     budget = config.cache.memory
     if budget is None:
         budget = kv_cache_bytes(

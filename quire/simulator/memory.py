@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from quire.errors import InsufficientMemoryError
+from quire.config.model_shape import DTYPE_BYTES, AttentionShape, ModelShape
+from quire.errors import InsufficientMemoryError, UserError
 from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
+from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.cost import CostModel
+from quire.simulator.parallel_config import ParallelConfig
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
@@ -19,7 +22,7 @@ def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs:
     width = shape.intermediate
     if shape.experts is not None:
         width = max(width, shape.experts.num_active * shape.experts.intermediate)
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    attention = max(2 * (each.num_heads + each.num_kv_heads) * each.key_dim for each in shape.attention_counts)
     row = 3 * shape.hidden + max(attention, 3 * width) / tp
     logits = NUM_LOGIT_COPIES * max_num_seqs * shape.vocab * LOGIT_BYTES
     return int(2 * max_num_batched_tokens * row + logits)
@@ -61,5 +64,25 @@ def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, bl
     return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
 
 
+def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
+    """The KV specs of the layers of one device, for the largest pipeline stage. Raises UserError for a model whose
+    layers keep a state."""
+    size = int(DTYPE_BYTES[dtype])
+    return [_spec(each.attention, shape, size, layout.tp) for each in shape.layers[: shape.layers_per_stage(layout.pp)]]
+
+
+def _spec(attention: AttentionShape, shape: ModelShape, size: int, tp: int) -> LayerSpec:
+    if attention.kind == "state":
+        raise UserError(
+            f"the KV cache of {shape.name} cannot be laid out yet: it has layers that keep a state", param="model"
+        )
+    if attention.kind == "latent":
+        return FullAttentionSpec(1, -(-attention.latent_dim // 2), size)  # a spec counts a key and a value of this size
+    heads = max(1, attention.num_kv_heads // tp)
+    if attention.window is None:
+        return FullAttentionSpec(heads, attention.key_dim, size)
+    return SlidingWindowSpec(heads, attention.key_dim, size, window=attention.window)
+
+
 def _groups(cost: CostModel) -> tuple[tuple[KVGroup, ...], int]:
-    return group_layers(cost.shape.layer_specs(cost.precision.kv, cost.layout))
+    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout))

@@ -1,0 +1,10 @@
+"""DeepSeek V2 and V3, R1, Kimi K2: latent attention, routed and shared experts."""
+
+from __future__ import annotations
+
+from quire.config.families.family import NEVER, Family
+
+FAMILIES = (
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM",)),
+    Family("deepseek_v3", ("DeepseekV3ForCausalLM",), aliases=("kimi_k2",), mlp_bias=NEVER),
+)
