@@ -167,7 +167,7 @@ def _plan_for_devices(
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
-    config = engine_settings({**usual, **chosen}).config(cost)
+    config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None
     config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))
     checkpoint = None
