@@ -173,9 +173,8 @@ def estimate_activations(config: EngineConfig) -> int:
     """Bytes that one forward pass at the full token budget keeps at once: residual stream, normed input and output,
     the wider of attention and MLP, and the sampler's float32 logits. An estimate; the engine measures."""
     model, scheduler = config.model, config.scheduler
-    inner = max(int(model.hf.get(key) or 0) for key in ("intermediate_size", "n_inner", "ffn_dim"))
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    token = 3 * model.hidden_size + max(attention, 3 * (inner or 4 * model.hidden_size))
+    token = 3 * model.hidden_size + max(attention, 3 * model.shape.intermediate)
     logits = NUM_LOGIT_COPIES * scheduler.max_num_seqs * model.vocab_size * LOGIT_BYTES
     return scheduler.max_num_batched_tokens * token * model.dtype_bytes + logits
 

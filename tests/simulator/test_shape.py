@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quire.cli.memory_plan import plan_devices, plan_engine
 from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
+from quire.simulator.cost import CostModel, Precision
+from quire.simulator.hardware import find
 from quire.simulator.memory import device_specs
 from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import built_in, find_shape
@@ -137,18 +140,20 @@ def test_every_family_is_compared() -> None:
     assert all(name in ARCHITECTURES for name in RUNNABLE)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields"),
-    [
-        ("LlamaForCausalLM", LLAMA | {"head_dim": 8}),
-        ("MistralForCausalLM", LLAMA | {"head_dim": 8, "sliding_window": 16}),
-        ("Qwen2ForCausalLM", LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
-        ("Qwen3ForCausalLM", LLAMA),
-        ("GPT2LMHeadModel", GPT2),
-        ("OPTForCausalLM", OPT),
-    ],
-)
-def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields: dict[str, Any]) -> None:
+ENGINES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": LLAMA | {"head_dim": 8},
+    "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
+    "Qwen2ForCausalLM": LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    "Qwen3ForCausalLM": LLAMA,
+    "GPT2LMHeadModel": GPT2,
+    "OPTForCausalLM": OPT,
+}
+
+
+@pytest.mark.parametrize("architecture", RUNNABLE)
+def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str) -> None:
+    """Weights and what every layer keeps, of the shape, of `quire plan` and of the model itself."""
+    fields = ENGINES[architecture]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "float32", **fields}))
     options = EngineOptions(model=str(tmp_path), load_format="dummy", attention_backend="torch", max_model_len=40)
     config = resolve(options)
@@ -157,7 +162,13 @@ def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
     specs = device_specs(shape, config.model.kv_cache_dtype, ParallelConfig())
     assert specs == layer_specs(config.model) == model.kv_specs()
-    assert shape.kv_bytes_per_token("float32") == sum(spec.token_bytes for spec in specs)
+    kept = sum(spec.token_bytes for spec in specs)
+    assert shape.kv_bytes_per_token("float32") == kept == plan_engine(config, 2**30, [16]).kv_bytes_per_token
+    cost = CostModel(shape, find("h100"), ParallelConfig(), Precision.of(shape, "float32", "float32"))
+    assert plan_devices(cost, config, [16], None).kv_bytes_per_token == kept
+    for layer, spec in zip(shape.layers, specs, strict=True):
+        assert spec.token_bytes == 4 * layer.attention.token_elements()
+        assert getattr(spec, "window", None) == layer.attention.window
     assert (shape.max_model_len, shape.windows) == (40, config.model.sliding_windows)
 
 
