@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.config.model_shape import DTYPE_BYTES, AttentionShape, ModelShape
-from quire.errors import InsufficientMemoryError, UserError
+from quire.config.model_shape import DTYPE_BYTES, ModelShape
+from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import LayerSpec, layer_spec
 from quire.simulator.cost import CostModel
 from quire.simulator.parallel_config import ParallelConfig
 from quire.utils.sizes import format_bytes
@@ -67,21 +67,8 @@ def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, bl
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
     """The KV specs of the layers of one device, for the largest pipeline stage. Raises UserError for a model whose
     layers keep a state."""
-    size = int(DTYPE_BYTES[dtype])
-    return [_spec(each.attention, shape, size, layout.tp) for each in shape.layers[: shape.layers_per_stage(layout.pp)]]
-
-
-def _spec(attention: AttentionShape, shape: ModelShape, size: int, tp: int) -> LayerSpec:
-    if attention.kind == "state":
-        raise UserError(
-            f"the KV cache of {shape.name} cannot be laid out yet: it has layers that keep a state", param="model"
-        )
-    if attention.kind == "latent":
-        return FullAttentionSpec(1, -(-attention.latent_dim // 2), size)  # a spec counts a key and a value of this size
-    heads = max(1, attention.num_kv_heads // tp)
-    if attention.window is None:
-        return FullAttentionSpec(heads, attention.key_dim, size)
-    return SlidingWindowSpec(heads, attention.key_dim, size, window=attention.window)
+    stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
+    return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
 
 
 def _groups(cost: CostModel) -> tuple[tuple[KVGroup, ...], int]:
