@@ -1,7 +1,5 @@
 """Command R and R7B."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (

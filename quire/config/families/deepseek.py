@@ -1,7 +1,5 @@
 """DeepSeek V2 and V3, R1, Kimi K2: latent attention, routed and shared experts."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (

@@ -52,8 +52,8 @@ class Family:
     is_runnable: the engine has its layers (quire/models/registry.py); else it can be planned and simulated.
 
     hidden_size to intermediate, embedding_width, window: keys of sizes, the first that is there. intermediate_factor:
-    width of an MLP of which config.json says nothing, in hidden sizes (None: it must be there). Without num_kv_heads
-    there are as many as heads, which are as large as the hidden size allows.
+    width of an MLP of which config.json says nothing, in hidden sizes (None: it must be there for a model that
+    runs, and is 4 for others). Without num_kv_heads there are as many as heads, as large as the hidden size allows.
     gated: an MLP has three matrices, not two. tied: input and output embeddings are one table where config.json does
     not say. norms: of a layer; affine: they have a bias besides. query_bias: also of keys and values. head_norms: norms
     of queries and keys, "head" (a weight for each element of one head), "whole" (of all heads) or None; where
@@ -66,7 +66,7 @@ class Family:
     has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
-    state_layers: whether each layer is one, of the configuration and the number of layers.
+    state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
     checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
     that old checkpoints carry and no model needs.
     """
@@ -81,7 +81,7 @@ class Family:
     num_kv_heads: tuple[str, ...] = ("num_key_value_heads",)
     max_positions: tuple[str, ...] = ("max_position_embeddings",)
     intermediate: tuple[str, ...] = ("intermediate_size",)
-    intermediate_factor: int | None = 4
+    intermediate_factor: int | None = None
     embedding_width: tuple[str, ...] = ()
     gated: bool = True
     tied: bool = False
@@ -114,12 +114,13 @@ class Family:
         Raises ModelLoadError, naming file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
-        usual = None if self.intermediate_factor is None else self.intermediate_factor * hidden
+        factor = self.intermediate_factor or (None if self.is_runnable else 4)
+        usual = None if factor is None else factor * hidden
         intermediate = first(fields, *self.intermediate, default=usual, maximum=MAX_WIDTH)
         attention = self._attention(fields, hidden)
         longest = first(fields, *self.max_positions, default=None if self.is_runnable else 2048, maximum=MAX_POSITIONS)
         windows = self._windows(fields, num_layers)
-        states = (False,) * num_layers if self.state_layers is None else self.state_layers(fields, num_layers)
+        states = self._states(fields, num_layers)
         experts, sparse = self._experts(fields, num_layers)
         norm, has_final_norm = hidden, True
         if self.affine:
@@ -228,6 +229,15 @@ class Family:
             latent_rank=rank,
         )
         return attention, projections, vectors
+
+    def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+        """Which layers keep a state, by `layer_types` or else the family's rule."""
+        if self.state_layers is None:
+            return (False,) * num_layers
+        kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
+        if kinds is None:
+            return self.state_layers(fields, num_layers)
+        return tuple(kind == "linear_attention" for kind in kinds)
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         """The attention window of each layer, None for full attention."""

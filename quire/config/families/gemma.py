@@ -1,7 +1,5 @@
 """Gemma 1 to 3: large heads, and from the second on four norms a layer and windows in most layers."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """GLM 4 and its mixtures of experts."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Bias, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """GPT-2: learned positions, and names of its own for every size."""
 
-from __future__ import annotations
-
 from quire.config.families.family import ALWAYS, Family
 
 FAMILIES = (
@@ -15,6 +13,7 @@ FAMILIES = (
         num_kv_heads=(),
         max_positions=("n_positions",),
         intermediate=("n_inner",),
+        intermediate_factor=4,
         gated=False,
         tied=True,
         affine=True,

@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia."""
 
-from __future__ import annotations
-
 from quire.config.families.family import ALWAYS, Bias, Family
 
 _BIAS = Bias("attention_bias", True)

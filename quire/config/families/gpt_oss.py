@@ -1,7 +1,5 @@
 """GPT-OSS: sinks, a window in every other layer, experts with biases."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Bias, Family
 
 _BIAS = Bias("attention_bias", True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.config.families.family import NEVER, Family, Layer, first, names
+from quire.config.families.family import NEVER, Family, Layer, first
 from quire.config.hf_json import Fields
 from quire.config.model import MAX_LAYERS
 from quire.config.model_shape import AttentionShape
@@ -21,9 +21,6 @@ def _delta_attention(fields: Fields, hidden: int) -> Layer:
 
 
 def _delta_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
-    if kinds is not None:
-        return tuple(kind == "linear_attention" for kind in kinds)
     listed = _own(fields).values.get("kda_layers")
     if listed is None:
         return tuple(layer % 4 != 0 or layer == 0 for layer in range(num_layers))

@@ -1,7 +1,5 @@
 """LLaMA 1 to 3.x, and what families like it share."""
 
-from __future__ import annotations
-
 from quire.config.families.family import Family, GGUFNames
 
 GGUF_TOP = {
@@ -28,7 +26,6 @@ FAMILIES = (
         "llama",
         ("LlamaForCausalLM",),
         is_runnable=True,
-        intermediate_factor=None,
         # Files call Mistral's models "llama" as well.
         gguf=GGUFNames("llama", GGUF_TOP, GGUF_LAYER, interleaved=True, windowed="MistralForCausalLM"),
     ),

@@ -1,7 +1,5 @@
 """LLaMA 4: attention in chunks in three of four layers, one shared expert as wide as the others."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (

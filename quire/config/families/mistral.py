@@ -1,7 +1,5 @@
 """Mistral, Ministral and Mixtral: LLaMA without biases, with a sliding window in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from quire.config.families.family import NEVER, Family
@@ -13,7 +11,6 @@ FAMILIES = (
         model_type="mistral",
         architectures=("MistralForCausalLM",),
         is_runnable=True,
-        intermediate_factor=None,
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),
     replace(_MISTRAL, model_type="mixtral", architectures=("MixtralForCausalLM",)),

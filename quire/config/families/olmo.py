@@ -1,7 +1,5 @@
 """OLMo 2 and 3, OLMoE."""
 
-from __future__ import annotations
-
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """OPT: learned positions, stored two rows after their number; embeddings may be narrower than the layers."""
 
-from __future__ import annotations
-
 from quire.config.families.family import Bias, Family
 
 _BIAS = Bias("enable_bias", True)
@@ -12,7 +10,6 @@ FAMILIES = (
         is_runnable=True,
         num_kv_heads=(),
         intermediate=("ffn_dim",),
-        intermediate_factor=None,
         embedding_width=("word_embed_proj_dim",),
         gated=False,
         tied=True,

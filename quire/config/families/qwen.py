@@ -1,7 +1,5 @@
 """Qwen 2, 2.5 and 3, dense and mixtures of experts."""
 
-from __future__ import annotations
-
 from quire.config.families.family import ALWAYS, NEVER, Bias, Family, GGUFNames
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
 
@@ -10,7 +8,6 @@ FAMILIES = (
         "qwen2",
         ("Qwen2ForCausalLM",),
         is_runnable=True,
-        intermediate_factor=None,
         query_bias=ALWAYS,
         output_bias=NEVER,
         mlp_bias=NEVER,
@@ -30,7 +27,6 @@ FAMILIES = (
         "qwen3",
         ("Qwen3ForCausalLM",),
         is_runnable=True,
-        intermediate_factor=None,
         mlp_bias=NEVER,
         head_norms="head",
         head_dim=128,

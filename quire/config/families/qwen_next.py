@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.config.families.family import NEVER, Family, Layer, first, names
+from quire.config.families.family import NEVER, Family, Layer, first
 from quire.config.hf_json import Fields
 from quire.config.model_shape import AttentionShape
 
@@ -23,9 +23,6 @@ def _delta_rule(fields: Fields, hidden: int) -> Layer:
 
 
 def _delta_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
-    if kinds is not None:
-        return tuple(kind == "linear_attention" for kind in kinds)
     every = first(fields, "full_attention_interval", default=4)
     return tuple((layer + 1) % every != 0 for layer in range(num_layers))
 

@@ -1,7 +1,5 @@
 """Seed-OSS."""
 
-from __future__ import annotations
-
 from quire.config.families.family import Bias, Family
 
 FAMILIES = (

@@ -1,7 +1,5 @@
 """SmolLM 3."""
 
-from __future__ import annotations
-
 from quire.config.families.family import Family
 
 FAMILIES = (Family("smollm3", tied=True, windows="qwen"),)

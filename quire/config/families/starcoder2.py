@@ -1,7 +1,5 @@
 """StarCoder 2."""
 
-from __future__ import annotations
-
 from quire.config.families.family import Bias, Family
 
 _BIAS = Bias("use_bias", True)
