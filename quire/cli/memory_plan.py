@@ -16,12 +16,9 @@ from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, size_pool
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel
-from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes
+from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
 
-LOGIT_BYTES = 4
-NUM_LOGIT_COPIES = 3
-"""The sampler's working set, in copies of the logits: as computed, filtered, and sorted."""
 UNLIMITED_SEQS = 2**40
 
 
@@ -170,13 +167,10 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
 
 
 def estimate_activations(config: EngineConfig) -> int:
-    """Bytes that one forward pass at the full token budget keeps at once: residual stream, normed input and output,
-    the wider of attention and MLP, and the sampler's float32 logits. An estimate; the engine measures."""
+    """Bytes that one forward pass of the engine at the full token budget keeps at once; the engine measures it."""
     model, scheduler = config.model, config.scheduler
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    token = 3 * model.hidden_size + max(attention, 3 * model.shape.intermediate)
-    logits = NUM_LOGIT_COPIES * scheduler.max_num_seqs * model.vocab_size * LOGIT_BYTES
-    return scheduler.max_num_batched_tokens * token * model.dtype_bytes + logits
+    budget, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    return step_bytes(model.shape, budget, seqs, dtype_bytes=model.dtype_bytes)
 
 
 def _with_lengths(plan: MemoryPlan, lengths: Sequence[int]) -> MemoryPlan:

@@ -16,16 +16,19 @@ NUM_LOGIT_COPIES = 3
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """An estimate of the bytes of activations of a step at its full budget on a device: the residual stream three
-    times, the wider of attention and MLP, and the sampler's logits. The engine measures it."""
-    shape, tp = cost.shape, cost.layout.tp
+    """An estimate of the bytes of activations of a step at its full budget on a device, 16 bits each."""
+    return step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
+
+
+def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes: int = 2, tp: int = 1) -> int:
+    """An estimate of what a step keeps at once: the residual stream three times, the wider of attention and MLP, and
+    the sampler's float32 logits. The engine measures it."""
     width = shape.intermediate
     if shape.experts is not None:
         width = max(width, shape.experts.num_active * shape.experts.intermediate)
     attention = max(2 * (each.num_heads + each.num_kv_heads) * each.key_dim for each in shape.attention_counts)
     row = 3 * shape.hidden + max(attention, 3 * width) / tp
-    logits = NUM_LOGIT_COPIES * max_num_seqs * shape.vocab * LOGIT_BYTES
-    return int(2 * max_num_batched_tokens * row + logits)
+    return int(dtype_bytes * num_tokens * row + NUM_LOGIT_COPIES * num_seqs * shape.vocab * LOGIT_BYTES)
 
 
 def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
