@@ -1,7 +1,7 @@
 """What a family of models says about itself, as data, and how a config.json becomes a shape with it.
 
 The sizes are in a model's config.json; a `Family` is what that file does not say, what it calls things, and what it
-means where it says nothing. Checked against Transformers' own models (tests/config/test_families.py).
+means where it says nothing. Checked against Transformers' own models (tests/simulator/test_shape.py).
 """
 
 from __future__ import annotations
