@@ -211,6 +211,7 @@ class CoreDriver(CoreClient):
         disk: FakeDisk | None = None,
         *,
         nonfinite_token: int | None = None,
+        make_scheduler: SchedulerFactory = paged_scheduler,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
@@ -221,7 +222,7 @@ class CoreDriver(CoreClient):
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.executor.costs = costs or self.executor.costs
-        super().__init__(config, self.executor)
+        super().__init__(config, self.executor, make_scheduler)
 
     def step(self) -> None:
         super().step()
