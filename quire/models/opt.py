@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
@@ -71,13 +69,11 @@ class OPTForCausalLM(Decoder):
         self._tokens = Embedding(config.vocab_size, embedding_size, context.vocabulary, context)
         num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
         self._positions = Embedding(num_positions, size, context.positions, context)
-        tied = fields.boolean("tie_word_embeddings", True)
-        surplus = r"^lm_head\.weight$" if tied else r"(?!)"
         super().__init__(
             [OPTLayer(config, context, layer) for layer in range(config.num_layers)],
             "model.decoder.layers",
-            VocabularyProjection(self._tokens, context, tied=tied),
-            CheckpointNames("model.", re.compile(surplus)),
+            VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
         )
         self._norm = self._final_norm(config, context)
         self._project_in = self._project_out = None
