@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
 
     plan: StepPlan

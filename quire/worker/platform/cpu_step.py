@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ PROMPT_LOGITS_ELEMENTS = 2**22
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class Computed(Generic[Value]):
+class Computed(NamedTuple, Generic[Value]):
     """A Pending whose value is there."""
 
     value: Value
@@ -40,8 +38,7 @@ class Computed(Generic[Value]):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """A Pending whose logits had NaN or infinity."""
 
     error: NonFiniteLogitsError
@@ -135,8 +132,7 @@ class CpuCompute:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class CpuStep:
+class CpuStep(NamedTuple):
     """Implements ComputeStep."""
 
     compute: CpuCompute
