@@ -21,10 +21,10 @@ ENTRY_WORDS = (2, 1, 3, 1)
 
 
 class Entries(NamedTuple):
-    """N entries. index: [N] int64, where each one's row is in the selected rows. tokens: [N] int32. words: int32, what
+    """N entries. where: [N] int64, where each one's row is in the selected rows. tokens: [N] int32. words: int32, what
     goes with the token: [N, 1], the bits of its bias, or [N, length of the prefix]."""
 
-    index: np.ndarray
+    where: np.ndarray
     tokens: np.ndarray
     words: np.ndarray
 
