@@ -39,8 +39,9 @@ class Launched(NamedTuple):
         nonfinite: Sequence[int] = ()
         if samples is not None:
             tokens = samples.assemble([next(hosts) for _ in samples.tensors()])
-            result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
-            result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
+            result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
+            result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
+            result.candidates = tokens.candidates
         nonfinite_prompts = []
         for scores in self.scores:
             try:
