@@ -16,7 +16,8 @@ when the blocks are cached. Every step looks at the request in its place in the 
 
 from __future__ import annotations
 
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.block_table import BlockTable
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, RequestStatus, Wait
 
 MIN_SHARED_BLOCKS = 2

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.decoding.parallel import num_shared_tokens
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.host_pool import Footprint
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
 
 

@@ -17,7 +17,7 @@ from quire.config.hf_json import Fields, read_json
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL
 from quire.errors import UserError, nearest_name
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
 from quire.simulator.parallel_config import ParallelConfig
@@ -216,17 +216,12 @@ class ModelShape:
 
     def layer_specs(self, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
         """The KV specs of the layers of one device, for the largest pipeline stage."""
-        elements, size = self.kv_elements(layout.tp), int(DTYPE_BYTES[dtype])
-        if self.latent is None:
-            heads, head_dim = max(1, self.num_kv_heads // layout.tp), self.head_dim
-        else:
-            heads, head_dim = 1, -(-elements // 2)  # a spec counts a key and a value of this size
-        windows = self.windows[: self.layers_per_stage(layout.pp)]
+        size, windows = int(DTYPE_BYTES[dtype]), self.windows[: self.layers_per_stage(layout.pp)]
+        if self.latent is not None:
+            return [LatentSpec(self.latent.token_elements, size) for _ in windows]
+        shape = (max(1, self.num_kv_heads // layout.tp), self.head_dim, self.head_dim, size)
         return [
-            FullAttentionSpec(heads, head_dim, size)
-            if window is None
-            else SlidingWindowSpec(heads, head_dim, size, window=window)
-            for window in windows
+            AttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window) for window in windows
         ]
 
 

@@ -51,7 +51,7 @@ def build_input_batch(
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence_index]
     token_ids = requests.token_ids[rows[sequence_index], positions].astype(np.int64)
     block_tables = tables.gather(rows, int(ends.max()))
-    attention = build_attention_batch(query_start, starts, positions, sequence_index, block_tables, tables.block_size)
+    attention = build_attention_batch(query_start, starts, positions, sequence_index, block_tables, tables.block_sizes)
     return InputBatch(
         rows=rows,
         starts=starts,
@@ -70,11 +70,14 @@ def build_attention_batch(
     positions: np.ndarray,
     sequence_index: np.ndarray,
     block_tables: tuple[np.ndarray, ...],
-    block_size: int,
+    block_sizes: Sequence[int],
 ) -> AttentionBatch:
-    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch)."""
-    logical, offset = np.divmod(positions, block_size)
-    slots = (table[sequence_index, logical].astype(np.int64) * block_size + offset for table in block_tables)
+    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch). block_sizes: per KV group."""
+    places = {size: np.divmod(positions, size) for size in set(block_sizes)}
+    slots = (
+        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1]
+        for table, size in zip(block_tables, block_sizes, strict=True)
+    )
     return AttentionBatch(
         query_start=torch.from_numpy(query_start),
         start_positions=torch.from_numpy(start_positions),

@@ -60,7 +60,7 @@ class ModelRunner:
         requests = self._requests
         rows = requests.rows_of(plan.seq_ids)
         batch = build_input_batch(rows, plan.start_positions, plan.num_tokens, requests, self._tables)
-        if plan.swap_out and self._transfers.is_reading(written_blocks(batch, self._tables.block_size)):
+        if plan.swap_out and self._transfers.is_reading(self._tables.written(rows, batch.starts, batch.ends)):
             self._transfers.wait()
         hidden = self._model.forward(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         if plan.forks:
@@ -135,10 +135,3 @@ class ModelRunner:
         sampled = self._sampler.sample(lambda: self._model.compute_logits(last), sample_batch)
         requests.append(rows, lengths, sampled.token_ids)
         return sampled
-
-
-def written_blocks(batch: InputBatch, block_size: int) -> list[int]:
-    """The blocks that the model writes keys and values to in this step, of all KV groups."""
-    slots = np.concatenate([slots.numpy() for slots in batch.attention.slot_mapping])
-    blocks: list[int] = np.unique(slots // block_size).tolist()
-    return blocks

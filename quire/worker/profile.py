@@ -70,7 +70,7 @@ def dummy_pass(
 ) -> Callable[[], torch.Tensor]:
     """A forward pass over `num_tokens` in sequences of `longest`, with a small pool of its own; returns the hidden
     states."""
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.kv_specs(), block_size)
     layout = KVCacheLayout(block_size, 1 + -(-longest // block_size), groups, layers_per_group)
     pages = allocate_pages(layout)
     for page in pages:
@@ -95,7 +95,7 @@ def dummy_attention_batch(layout: KVCacheLayout, num_tokens: int, longest: int) 
         positions,
         sequence_index,
         (table,) * len(layout.groups),
-        layout.block_size,
+        [group.block_size for group in layout.groups],
     )
 
 

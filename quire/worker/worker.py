@@ -141,7 +141,7 @@ class Worker:
             copy_blocks=block_copier(pages, self._runtime),
             transfers=self._transfers,
             requests=requests,
-            tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
+            tables=BlockTables([group.block_size for group in layout.groups], self._max_num_seqs, max_model_len),
             sampler_backend=make_sampler_backend(requests.sampling, self._runtime),
             vocab_size=self._model_config.vocab_size,
         )

@@ -16,7 +16,7 @@ TYPING_SEAMS = {
     # their types, nothing more.
     ("quire.request", "quire.kv_cache.block_hash"),
     ("quire.request", "quire.decoding.beam"),
-    ("quire.request", "quire.kv_cache.manager"),
+    ("quire.request", "quire.kv_cache.block_table"),
     ("quire.request", "quire.kv_cache.connector"),
 }
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]

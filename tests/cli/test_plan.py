@@ -279,7 +279,10 @@ def test_a_profile_of_a_file(model: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_windows_make_long_sequences_cheaper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write(tmp_path, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32})
     found = plan_json(capsys, model, "--memory", "1GiB", "--bandwidth", "1GB")
-    assert found["kv_groups"] == [{"num_layers": 4, "window": 32}]
+    assert found["kv_groups"] == [
+        {"num_layers": 4, "kind": "sliding", "window": 32, "block_size": 16, "page_bytes": 16 * KV_TOKEN_BYTES // 4}
+    ]
+    assert (found["kv_page_bytes"], found["kv_padding"]) == (16 * KV_TOKEN_BYTES // 4, 0)
     (entry,) = found["concurrency"]
     assert entry["blocks_per_sequence"] == 3
     step_bytes = 4 * READ_PER_STEP + 32 * KV_TOKEN_BYTES

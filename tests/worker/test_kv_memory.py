@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.worker.kv_copy import copy_blocks
 from quire.worker.kv_tensors import allocate_pages, typed_pages
 from quire.worker.memory import resident_memory
 
 
 def test_an_int8_cache_stores_a_scale_for_each_key_and_value() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(3, 8, 1, 4)])
+    groups, layers_per_group = group_layers([AttentionSpec(3, 8, 8, 1, 4)], 4)
     (page,) = allocate_pages(KVCacheLayout(4, 7, groups, layers_per_group))
     assert page.shape == (7, 4 * 2 * 3 * (8 + 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
-    full, window = FullAttentionSpec(3, 8, dtype.itemsize), SlidingWindowSpec(3, 8, dtype.itemsize, window=4)
-    groups, layers_per_group = group_layers([full, window, full, window])
+    full, window = AttentionSpec(3, 8, 8, dtype.itemsize), SlidingWindowSpec(3, 8, 8, dtype.itemsize, window=4)
+    groups, layers_per_group = group_layers([full, window, full, window], 4)
     layout = KVCacheLayout(4, 7, groups, layers_per_group)
     pages = typed_pages(allocate_pages(layout), layout, dtype)
     assert len(pages) == 2
@@ -32,7 +32,7 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
 
 
 def test_untouched_blocks_cost_nothing() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(2, 16, 4)])
+    groups, layers_per_group = group_layers([AttentionSpec(2, 16, 16, 4)], 16)
     layout = KVCacheLayout(16, 2**19, groups, layers_per_group)
     assert layout.num_blocks * layout.block_bytes == 2**31
     before = resident_memory()

@@ -61,7 +61,7 @@ def test_misuse_of_rows_is_a_bug_that_shows() -> None:
 
 
 def test_block_tables_of_two_groups() -> None:
-    tables = BlockTables(num_groups=2, num_rows=3, max_model_len=63, block_size=16)
+    tables = BlockTables([16, 16], num_rows=3, max_model_len=63)
     tables.append(0, [[5, 6], [7]])
     tables.append(0, [[8], [9, 10]])
     tables.replace(0, group=1, logical_index=1, block_id=11)
@@ -82,7 +82,7 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     rng = np.random.default_rng(1)
     block_size = 4
     rows = RequestState(6, max_model_len=64)
-    tables = BlockTables(2, 6, 64, block_size)
+    tables = BlockTables([block_size] * 2, 6, 64)
     for seq_id in range(6):
         row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
         tables.append(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])

@@ -78,7 +78,7 @@ def profile_device(
             total=total,
             used=context + max(0, free_at_start - available),
             graphs=graph_bytes(config, settings, activations, limits.max_num_tokens),
-            tables=table_bytes(limits, len(group_layers(model.kv_specs())[0])),
+            tables=table_bytes(limits, len(group_layers(model.kv_specs(), limits.block_size)[0])),
             host_available=available_memory(),
         ),
     )
@@ -151,7 +151,7 @@ def dummy_pass(
 ) -> Callable[[], torch.Tensor]:
     """A forward pass over `num_tokens`, over a small pool of its own: in sequences as long as may be, or is_decode: one
     token each of sequences that are that long. Returns the hidden states."""
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
     longest = limits.longest if is_decode else min(num_tokens, limits.longest)
     layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
     page_bytes = layout.block_bytes // layers_per_group

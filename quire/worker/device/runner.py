@@ -22,7 +22,6 @@ from quire.worker.device.cuda_graphs import CudaGraphRunner
 from quire.worker.device.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from quire.worker.device.inputs import HostColumns, add_columns, host_columns
 from quire.worker.device.prompt_scores import PROMPT_LOGITS_ELEMENTS, DevicePromptScorer, PromptScores
-from quire.worker.device.request_state import DeviceRequestState
 from quire.worker.device.state import StepState
 from quire.worker.device.upload import RowWrites, Section
 from quire.worker.kv_transfer import BlockTransfers
@@ -133,7 +132,9 @@ class DeviceModelRunner:
         """Hidden states, [T or more, hidden size]."""
         execution = choose_execution(columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings)
         batch, token_ids = self._state.inputs.prepare(columns, on_device, execution.num_seqs, execution.num_tokens)
-        if plan.swap_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
+        if plan.swap_out and self._transfers.is_reading(
+            self._state.requests.tables.written(columns.rows, columns.starts, columns.ends)
+        ):
             self._transfers.wait()
         return self._passes.run(execution, batch, token_ids)
 
@@ -199,14 +200,3 @@ def _result(launched: Launched, sampled: list[torch.Tensor], scored: list[torch.
     if nonfinite or nonfinite_prompts:
         report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
     return result
-
-
-def written_blocks(columns: HostColumns, requests: DeviceRequestState) -> list[int]:
-    """The blocks that the model writes keys and values to in this step, of all KV groups."""
-    size = requests.tables.block_size
-    first, last = columns.starts // size, (columns.ends - 1) // size
-    counts = last - first + 1
-    logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    entries = requests.tables.entries(np.repeat(columns.rows, counts), logical)
-    blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
-    return blocks

@@ -35,7 +35,7 @@ def make_state(
     num_rows, max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
     block_size, num_groups = layout.block_size, len(layout.groups)
     arena = StateArena(num_rows, max_model_len, block_size, num_groups, DeviceSamplingRows.WIDTH, streams.device)
-    tables = BlockTables(num_groups, num_rows, max_model_len, block_size)
+    tables = BlockTables([group.block_size for group in layout.groups], num_rows, max_model_len)
     sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
     padded_seqs = max((num_rows, *settings.full_sizes))
     padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))

@@ -159,7 +159,7 @@ class Rows:
 
     def __init__(self, device: torch.device) -> None:
         self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
-        tables = BlockTables(NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
+        tables = BlockTables([BLOCK_SIZE] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
         self.requests = DeviceRequestState(self.arena, tables, SamplingRows(self.arena))  # type: ignore[arg-type]
         self.upload = Upload(make_streams(device), 2)
         self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)
