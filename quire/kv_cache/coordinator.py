@@ -105,7 +105,6 @@ class Coordinator:
             for manager, index, known in zip(self.managers, indexes, group_hashes, strict=True):
                 size = manager.block_size
                 num_tokens = manager.longest_hit(index, known, num_tokens // size) * size
-                num_tokens -= num_tokens % self.hit_size
         return num_tokens
 
     def hit_tables(self, indexes: Sequence[PrefixIndex], hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:

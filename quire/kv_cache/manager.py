@@ -249,10 +249,7 @@ class KVCacheManager:
         return child
 
     def cache_blocks(self, blocks: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index.
-
-        A step ended after `num_computed` tokens: a state is offered there alone.
-        """
+        """Offer full, computed blocks (positions below `num_computed`, tokens known) to the prefix index."""
         chain = blocks.chain
         num_full = num_computed // self.block_size
         if chain is None or num_full <= blocks.num_committed:
@@ -264,8 +261,6 @@ class KVCacheManager:
             block_hash = hashes[number]
             for group, index, table, stride in groups:
                 if number % stride or table[number // stride - 1] == NULL_BLOCK:
-                    continue
-                if group in self._snapshot_groups and number * self.block_size != num_computed:
                     continue
                 index.insert(block_hash, table[number // stride - 1])
                 offer((group, block_hash))
