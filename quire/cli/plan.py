@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,8 @@ from quire.cli.parser import Parser, given
 from quire.cli.simulate import DEFAULTS, engine_settings
 from quire.cli.simulate import OTHERS as NOT_SCHEDULING
 from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predict
-from quire.config.hf_config import FAMILIES, find_model, read_config
+from quire.config.families import RUNNABLE
+from quire.config.hf_config import find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
 from quire.config.resolve import CPU_DEFAULTS, resolve
@@ -27,7 +29,7 @@ from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes
-from quire.worker.memory import available_memory
+from quire.worker.platform.host_memory import available_memory
 
 GB = 10**9
 IRRELEVANT_OPTIONS = (
@@ -147,7 +149,7 @@ def _runs_here(options: EngineOptions) -> bool:
     if not _is_directory(options.model):
         return False
     names = read_config(options.model, options.revision).get("architectures")
-    return not isinstance(names, list) or any(name in FAMILIES for name in names)
+    return not isinstance(names, list) or any(name in RUNNABLE for name in names)
 
 
 def _plan_for_devices(
@@ -168,7 +170,7 @@ def _plan_for_devices(
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
-    config = engine_settings({**usual, **chosen}).config(cost)
+    config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None
     config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))
     checkpoint = None
@@ -194,7 +196,8 @@ def as_text(report: Report) -> str:
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
-    kinds = ", ".join(_group(group) for group in layout.groups)
+    kinds = ", ".join(f"{count} x {text}" for text, count in Counter(map(_group, layout.groups)).items())
+    tokens = " or ".join(str(size) for size in sorted({group.block_size for group in layout.groups}))
     rows = [
         ("model", f"{model.name} ({_architecture(plan)}, {model.num_layers} layers, {model.dtype})"),
         ("parameters", _parameters(plan)),
@@ -210,7 +213,7 @@ def as_text(report: Report) -> str:
         ("memory", f"{format_bytes(plan.total_memory)} ({target.title})"),
         ("activations", f"{format_bytes(plan.activation_bytes)} (estimate; the engine measures when it starts)"),
         ("KV per token", f"{format_bytes(plan.kv_bytes_per_token)} over all layers"),
-        ("KV per block", f"{format_bytes(layout.block_bytes)} ({layout.block_size} tokens of one group)"),
+        ("KV per block", f"{format_bytes(layout.block_bytes)} ({tokens} tokens of one group)"),
         ("KV groups", f"{len(layout.groups)}: {kinds}"),
         ("KV padding", f"{100 * plan.kv_padding:.1f} % of a sequence of {model.max_model_len:,} tokens"),
         ("KV cache", f"{format_bytes(pool_bytes(layout))} = {layout.num_usable_blocks:,} blocks, {_rule(plan)}"),

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
+from quire.config.model_shape import AttentionShape
+
+SNAPSHOT_INTERVAL = 1024
+"""Tokens from one snapshot of a state to the next, at least."""
 
 
 def _page_shape(block_size: int, num_kv_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
@@ -129,20 +133,18 @@ class StateSpec:
 LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | LatentSpec | StateSpec
 
 
-def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
-    """What each layer of an attention-only model keeps on one of `num_ranks` ranks, by layer index.
+def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
+    """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough."""
+    if attention.kind == "state":
+        return StateSpec(attention.state_bytes(dtype_bytes, num_ranks), SNAPSHOT_INTERVAL)
+    if attention.kind == "latent":
+        return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes)
+    num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
+    sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
+    return AttentionSpec(*sizes) if attention.window is None else SlidingWindowSpec(*sizes, window=attention.window)
 
-    Models and `quire plan` share it.
-    """
-    cache = config.kv_cache_dtype
-    shape = (
-        config.num_kv_heads // num_ranks,
-        config.head_dim,
-        config.head_dim,
-        CACHE_DTYPE_BYTES[cache],
-        CACHE_SCALE_BYTES.get(cache, 0),
-    )
-    return [
-        AttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
-        for window in config.sliding_windows
-    ]
+
+def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
+    """What each layer keeps on one of `num_ranks` ranks, by layer index. Models and `quire plan` share it."""
+    size, scale = CACHE_DTYPE_BYTES[config.kv_cache_dtype], CACHE_SCALE_BYTES.get(config.kv_cache_dtype, 0)
+    return [layer_spec(layer.attention, size, scale, num_ranks) for layer in config.shape.layers]

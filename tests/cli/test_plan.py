@@ -14,7 +14,7 @@ from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
@@ -344,7 +344,7 @@ def test_mistakes_are_one_line(
 def test_the_plan_and_the_loaded_model_agree_on_the_cache(tmp_path: Path, dtype: str, changes: dict[str, Any]) -> None:
     model = write(tmp_path, changes)
     config = resolve(EngineOptions(model=model, load_format="dummy", dtype=dtype))
-    executor = InProcessExecutor(config)
+    executor = LocalExecutor(config)
     try:
         assert executor.load_model() == layer_specs(config.model)
     finally:
@@ -391,3 +391,20 @@ def test_quantised_weights_are_counted_as_they_are_stored(
     assert found["weight_bytes"] == int(tables + (PARAMETERS - tables) * bytes_per_weight)
     assert main(["plan", model, "--memory", "64MiB", "--quantization", method]) == 0
     assert f"as {method}" in capsys.readouterr().out
+
+
+def test_a_model_whose_layers_keep_a_state_is_planned_and_not_simulated_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **sizes}))
+    found = plan_json(capsys, str(tmp_path), "--gpu", "h100")
+    assert [group["kind"] for group in found["kv_groups"]] == ["state", "state", "state", "full"]
+    state, full = found["kv_groups"][0], found["kv_groups"][-1]
+    assert state["block_size"] % full["block_size"] == 0
+    assert max(state["page_bytes"], full["page_bytes"]) <= found["kv_page_bytes"]
+    assert 0 <= found["kv_padding"] <= 0.12
+    assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 0
+    assert "KV padding" in capsys.readouterr().out
+    assert main(["simulate", "--model", str(tmp_path), "--gpu", "h100", "--workload", "alpaca", "--rate", "1"]) == 2
+    assert "can be planned, but not simulated yet" in capsys.readouterr().err

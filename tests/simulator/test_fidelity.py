@@ -17,8 +17,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.executors.inprocess import InProcessExecutor
 from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.kv_cache.spec import layer_specs
 from quire.request import EngineRequest
@@ -27,7 +27,6 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings, Replica
-from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
 from quire.step import StepPlan
@@ -78,7 +77,7 @@ def comparable(plan: StepPlan) -> StepPlan:
 
 def engine_plans(config: EngineConfig) -> list[StepPlan]:
     """The plans of the real engine: its own core, the worker with the bundled model, the machine's clock."""
-    recorder = Recorder(InProcessExecutor(config))
+    recorder = Recorder(LocalExecutor(config))
     core = EngineCore(config, recorder, SystemClock())
     waiting = list(enumerate(REQUESTS))
     num_steps = 0
@@ -107,7 +106,7 @@ def engine_request(number: int, request: TraceRequest, config: EngineConfig) -> 
 
 def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[StepPlan]:
     """The plans of the simulator, for the same model on a device that the engine never saw."""
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     cost = CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"))
     recorders: list[Recorder] = []
 

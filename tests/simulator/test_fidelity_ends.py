@@ -19,15 +19,14 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
-from quire.executors.inprocess import InProcessExecutor
 from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings
-from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.step import Candidates, StepPlan, StepResult
 from tests.simulator.test_fidelity import (
@@ -154,7 +153,7 @@ def serve(core: EngineCore, clock: VirtualClock, vocabulary: int) -> dict[str, l
 
 def simulated_core(config: EngineConfig, settings: EngineSettings, scores: Scores) -> tuple[EngineCore, VirtualClock]:
     """The executor has a clock of its own: what steps cost moves nothing here."""
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     cost = CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"))
     clock = VirtualClock()
     executor = Replaying(SimulatedExecutor(cost, VirtualClock(), queue_depth=settings.queue_depth), scores)
@@ -179,7 +178,7 @@ def test_plans_are_the_engines(depth: int, mode: str) -> None:
     )
     if mode == "swap":
         config = replace(config, cache=replace(config.cache, swap_space=settings.swap_space))
-    clock, real = VirtualClock(), Noting(InProcessExecutor(config))
+    clock, real = VirtualClock(), Noting(LocalExecutor(config))
     expected_ends = serve(EngineCore(config, real, clock), clock, VOCABULARY)
     core, clock = simulated_core(config, settings, real.scores)
     ends = serve(core, clock, 1 << 62)

@@ -8,9 +8,9 @@ import torch
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
-from quire.worker.kv_copy import copy_blocks
 from quire.worker.kv_tensors import allocate_pages, group_pages, typed_pages
-from quire.worker.memory import resident_memory
+from quire.worker.platform.cpu_blocks import copy_blocks
+from quire.worker.platform.host_memory import resident_memory
 
 
 def test_an_int8_cache_stores_a_scale_for_each_key_and_value() -> None:

@@ -1,0 +1,122 @@
+"""Plans on a CPU: what kernels read are the host's columns themselves, and a step has run when a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.models.interface import CausalLM
+from quire.sampling.batch import SampleBatch
+from quire.sampling.kernels import SamplingKernels
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.results import Logprobs, Samples
+from quire.sampling.sampler import Sampler
+from quire.step import SequenceSampling, StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.platform.cpu_blocks import BlockCopier
+from quire.worker.platform.cpu_inputs import prepare_inputs
+
+PROMPT_LOGITS_ELEMENTS = 2**22
+
+
+class NoCopy:
+    """The PendingCopy of a CPU: results are on the host."""
+
+    def wait(self) -> list[torch.Tensor]:
+        return []
+
+
+class CpuColumns:
+    """Implements RequestColumns. token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has
+    just reached its end may be run once more before the scheduler knows). sampling: the sampler's rows.
+
+    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
+        self.sampling = SamplingRows(num_rows)
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        self.token_ids[row, position : position + len(token_ids)] = token_ids
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
+
+    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+        """Kernels read BlockTables."""
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+        """Kernels read BlockTables."""
+
+    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
+        self.sampling.set(row, sampling)
+
+    def clear_sampling(self, row: int) -> None:
+        self.sampling.clear(row)
+
+
+class CpuCompute:
+    """Implements StepCompute."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        copy_blocks: BlockCopier,
+        columns: CpuColumns,
+        tables: BlockTables,
+        sampling_kernels: SamplingKernels[np.ndarray],
+    ) -> None:
+        self.columns = columns
+        self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
+        self.model = model
+        self.attention = attention
+        self.copy_blocks = copy_blocks
+        self.tables = tables
+        self.sampler = Sampler(columns.sampling, sampling_kernels)
+        self._no_copy = NoCopy()
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> CpuStep:
+        return CpuStep(self, plan, batch)
+
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
+        targets = self.columns.token_ids[row, start : start + len(hidden)].astype(np.int64)
+        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> NoCopy:
+        return self._no_copy
+
+    def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
+        """Nothing is compiled."""
+
+    def capture_next(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStep:
+    """Implements ComputeStep."""
+
+    compute: CpuCompute
+    plan: StepPlan
+    batch: InputBatch
+
+    def copy_blocks(self) -> None:
+        self.compute.copy_blocks(self.plan.block_copies)
+
+    def forward(self) -> torch.Tensor:
+        compute = self.compute
+        token_ids, attention = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
+        return compute.model.forward(token_ids, attention.positions, compute.attention.plan(attention))
+
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
+        compute, rows = self.compute, samples.rows
+        logits = compute.model.compute_logits(hidden[torch.from_numpy(samples.last_index)])
+        batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
+        return compute.sampler.sample(logits, batch)
