@@ -65,7 +65,7 @@ def _graphs(results: Results, scale: Scale) -> list[Row]:
 
 def _unused_pages(model: str) -> float:
     """Share of a block's pages that the hybrid allocator leaves unused, over all groups."""
-    groups, size = group_layers(device_specs(find_shape(model), "bfloat16", ParallelConfig()))
+    groups, size = group_layers(device_specs(find_shape(model), "bfloat16", ParallelConfig()), 16)
     return 1 - sum(len(group.layers) for group in groups) / (len(groups) * size)
 
 

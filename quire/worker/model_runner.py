@@ -81,7 +81,7 @@ class ModelRunner:
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
-        if plan.swap_out and transfers.is_reading(batch.written_blocks(requests.tables)):
+        if plan.swap_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)
