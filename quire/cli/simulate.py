@@ -129,9 +129,9 @@ def _question_flags(parser: Parser) -> None:
 
 def make_scenario(namespace: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError for what contradicts itself."""
+    from quire.config.parallel import ParallelConfig
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
-    from quire.simulator.parallel_config import ParallelConfig
     from quire.simulator.scenario import Scenario
     from quire.simulator.shape import find_shape
 

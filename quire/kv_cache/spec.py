@@ -42,13 +42,14 @@ class SlidingWindowSpec(LayerSpec):
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
-    """What each layer of an attention-only model keeps on one of `num_ranks` ranks, by layer index.
+    """What each layer of an attention-only model keeps on one of `num_ranks` ranks, by layer index: its share of the
+    key and value heads, or one of them where there are fewer heads than ranks.
 
     Models and `quire plan` share it.
     """
     cache = config.kv_cache_dtype
     shape = (
-        config.num_kv_heads // num_ranks,
+        max(1, config.num_kv_heads // num_ranks),
         config.head_dim,
         CACHE_DTYPE_BYTES[cache],
         CACHE_SCALE_BYTES.get(cache, 0),

@@ -28,9 +28,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.hardware import DTYPE_BYTES, Hardware
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import QUANTIZED, ModelShape
 from quire.simulator.work import StepWork
 
@@ -463,6 +463,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
             "multiple of them",
             param="tp",
         )
+    if layout.cp > 1:
+        raise UserError(f"cp={layout.cp} is not simulated yet: only 1 is", param="cp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
     if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):

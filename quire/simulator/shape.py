@@ -16,11 +16,11 @@ from quire.config.hf_config import read_config
 from quire.config.hf_json import Fields, read_json
 from quire.config.model import ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError, nearest_name
 from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.simulator.families import FAMILIES, Family, family_of, model_type, windows
 from quire.simulator.hardware import DTYPE_BYTES
-from quire.simulator.parallel_config import ParallelConfig
 
 BUILT_IN = Path(__file__).with_name("models.json")
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.simulator import predict, scale
 from quire.cli import calibrate, plan, simulate
 from quire.clock import VirtualClock
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import CostModel, Precision
@@ -21,7 +22,6 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.jitter import Jitter
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import ModelShape, find_shape
 from quire.simulator.trace import TraceRequest

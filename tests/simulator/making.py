@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import Hardware, find
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.shape import ModelShape
 from quire.simulator.trace import TraceRequest

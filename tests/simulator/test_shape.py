@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.config.hf_config import FAMILIES as ENGINE_FAMILIES
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
 from quire.simulator.families import ARCHITECTURES, FAMILIES
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import ModelShape, built_in, find_shape
 
 LLAMA = {
