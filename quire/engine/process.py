@@ -23,10 +23,10 @@ from quire.engine.heartbeat import start_beating
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
-from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import QuireError, UserError, describe
 from quire.logging import configure_logging, get_logger
 from quire.utils.failures import explain
+from quire.utils.runtime_directory import RuntimeDirectory
 
 logger = get_logger(__name__)
 

@@ -21,9 +21,9 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Heartbeat
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
-from quire.engine.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 from quire.errors import EngineDeadError, QuireError, UserError
 from quire.logging import get_logger
+from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
 

@@ -23,8 +23,8 @@ from quire.engine import process_client
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort
 from quire.engine.process_client import ProcessClient
-from quire.engine.runtime_directory import LAST_WORDS_FILE, PREFIX
 from quire.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
+from quire.utils.runtime_directory import LAST_WORDS_FILE, PREFIX
 from tests.engine.driving import add, call, first_update, stats, tokens_until_finished
 from tests.engine.scripts import start_script
 
