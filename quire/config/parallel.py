@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
 from quire.errors import ConfigError
+
+MAX_RANKS = 64
+"""Processes on one host."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,40 @@ class ParallelConfig:
     def __str__(self) -> str:
         rest = "".join(f" {name}={value}" for name, value in (("ep", self.ep), ("cp", self.cp)) if value > 1)
         return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
+
+
+def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
+    """Raise ConfigError for options that do not go together with tensor_parallel_size > 1."""
+    if options.tensor_parallel_size > MAX_RANKS:
+        raise ConfigError(
+            f"tensor_parallel_size must be at most {MAX_RANKS}, not {options.tensor_parallel_size}",
+            param="tensor_parallel_size",
+        )
+    if is_accelerated:
+        raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
+    if options.kv_offload_dir is not None:
+        raise _refused(options, "does not go together with kv_offload_dir yet", "kv_offload_dir")
+    if options.preemption_mode != "recompute":
+        mode = f"preemption_mode={options.preemption_mode!r}"
+        raise _refused(options, f"does not go together with {mode} yet: choose recompute", "preemption_mode")
+
+
+def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that the ranks cannot share."""
+    if model.path.is_file() or options.load_format == "gguf":
+        raise _refused(options, "does not load GGUF files yet: choose a safetensors checkpoint", "tensor_parallel_size")
+    if model.quantization is not None:
+        method = model.quantization.method
+        reason = f"does not share out quantised weights ({method}) yet: choose a checkpoint that is not quantised"
+        raise _refused(options, reason, "tensor_parallel_size")
+    tp = options.tensor_parallel_size
+    if model.num_heads % tp:
+        raise _refused(options, f"does not divide the model's {model.num_heads} heads", "tensor_parallel_size")
+    fewer, more = sorted((tp, model.num_kv_heads))
+    if more % fewer:
+        reason = f"neither divides the model's {model.num_kv_heads} key and value heads nor is a multiple of them"
+        raise _refused(options, reason, "tensor_parallel_size")
+
+
+def _refused(options: EngineOptions, reason: str, param: str) -> ConfigError:
+    return ConfigError(f"tensor_parallel_size={options.tensor_parallel_size} {reason}", param=param)

@@ -13,6 +13,8 @@ from quire.errors import is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.worker import Worker
@@ -27,11 +29,12 @@ class InProcessExecutor:
     torch releases the interpreter while it computes, so the two threads do overlap.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
+        """group: the ranks that share the model; every one runs the same plans."""
         self._thread: CallRunner = (
             WorkerThread("quire-worker") if config.scheduler.queue_depth > 1 else InlineWorkerThread()
         )
-        self._worker: Worker | None = Worker(config)
+        self._worker: Worker | None = Worker(config, group)
 
     def load_model(self) -> list[LayerSpec]:
         return self._thread.submit(self._live_worker().load_model).result()

@@ -59,6 +59,8 @@ def load_model(
     elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
         elsewhere = frozenset(_check_room(config, files).slots)
+    elif files is not None and group.size > 1:
+        raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
     if device_layers is not None:
         context = _device_context(config, device_layers)
     else:

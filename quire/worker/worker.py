@@ -24,6 +24,8 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.sampling.backend import make_sampler_backend
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
@@ -70,7 +72,9 @@ def _computes(
 class Worker:
     """The worker of a CPU: owns the model, the pools' tensors and the request state."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
+        """group: the ranks that share each layer."""
+        self._group = group
         # Native kernels have threads of their own, which torch's would only slow down.
         native = config.device.attention_backend == "native"
         self.num_threads = 1 if native else config.device.num_threads
@@ -101,7 +105,12 @@ class Worker:
             check_dummy(self._model_config, available_memory())
         with LoadProgress() as progress:
             self._model = load_model(
-                self._model_config, self._load_config, self._device_config.device, progress, self._runtime
+                self._model_config,
+                self._load_config,
+                self._device_config.device,
+                progress if self._group.rank == 0 else None,
+                self._runtime,
+                group=self._group,
             )
         return self._model.kv_specs()
 
