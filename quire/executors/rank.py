@@ -17,12 +17,13 @@ from pathlib import Path
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.errors import QuireError, UserError, describe
+from quire.errors import QuireError, UserError
 from quire.executors.interface import Executor
 from quire.executors.wire import decode, encode
 from quire.logging import configure_logging, get_logger
 from quire.step import StepPlan, StepResult
 from quire.utils.child_process import watch_parent
+from quire.utils.failures import explain
 
 logger = get_logger(__name__)
 
@@ -101,7 +102,7 @@ class Rank:
             if isinstance(error, QuireError):
                 param = error.param if isinstance(error, UserError) else None
                 return RankAnswer(NOTHING, RankError(str(error), type(error).__name__, param))
-            return RankAnswer(NOTHING, RankError(describe(error), None, None))
+            return RankAnswer(NOTHING, RankError(explain(error), None, None))
 
     def _run(self, call: RankCall) -> msgspec.Raw:
         if call.method == JOIN:

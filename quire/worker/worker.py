@@ -223,7 +223,7 @@ class Worker:
         if self._runtime is None:
             code = torch_code(self._device_config.num_threads)
         else:
-            code = native_code(self._runtime.isa, self._runtime.binary)
+            code = native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
         namespace = cache_namespace(self._model_config, self._load_config, self._device_config, layout, code)
         page_bytes = layout.block_bytes // layout.layers_per_group
         files = BlockLayout(namespace, layout.layers_per_group, page_bytes)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
-from quire.engine.messages import Abort, AddRequest
-from quire.errors import EngineDeadError, ModelLoadError
+from quire.engine.messages import Abort, AddRequest, Call
+from quire.errors import EngineDeadError, ModelLoadError, QuireError
 from quire.executors import multiprocess
 from quire.executors.inprocess import InProcessExecutor
 from quire.executors.multiprocess import RankProcesses
@@ -113,10 +112,10 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> No
         stats = core.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_cache_hits_total > 0
-        sleeper = core._sleep
-        for level in ("1", "2"):
-            sleeper.fall_asleep(level)
-            sleeper.wake_up()
+        for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
+            answer = core.handle(Call(1, method, argument))
+            assert answer is not None
+            assert answer.error is None
         assert run(core) == expected
         assert "2 ranks" in core.ready.backend
     finally:
@@ -127,29 +126,16 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> No
     assert list(runtime_directory.iterdir()) == []
 
 
-def test_the_memory_of_the_host_is_measured_and_shared(model_path: Path) -> None:
-    core, _ = two_ranks(configured(model_path, tensor_parallel_size=2, num_blocks_override=None))
-    core.shutdown()
-    assert core.ready.num_blocks > NUM_BLOCKS
-
-
-@pytest.fixture
-def loaded(model_path: Path) -> Iterator[RankProcesses]:
-    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
-    yield ranks
-    ranks.close()
-
-
-def allocate(executor: RankedExecutor) -> None:
-    groups, layers_per_group = group_layers(executor.load_model())
-    executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
-
-
-def test_a_rank_that_is_killed_ends_the_others(loaded: RankProcesses) -> None:
+def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     """In a step, which the other rank is in the middle of; then nothing more is done."""
-    executor = RankedExecutor(loaded)
-    allocate(executor)
-    processes = [psutil.Process(pid) for pid in loaded.pids]
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
+    executor = RankedExecutor(ranks)
+    groups, layers_per_group = group_layers(executor.load_model())
+    profile = executor.profile(128, 16)
+    assert profile.available > 0
+    assert profile.weights > 0
+    executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
+    processes = [psutil.Process(pid) for pid in ranks.pids]
     processes[1].suspend()
     plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
     future = executor.execute(plan)
@@ -162,28 +148,26 @@ def test_a_rank_that_is_killed_ends_the_others(loaded: RankProcesses) -> None:
         executor.idle()
     with pytest.raises(EngineDeadError, match="rank 1 of 2"):
         executor.execute(plan)
+    executor.shutdown()
 
 
-def test_a_failed_step_ends_the_ranks(loaded: RankProcesses) -> None:
-    """Rank 1 fails by itself, before it joins the collective that rank 0 waits in."""
-    executor = RankedExecutor(loaded)
-    allocate(executor)
-    processes = [psutil.Process(pid) for pid in loaded.pids]
-    future = executor.execute(StepPlan(1, [5], [0], [3], [5], [0]))  # no rank has heard of sequence 5
-    with pytest.raises(Exception, match="rank 0 failed"):
-        future.result(60)
-    assert all(has_ended(process) for process in processes)
-
-
-def test_a_model_that_does_not_load(tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path) -> None:
+    """The first is an answer like any other; after the second the ranks' states are undefined."""
     path = save(randomize(FAMILIES["llama"]()), tmp_path)
     (path / "model.safetensors").unlink()
     ranks = RankProcesses(configured(path, tensor_parallel_size=2))
-    try:
+    executor = RankedExecutor(ranks)
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    for _ in range(2):
         with pytest.raises(ModelLoadError, match="holds no weights"):
-            RankedExecutor(ranks).load_model()
-    finally:
-        ranks.close()
+            executor.load_model()
+    assert not executor.idle()
+    with pytest.raises(QuireError, match="rank 0 failed: AssertionError: allocate comes before"):
+        executor.execute(StepPlan(1, [5], [0], [3], [5], [0])).result(60)
+    assert all(has_ended(process) for process in processes)
+    with pytest.raises(EngineDeadError, match="a rank failed in a step"):
+        executor.idle()
+    executor.shutdown()
 
 
 def ends_at_once(module: str, name: str, line: bytes, fds: list[int]) -> subprocess.Popen[bytes]:

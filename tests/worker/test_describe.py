@@ -62,7 +62,7 @@ def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pyt
 def test_precision_for_weights_that_are_stored_in_bfloat16(
     isa: str, precision: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being told, it is what the instruction set can do."""
+    """Without being told, an emulation uses what it emulates, and other instruction sets what they can do."""
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     raw = json.loads((model_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
