@@ -74,8 +74,8 @@ def simulate(namespace: argparse.Namespace, make_core: MakeCore | None = None) -
 
 
 def build_parser() -> Parser:
+    from quire.engine.router import ROUTERS
     from quire.simulator.hardware import profiles
-    from quire.simulator.router import ROUTERS
     from quire.simulator.shape import built_in
     from quire.simulator.workloads import WORKLOADS
 
