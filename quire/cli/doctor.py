@@ -33,8 +33,8 @@ from quire.kernels.triton.attention_tiles import (
 )
 from quire.utils.sizes import format_bytes
 from quire.version import __version__
-from quire.worker.device.graph_dispatch import Execution, choose_execution, execution_settings
-from quire.worker.memory import available_memory
+from quire.worker.graph_dispatch import Execution, choose_execution, execution_settings
+from quire.worker.platform.host_memory import available_memory
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "pyzmq", "fastapi", "uvicorn")
 SERVER_MODULES = ("zmq", "fastapi", "uvicorn")

@@ -118,13 +118,14 @@ class Rank:
         return msgspec.Raw(encode(getattr(self._executor, call.method)(*decode(call.body))))
 
     def _join(self, config: EngineConfig) -> Executor:
-        from quire.executors.inprocess import InProcessExecutor
+        from quire.executors.local import LocalExecutor
         from quire.parallel.torch_dist import GlooGroup
+        from quire.worker.platform.cpu import CpuPlatform
 
         group = GlooGroup(Path(self._launch.meeting_point), self._launch.rank, self._launch.size)
         # In order and at once, whatever the queue depth: the socket is the queue.
-        scheduler = replace(config.scheduler, queue_depth=1)
-        return InProcessExecutor(replace(config, scheduler=scheduler), group)
+        config = replace(config, scheduler=replace(config.scheduler, queue_depth=1))
+        return LocalExecutor(config, CpuPlatform(config, group))
 
 
 def serve(rank: Rank, socket: Connection) -> None:

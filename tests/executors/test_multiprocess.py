@@ -21,7 +21,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest, Call
 from quire.errors import EngineDeadError, ModelLoadError, QuireError
 from quire.executors import multiprocess
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.executors.multiprocess import RankProcesses
 from quire.executors.ranked import RankedExecutor
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -101,7 +101,7 @@ def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
 def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
     """With prefix hits, preemption and an abort in the batch; asleep and awake again; two steps in flight."""
     config = configured(model_path)
-    alone = EngineCore(config, InProcessExecutor(config), SystemClock())
+    alone = EngineCore(config, LocalExecutor(config), SystemClock())
     expected = run(alone)
     alone.shutdown()
     shared = configured(model_path, tensor_parallel_size=2, queue_depth=2)
