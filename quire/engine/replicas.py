@@ -34,7 +34,7 @@ from quire.stats import EngineStats, add_up
 from quire.utils.failures import explain
 
 PREFIX_TOKENS = 64
-"""Requests whose first tokens are the same, so many of them, begin alike for the router."""
+"""For the router, requests begin alike when this number of their first tokens are the same."""
 
 COMBINE: dict[str, Callable[[Sequence[int]], int]] = {
     "check": max,

@@ -6,6 +6,7 @@ A rank that ends, for whatever reason, ends the others: none can compute without
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -222,7 +223,7 @@ class RankProcesses:
             status = process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"rank {rank} of {self._num_ranks} (process {process.pid}) closed its connection"
-        hint = ": out of memory?" if status == -9 else ""
+        hint = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
         return f"rank {rank} of {self._num_ranks} (process {process.pid}) {describe_exit(status)}{hint}"
 
 
