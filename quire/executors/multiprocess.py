@@ -71,8 +71,9 @@ class PendingCall:
         return None
 
     def settle(self, death: EngineDeadError | None = None) -> None:
-        """Complete the future: with the answers, an error among them, or the death of a rank."""
-        error = self.error() or death
+        """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
+        answers, else the answers."""
+        error = death or self.error()
         if error is not None:
             self.future.set_exception(error)
             return
@@ -186,7 +187,12 @@ class RankProcesses:
                     self._die("a rank failed in a step")
                     return
             deadline = (deadline or time.monotonic() + GRACE_SECONDS) if self._has_failure() else None
-        self._die("a rank failed, and the others wait for it")
+        with self._lock:
+            failed = [call for call in self._pending if call.error() is not None]
+            self._pending = deque(call for call in self._pending if call not in failed)
+        for call in failed:
+            call.settle()
+        self._die(f"{failed[0].error()}; the other ranks waited for it")
 
     def _take(self, rank: int, answer: RankAnswer) -> bool:
         """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns whether a step

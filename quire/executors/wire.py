@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from quire.config import cache, device, engine, load, model, parallel, quantization
+from quire.config import cache, device, engine, load, model, model_shape, parallel, quantization
 from quire.config import scheduler as scheduler_config
 from quire.kv_cache import layout, sizing, spec
 from quire.scheduler import preemption
 
 _MODULES = (
-    *(cache, device, engine, load, model, parallel, quantization, scheduler_config),
+    *(cache, device, engine, load, model, model_shape, parallel, quantization, scheduler_config),
     *(layout, sizing, spec, preemption),
 )
 _RECORDS = {
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return ["path", str(value)]
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return [type(value).__name__, *map(_plain, value)]
     if type(value).__name__ in _RECORDS:
         return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]

@@ -3,7 +3,7 @@
 A block that enters the prefix index is copied to the host and from there to disk, a little later and beside
 computation; the host keeps its copy until the memory is needed. A prompt whose next blocks are on the host gets them
 copied to the device (quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and
-the request is deferred until then (quire/scheduler/connector_loads.py).
+the request is deferred until then (quire/scheduler/gates.py).
 
 This module only decides which block is copied where and owns it meanwhile. The worker executes the copies and the file
 access, which travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a

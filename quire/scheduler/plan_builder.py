@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from quire.decoding.parallel import fork_siblings
 from quire.kv_cache.connector import NO_ORDERS
-from quire.kv_cache.manager import BlockAllocation, BlockTable
+from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -113,6 +114,18 @@ class PlanBuilder:
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
+
+    def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
+        """Fork the siblings of the last entry's sequence after this step's forward pass; those without output sample
+        from its logits."""
+        batch_index = len(self.sequences) - 1
+        children = []
+        for child, fork in fork_siblings(parent, kv):
+            self.forks.append(fork)
+            children.append(child)
+            if fork.token_ids is None:
+                self.sample(child, batch_index)
+        self.forked.append((parent, children))
 
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
