@@ -9,16 +9,17 @@ import torch
 from quire.attention.interface import LayerAttention, PlannedStep
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.kernels.value import ReadRows, Value
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import HeadWeights, RotationTable
-from quire.quantization.integer_weight import WeightTensor, copy_into
+from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class Attention:
-    """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks.
+    """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks;
+    with fewer key and value heads than ranks, neighbouring ranks hold the same one.
 
     shape: heads, scale and window of the whole layer. qkv_bias, output_bias: of the projections.
     norm_epsilon: of the norms over each query and key head (None: no such norms). has_sinks: a learned score for each
@@ -37,12 +38,18 @@ class Attention:
         has_sinks: bool = False,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
+        kv_shares = min(ranks, shape.num_kv_heads)
         heads = shape.num_heads // ranks
         self._first_head = context.group.rank * heads
         sinks = torch.empty(heads, dtype=torch.float32, device=context.device) if has_sinks else None
-        local = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // ranks, sinks=sinks)
-        parts = (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * shape.value_width)
-        self._qkv = ColumnParallelLinear(hidden_size, parts, bias=qkv_bias, context=context)
+        local = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // kv_shares, sinks=sinks)
+        self._qkv = ColumnParallelLinear(
+            hidden_size,
+            (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * shape.value_width),
+            bias=qkv_bias,
+            context=context,
+            num_shares=(ranks, kv_shares, kv_shares),
+        )
         attended = shape.num_heads * shape.value_width
         self._output = RowParallelLinear(attended, hidden_size, bias=output_bias, context=context)
         self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
@@ -73,9 +80,9 @@ class Attention:
     def cache_spec(self) -> LayerSpec:
         """What this rank's share of the layer keeps in the KV cache."""
         shape, dtype = self._heads.shape, self._cache_dtype
-        assert shape.value_width == shape.head_dim, "the KV cache keeps values as wide as keys"
-        sizes = (shape.num_kv_heads, shape.head_dim, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
-        return FullAttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
+        widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
+        sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
+        return AttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
         """qkv: the checkpoint's names of the projections (one, when it keeps them in one tensor); output: of the
@@ -90,7 +97,7 @@ class Attention:
             slots["sinks"] = WeightSlot((self._num_heads,), self._load_sinks, 4 * self._num_heads)
         return slots
 
-    def _load_sinks(self, tensor: WeightTensor) -> None:
+    def _load_sinks(self, tensor: WeightSource) -> None:
         sinks = self._heads.shape.sinks
         assert sinks is not None, "a layer with sinks has a slot for them"
         copy_into(sinks, tensor.narrow(0, self._first_head, len(sinks)))

@@ -14,7 +14,7 @@ from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
-from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
 """float32 of a cache line."""
@@ -37,7 +37,7 @@ class NativeModel:
     def cache_specs(self) -> list[LayerSpec]:
         return self._model.cache_specs()
 
-    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:

@@ -73,12 +73,12 @@ class PagedRunner:
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs()
-        groups, layers_per_group = group_layers(specs)
+        groups, layers_per_group = group_layers(specs, self.block_size)
         self.blocks_per_row = -(-self.max_len // self.block_size)
         num_blocks = 1 + self.max_rows * len(groups) * self.blocks_per_row
         layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)
         dtype = {4: torch.float32, 2: torch.bfloat16}[specs[0].dtype_bytes]
-        shape = (num_blocks, 2, self.block_size, specs[0].num_kv_heads, specs[0].head_dim)
+        shape = (num_blocks, *specs[0].page_shape(self.block_size))
         # Not zeros: what a former owner left behind must have no influence.
         self.pages = [torch.full(shape, 7.0, dtype=dtype) for _ in range(layers_per_group)]
         self.layout = layout

@@ -16,13 +16,13 @@ from quire.errors import ConfigError
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.attention import Attention
 from quire.layers.context import LayerContext, layer_context
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.models.native import NativeModel
-from quire.parallel.single import SingleRank
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.device import DeviceLinear
 from quire.quantization.packed import PackedLinear, WeightFormat
 from quire.quantization.unquantized import UnquantizedLinear
@@ -36,7 +36,7 @@ ORDERS = ["full window state", "state window full", "state full window"]
 
 def context(operations: object, linear: object) -> LayerContext:
     cpu = torch.device("cpu")
-    return layer_context(torch.float32, cpu, "float32", SingleRank(), operations, linear, linear, linear)
+    return layer_context(torch.float32, cpu, "float32", SINGLE_RANK, operations, linear, linear, linear)
 
 
 def states(model: ToyModel, max_rows: int) -> dict[int, torch.Tensor]:
@@ -154,7 +154,7 @@ def test_values_of_another_width_in_a_layer() -> None:
     for name, slot in attention.slots(("q", "k", "v"), "o").items():
         drawn[name] = torch.randn(slot.shape, generator=generator) / 8
         slot.load(drawn[name])
-    layout = KVCacheLayout(16, 3, *group_layers([FullAttentionSpec(2, 20, 4)]))
+    layout = KVCacheLayout(16, 3, *group_layers([AttentionSpec(2, 16, 24, 4)], 16))
     backend = TorchAttention(layout, [torch.full((3, 16, 2, 40), 7.0)])
     positions = torch.arange(20)
     batch = AttentionBatch(
