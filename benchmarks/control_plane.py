@@ -49,7 +49,7 @@ def requests(input_len: int, output_len: int) -> Iterator[EngineRequest]:
 
 
 def fake_result(plan: StepPlan, token: int) -> StepResult:
-    return StepResult(plan.step_id, [token % 50_000] * len(plan.sample_seq_ids))
+    return StepResult(plan.step_id, [[token % 50_000] for _ in plan.sample_seq_ids])
 
 
 def one_step(scheduler: Scheduler, token: int) -> tuple[float, float, float, int]:

@@ -20,12 +20,12 @@ from quire.config.families import RUNNABLE
 from quire.config.hf_config import find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
 from quire.kv_cache.layout import KVGroup
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, profiles
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes

@@ -237,6 +237,18 @@ class KVCacheManager:
         blocks.capacity = self.groups.num_slots(blocks.tables)
         blocks.tail_shared = allocation.tail_was_shared
 
+    def trim(self, blocks: BlockTable, num_tokens: int) -> bool:
+        """Give back the blocks behind those of the first `num_tokens` tokens; returns whether there were any."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if num_blocks * self.block_size >= blocks.capacity:
+            return False
+        for table in blocks.tables:
+            for block in reversed(table[num_blocks:]):
+                self.pool.release(block)
+            del table[num_blocks:]
+        blocks.capacity = num_blocks * self.block_size
+        return True
+
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
         assert self.groups.fits(parent.tables, num_tokens), "fork in the middle of a table"

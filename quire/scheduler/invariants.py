@@ -37,6 +37,7 @@ def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
     for sequence in sequences:
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
+        assert 0 <= sequence.num_pending_drafts <= sequence.num_pending_tokens
         assert sequence.blocks is not None
         assert sequence.swapped is None
         assert kv.groups.fits(sequence.blocks.tables, sequence.num_computed_tokens), "too few slots, or unused blocks"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from quire.config.model_shape import DTYPE_BYTES, ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
 from quire.kv_cache.sizing import most_useful_blocks
 from quire.kv_cache.spec import LayerSpec, layer_spec
 from quire.simulator.cost import CostModel
-from quire.simulator.parallel_config import ParallelConfig
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
     from quire.worker.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class InputBatch:
+class InputBatch(NamedTuple):
     """S scheduled sequences with T tokens in all, in the plan's order.
 
     rows, starts, counts, ends: [S] int64: request slot, first position computed in this step, number of positions, and
@@ -56,8 +54,7 @@ def build_input_batch(
     return InputBatch(rows, starts, counts, ends, query_start)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRows:
+class SampleRows(NamedTuple):
     """R sampled rows, in result order. All [R] int64.
 
     rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the

@@ -194,7 +194,6 @@ class Worker:
         self._release_pools()
         self._drop_offloaded()
 
-    @_computes
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
         result.disk = self._disk.end_transfers(launched.plan)

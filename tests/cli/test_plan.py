@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from quire.cli.main import main
 from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.executors.local import LocalExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan

@@ -83,7 +83,7 @@ def test_a_life(config: EngineConfig, queue_depth: int) -> None:
     assert futures[0].done() or queue_depth == 2
     results = [future.result(timeout=60) for future in futures]
     assert [result.step_id for result in results] == [0, 1, 2, 3]
-    assert len({result.token_ids[0] for result in results}) == 1
+    assert len({result.token_ids[0][0] for result in results}) == 1
     assert len(worker_threads()) == queue_depth - 1
     executor.shutdown()
     executor.shutdown()

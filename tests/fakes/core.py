@@ -218,6 +218,7 @@ class CoreDriver(CoreClient):
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
         self.executor.nonfinite_token = nonfinite_token
+        self.executor.queue_depth = config.scheduler.queue_depth
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from quire.simulator.parallel_config import ParallelConfig
 
 from quire.kv_cache.coordinator import padding
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.simulator.memory import device_specs
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import built_in, find_shape
 
 EQUAL = ("gemma-2-9b", "gemma-3-27b", "gpt-oss-120b", "llama-4-scout", "deepseek-v3", "llama-3-8b")

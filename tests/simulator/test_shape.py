@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.cli.memory_plan import plan_devices, plan_engine
 from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec, layer_specs
@@ -21,7 +22,6 @@ from quire.models.loader import load_model
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.memory import device_specs
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import built_in, find_shape
 
 LLAMA = {

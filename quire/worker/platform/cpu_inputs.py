@@ -17,10 +17,13 @@ def prepare_inputs(
 ) -> tuple[torch.Tensor, AttentionBatch]:
     """token_table: [num_rows, capacity] int32. Returns the token ids, [T] int64, and the attention batch. At least one
     sequence is scheduled."""
-    query_start = batch.query_start
-    sequence_index = np.repeat(np.arange(len(batch.rows)), batch.counts)
-    positions = np.arange(query_start[-1]) + (batch.starts - query_start[:-1])[sequence_index]
-    token_ids = token_table[batch.rows[sequence_index], positions].astype(np.int64)
+    query_start, rows, positions = batch.query_start, batch.rows, batch.starts
+    sequence_index = np.arange(len(rows))
+    if batch.num_tokens != len(rows):  # otherwise each sequence has one token: most steps are decodes
+        sequence_index = np.repeat(sequence_index, batch.counts)
+        positions = np.arange(batch.num_tokens) + (batch.starts - query_start[:-1])[sequence_index]
+        rows = rows[sequence_index]
+    token_ids = token_table[rows, positions].astype(np.int64)
     block_tables = tables.gather(batch.rows, int(batch.ends.max()))
     attention = build_attention_batch(
         query_start, batch.starts, positions, sequence_index, block_tables, tables.block_sizes
