@@ -98,7 +98,7 @@ def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
 
 def test_configurations_and_layouts_arrive_as_they_were() -> None:
     config = resolve(EngineOptions(tensor_parallel_size=2, step_log="log"))
-    groups, layers_per_group = group_layers([FullAttentionSpec(2, 8, 4), SlidingWindowSpec(2, 8, 4, window=5)])
+    groups, layers_per_group = group_layers([FullAttentionSpec(2, 8, 4), SlidingWindowSpec(2, 8, 4, window=5)], 16)
     layout = KVCacheLayout(16, 9, groups, layers_per_group)
     profile = MemoryProfile(1, 2, 3, DeviceShare(1, 2, 3, 4, 5))
     for value in (config, layout, profile, [], (), {}, None, [1.5, True, b"x", "y", (2**70, -(2**70))]):
