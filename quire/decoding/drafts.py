@@ -49,6 +49,19 @@ class NoDrafter:
 NO_DRAFTER = NoDrafter()
 
 
+def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int) -> Drafts:
+    """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
+    included."""
+    request = sequence.request
+    if request.beam_search is not None or request.fork_position is not None:
+        return NO_DRAFTS
+    known = len(sequence.token_ids) + sequence.num_pending_tokens
+    # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.
+    num_free = min(budget, max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)
+    limit = min(drafter.max_drafts, num_free - 1)
+    return drafter.propose(sequence, limit) if limit > 0 else NO_DRAFTS
+
+
 def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
 ) -> dict[int, int]:
