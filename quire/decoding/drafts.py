@@ -84,8 +84,13 @@ def take_back_rejected(
     return trimmed
 
 
-def until_end(sequence: Sequence, token_ids: list[int]) -> list[int]:
-    """The tokens of one step up to the first that ends the sequence, as `max_tokens` or as an end token."""
+def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
+    """Append the tokens of a step with accepted drafts, up to the first that ends the sequence, as `max_tokens` or as an
+    end token, and offer the blocks that they fill to the prefix index. Returns what was appended."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
-    return next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    sequence.token_ids += token_ids
+    if sequence.blocks is not None:
+        kv.cache_blocks(sequence.blocks, sequence.token_ids, len(sequence.token_ids) - 1)
+    return token_ids

@@ -12,10 +12,11 @@ import bisect
 import copy
 import itertools
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_back_rejected, until_end
+from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
@@ -42,6 +43,9 @@ from quire.scheduler.reporting import (
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
 from quire.step import StepPlan, StepResult
+
+Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
+"""(place among the samples, (sequence, its new tokens))"""
 
 
 class Scheduler:
@@ -230,7 +234,8 @@ class Scheduler:
         )
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        count_copies(self._stats, plan, builder, self.kv.block_bytes)
+        if plan.block_copies or plan.swap_out or plan.swap_in:
+            count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -243,9 +248,7 @@ class Scheduler:
             self.kv.connector.update(result.disk)
         if in_flight.plan.num_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
-        sampled: Iterable[tuple[int, tuple[Sequence, list[int]]]] = enumerate(
-            zip(samples, result.token_ids, strict=True)
-        )
+        sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
             ended = self._update_beams(samples, result, now)
@@ -261,17 +264,16 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            if len(new_ids) > 1:
-                new_ids = until_end(sequence, new_ids)
+            if len(new_ids) == 1:
+                token_ids.append(new_ids[0])
+            else:
+                new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_more_tokens += len(new_ids) - 1
-            token_id = new_ids[-1]
-            token_ids += new_ids
+            token_id = token_ids[-1]
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
                 update.logprobs = all_logprobs[position][: len(new_ids)]
             num_known = len(token_ids)
-            if len(new_ids) > 1 and sequence.blocks is not None:
-                self.kv.cache_blocks(sequence.blocks, token_ids, num_known - 1)  # accepted drafts are computed tokens
             if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
