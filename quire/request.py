@@ -16,7 +16,7 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
-    from quire.kv_cache.manager import BlockTable
+    from quire.kv_cache.block_table import BlockTable
 
 
 MAX_PRIORITY = 100

@@ -89,7 +89,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
-REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True)
+REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True)
 DISK_REPORT = DiskReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],

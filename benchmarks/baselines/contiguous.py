@@ -22,8 +22,8 @@ from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.manager import BlockTable
 from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence

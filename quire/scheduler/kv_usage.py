@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats

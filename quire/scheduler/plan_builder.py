@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
+from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.connector import NO_ORDERS
-from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -46,7 +47,7 @@ class PlanBuilder:
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
         """Record an allocation for a sequence that has a request slot already."""
         self.grown.append((sequence, allocation))
-        if allocation.new_blocks[0]:
+        if any(allocation.new_blocks):
             self.new_blocks[sequence.seq_id] = allocation.new_blocks
         self.block_copies += allocation.copies
         self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
 
     plan: StepPlan
@@ -82,7 +81,7 @@ class ModelRunner:
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
-        if plan.swap_out and transfers.is_reading(batch.written_blocks(requests.tables)):
+        if plan.swap_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)

@@ -96,7 +96,7 @@ class Worker:
             self._transfers = self.platform.make_transfers(pages, self._host_pool)
             if cache.offload_dir is not None:
                 self._disk = FileTier(self._open_store(layout, self._host_pool), self._transfers)
-        tables = BlockTables(len(layout.groups), num_rows, model.max_model_len, layout.block_size)
+        tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
         compute = self.platform.make_compute(self._model, layout, pages, tables)
         requests = RequestState(num_rows, tables, compute.columns)
         self._layout = layout
@@ -194,7 +194,6 @@ class Worker:
         self._release_pools()
         self._drop_offloaded()
 
-    @_computes
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
         result.disk = self._disk.end_transfers(launched.plan)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
     NewSequence,
@@ -539,7 +539,7 @@ class FakeExecutor:
         """Blocks that no position from `start` on reads may serve someone else, said or unsaid."""
         assert self._layout is not None
         spec = self._layout.groups[group].spec
-        if isinstance(spec, SlidingWindowSpec):
+        if spec.window is not None:
             table = row.tables[group]
             for index in range(min(max(0, start - spec.window + 1) // self._layout.block_size, len(table))):
                 self._release_block(table[index])
@@ -552,7 +552,7 @@ class FakeExecutor:
             if block_id == NULL_BLOCK:
                 spec = self._layout.groups[group].spec
                 _require(
-                    isinstance(spec, SlidingWindowSpec) and (index + 1) * size <= start - spec.window + 1,
+                    spec.window is not None and (index + 1) * size <= start - spec.window + 1,
                     f"sequence {seq_id} reads block {index}, which it gave up",
                 )
                 continue
@@ -577,5 +577,5 @@ class FakeExecutor:
 
 def _spec(window: int | None) -> LayerSpec:
     if window is None:
-        return FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
-    return SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=window)
+        return AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
+    return SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=window)

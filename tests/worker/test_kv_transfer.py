@@ -134,7 +134,7 @@ def make_executor(model_path: Path, executors: list[LocalExecutor]) -> MakeExecu
         keywords = {"model": str(model_path), "num_threads": 1, "max_num_seqs": 4, "block_size": BLOCK, **options}
         executor = LocalExecutor(resolve(EngineOptions.from_keywords(keywords)))
         executors.append(executor)
-        groups, layers_per_group = group_layers(executor.load_model())
+        groups, layers_per_group = group_layers(executor.load_model(), BLOCK)
         executor.allocate(KVCacheLayout(BLOCK, 9, groups, layers_per_group, num_host_blocks=6))
         return executor
 
