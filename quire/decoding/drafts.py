@@ -64,9 +64,9 @@ def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk:
 
 def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
-) -> dict[int, int]:
+) -> dict[int, list[int]]:
     """Correct the counts of the sequences with drafts in a plan, now that its result says how many were accepted, and
-    free the blocks that they no longer need. Returns seq_id -> blocks kept, where some were freed.
+    free the blocks that they no longer need. Returns seq_id -> table entries kept per KV group, where some were freed.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """
@@ -79,13 +79,14 @@ def take_back_rejected(
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:
             sequence.num_computed_tokens -= num_rejected
-            if kv.trim(sequence.blocks, sequence.num_computed_tokens):
-                trimmed[sequence.seq_id] = sequence.blocks.capacity // kv.block_size
+            kept = kv.trim(sequence.blocks, sequence.num_computed_tokens)
+            if kept:
+                trimmed[sequence.seq_id] = kept
     return trimmed
 
 
 def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
-    """Append the tokens of a step with accepted drafts, up to the first that ends the sequence, as `max_tokens` or as an
+    """Append the tokens of a step with accepted drafts up to the first that ends the sequence, as `max_tokens` or as an
     end token, and offer the blocks that they fill to the prefix index. Returns what was appended."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids

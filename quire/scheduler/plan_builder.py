@@ -188,7 +188,7 @@ class PlanBuilder:
         released: list[int],
         beam_reorders: list[SequenceFork],
         token_overrides: list[tuple[int, int]],
-        trimmed_tables: dict[int, int] | None = None,
+        trimmed_tables: dict[int, list[int]] | None = None,
     ) -> StepPlan:
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences

@@ -78,7 +78,7 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._drafter = drafter
         self._released: list[int] = []
-        self._trimmed: dict[int, int] = {}
+        self._trimmed: dict[int, list[int]] = {}
         """See `StepPlan.trimmed_tables`."""
         self._beam_reorder = BeamReorder()
         self._in_flight: dict[int, InFlight] = {}

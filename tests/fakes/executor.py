@@ -201,8 +201,8 @@ class FakeExecutor:
         for seq_id in plan.released:
             _require(seq_id in self._rows, f"released sequence {seq_id} has no row")
             self._disown(self._rows.pop(seq_id))
-        for seq_id, num_blocks in plan.trimmed_tables.items():
-            self._trim(seq_id, num_blocks)
+        for seq_id, kept in plan.trimmed_tables.items():
+            self._trim(seq_id, kept)
         for new in plan.new_sequences:
             self._create(new)
         for fork in plan.beam_reorders:
@@ -438,10 +438,9 @@ class FakeExecutor:
 
     # Drafts.
 
-    def _trim(self, seq_id: int, num_blocks: int) -> None:
-        row = self._row(seq_id)
-        for table in row.tables:
-            _require(num_blocks < len(table), f"sequence {seq_id} is cut to {num_blocks} of {len(table)} blocks")
+    def _trim(self, seq_id: int, kept: list[int]) -> None:
+        for table, num_blocks in zip(self._row(seq_id).tables, kept, strict=True):
+            _require(num_blocks <= len(table), f"sequence {seq_id} is cut to {num_blocks} of {len(table)} blocks")
             if self._verify:
                 for block_id in table[num_blocks:]:
                     self._release_block(block_id)
