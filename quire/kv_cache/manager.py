@@ -237,17 +237,19 @@ class KVCacheManager:
         blocks.capacity = self.groups.num_slots(blocks.tables)
         blocks.tail_shared = allocation.tail_was_shared
 
-    def trim(self, blocks: BlockTable, num_tokens: int) -> bool:
-        """Give back the blocks behind those of the first `num_tokens` tokens; returns whether there were any."""
-        num_blocks = -(-num_tokens // self.block_size)
-        if num_blocks * self.block_size >= blocks.capacity:
-            return False
-        for table in blocks.tables:
-            for block in reversed(table[num_blocks:]):
+    def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
+        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group; empty:
+        all of them. A recurrent state cannot be taken back, so no group may hold states."""
+        assert not self._snapshot_groups, "a state cannot be trimmed"
+        kept = [-(-num_tokens // size) for size in self._sizes]
+        if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
+            return []
+        for table, num in zip(blocks.tables, kept, strict=True):
+            for block in reversed(table[num:]):
                 self.pool.release(block)
-            del table[num_blocks:]
-        blocks.capacity = num_blocks * self.block_size
-        return True
+            del table[num:]
+        blocks.capacity = self.groups.num_slots(blocks.tables)
+        return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
