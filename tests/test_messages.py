@@ -130,7 +130,7 @@ EXAMPLES: list[msgspec.Struct] = [
         awaits_disk=True,
         num_drafts=[1],
         drafts={8: [42]},
-        trimmed_tables={8: 3},
+        trimmed_tables={8: [3, 1]},
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
