@@ -24,7 +24,7 @@ from tests.fakes.host_math import HostAttention
 from tests.worker.driver import Driver, sampling_of
 from tests.worker.platform.conftest import DEVICE, MakeDriver
 
-GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)])
+GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)], 16)
 
 
 def run(executor: LocalExecutor, plans: Sequence[StepPlan]) -> None:
