@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.attention.interface import PlannedStep, StateStep
 from quire.kernels.value import Indices, ReadRows
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
+class ForwardBatch(NamedTuple):
     """One step's T tokens, flat: no batch dimension. Tensors, or placeholders while a model is recorded.
 
     token_ids, positions: [T]. attention: what the attention back end planned for the step. logits_rows: [R] distinct,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 
@@ -53,10 +54,9 @@ class NativeModel:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
-        token_ids, positions, rows, step = batch.token_ids, batch.positions, batch.logits_rows, batch.attention
-        assert isinstance(token_ids, torch.Tensor), "a step brings tensors"
-        assert isinstance(positions, torch.Tensor), "of both"
-        assert rows is None or isinstance(rows, torch.Tensor), "and of the rows that are read"
+        # A step brings tensors. (Asking torch's metaclass for each would take as long as the call of a kernel.)
+        token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
+        rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
         assert isinstance(step, NativeAttentionStep), "a native model attends natively"
         num_rows = len(token_ids)
         body = self._body
