@@ -14,7 +14,7 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
-    from quire.kv_cache.connector import Fetch
+    from quire.kv_cache.connectors.interface import PendingLoad
     from quire.kv_cache.manager import BlockTable
 
 
@@ -137,11 +137,10 @@ class Wait(NamedTuple):
 
 
 class LoadDeferral(NamedTuple):
-    """What a waiting request waits for: blocks of its prefix from below the device
+    """What a waiting request waits for: blocks of its prefix that the KV connector loads
     (quire/scheduler/connector_loads.py)."""
 
-    fetch: Fetch | None
-    """On their way from disk; None: the last plan swaps them in."""
+    load: PendingLoad
     deadline: float
     """When to go on without them."""
     reserved_blocks: int
@@ -170,7 +169,7 @@ class Request:
         "num_cached_tokens",
         "num_lost_tokens",
         "num_preemptions",
-        "num_prefix_swap_ins",
+        "num_prefix_loads",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
@@ -232,9 +231,9 @@ class Request:
         """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/deferred.py)."""
         self.load_deferral: LoadDeferral | None = None
         self.was_loaded = False
-        """It has waited for the disk since it last ran."""
-        self.num_prefix_swap_ins = 0
-        """Times that blocks were swapped in for it since it last ran."""
+        """It has tried an asynchronous load since it last ran."""
+        self.num_prefix_loads = 0
+        """Times that blocks were loaded for the next plan since it last ran."""
 
     @property
     def live_sequences(self) -> list[Sequence]:

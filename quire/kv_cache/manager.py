@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
+from quire.kv_cache.connectors.interface import ConnectorFactory, Pools, no_connector
+from quire.kv_cache.connectors.transfer_blocks import TransferBlocks
 from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PendingBlocks, PrefixIndex
-from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
 from quire.kv_cache.spec import SlidingWindowSpec
 
@@ -55,8 +55,14 @@ class BlockAllocation:
 class KVCacheManager:
     """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
 
-    def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
-        """enable_offload: store the contents of the prefix index on the host and on disk as well."""
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        *,
+        enable_prefix_caching: bool,
+        make_connector: ConnectorFactory = no_connector,
+    ) -> None:
+        """make_connector: makes what stores the contents of the prefix index outside the device as well."""
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
@@ -69,10 +75,9 @@ class KVCacheManager:
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
-        self.connector: KVConnector = NoConnector()
-        if enable_offload:
-            self.connector = OffloadConnector(self._indexes, self.host.blocks, host_indexes)
-        self.loader = PrefixLoader(self.pool, self._indexes, self._rules, self.connector, layout.block_size)
+        self.transfer_blocks = TransferBlocks(self.pool, self._indexes, self._rules, layout.block_size)
+        pools = Pools(self._indexes, self.host.blocks, host_indexes, self.transfer_blocks)
+        self.connector = make_connector(pools)
         self._live: dict[int, BlockTable] = {}
         self._pending_blocks = PendingBlocks()
         self._registered = RegisteredPrefixes(layout.block_size)
@@ -194,7 +199,7 @@ class KVCacheManager:
                 if tail < len(table) and pool.ref_counts[table[tail]] > 1
             ]
         needed = num_new * len(blocks.tables) + len(copied_groups)
-        if needed > pool.num_allocatable and not (self.loader.release() and needed <= pool.num_allocatable):
+        if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
             return None
         allocation = BlockAllocation(
             [[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared
@@ -311,6 +316,13 @@ class KVCacheManager:
         self._pending_blocks.drop(blocks)
         self._release_all(blocks)
 
+    def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:
+        """Free a sequence that has ended by itself, with the keys and values of `num_tokens` tokens. The blocks are
+        held where the KV connector sends them."""
+        if self.connector.request_finished(request_id, seq_id, blocks, num_tokens):
+            self.transfer_blocks.hold(seq_id, blocks.tables)
+        self.free(blocks)
+
     def evict(self, chain: HashChain | None) -> None:
         """Remove a sequence's blocks from the prefix cache, because their content may be invalid. Owners keep the
         blocks, and registered prefixes stay."""
@@ -319,6 +331,7 @@ class KVCacheManager:
                 block = index.find(block_hash)
                 if block is not None and not self._registered.holds(block):
                     self.pool.forget(block)
+                self.transfer_blocks.forget((group, block_hash))
                 self.connector.forget((group, block_hash))
 
     def reset_prefix_cache(self) -> int:
@@ -326,7 +339,8 @@ class KVCacheManager:
         # What is computed now will still be committed, but never be hit without the blocks before it.
         for blocks in self._live.values():
             self._pending_blocks.drop(blocks)
-        self.loader.reset()
+        self.transfer_blocks.reset()
+        self.connector.reset()
         num_dropped = self.pool.drop_cached()
         for prefix in self._registered:
             self._enter(prefix.blocks)
@@ -416,7 +430,7 @@ class KVCacheManager:
                 assert len(set(held)) == len(held), "a table names a block twice"
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
-        self.loader.check(owners)
+        self.transfer_blocks.check(owners)
         self.pool.check(owners)
         host_owners: dict[int, int] = {}
         self.connector.check(host_owners)

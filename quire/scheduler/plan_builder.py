@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.kv_cache.connector import NO_ORDERS
 from quire.kv_cache.manager import BlockAllocation, BlockTable
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
+from quire.transfers import HostTransfers, Transfers
 
 
 class PlanBuilder:
@@ -32,9 +32,8 @@ class PlanBuilder:
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, int]] = []
         """Sequences that are swapped in, and how many of their tokens are computed."""
-        self.transfers = NO_ORDERS
-        """Copies of cached blocks."""
-        self.awaits_disk = False
+        self.transfers: Transfers | None = None
+        """The KV connector's."""
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -140,6 +139,11 @@ class PlanBuilder:
     def build(
         self, released: list[int], beam_reorders: list[SequenceFork], token_overrides: list[tuple[int, int]]
     ) -> StepPlan:
+        transfers = self.transfers
+        if self.swap_out or self.swap_in:
+            transfers = transfers or HostTransfers()
+            transfers.swap_out = self.swap_out + transfers.swap_out
+            transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
         return StepPlan(
@@ -155,11 +159,7 @@ class PlanBuilder:
             block_copies=self.block_copies,
             forks=self.forks,
             released=released,
-            swap_out=self.swap_out + self.transfers.swap_out,
-            swap_in=self.swap_in + self.transfers.swap_in,
             beam_reorders=beam_reorders,
             token_overrides=token_overrides,
-            disk_stores=self.transfers.disk_stores,
-            disk_loads=self.transfers.disk_loads,
-            awaits_disk=self.awaits_disk,
+            transfers=transfers,
         )

@@ -22,7 +22,7 @@ from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import PrefixRegistration, blocks_to_resume, blocks_to_start, has_room, reject_impossible
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
-from quire.scheduler.connector_loads import ConnectorLoads, stop_waiting
+from quire.scheduler.connector_loads import ConnectorLoads, must_wait, order_transfers, stop_waiting
 from quire.scheduler.deferred import DeferredRequests, waits_on
 from quire.scheduler.invariants import check_running, check_waiting
 from quire.scheduler.kv_usage import InFlight, describe_kv
@@ -153,7 +153,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
-        self.kv.loader.arrive()
+        self.kv.transfer_blocks.begin_pass()
         preempted = self._schedule_running(builder, self._preempt_for_first(builder, now))
         if not preempted and self._waiting.first is not None:
             self._admit_waiting(builder, now)
@@ -165,37 +165,36 @@ class Scheduler:
         awaits_report: return a plan in any case, whose result arrives when the connector's worker half has a report.
         """
         builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
-        builder.awaits_disk = awaits_report
-        self.kv.loader.arrive()
-        return self._finish_plan(builder)
+        self.kv.transfer_blocks.begin_pass()
+        return self._finish_plan(builder, awaits_report=awaits_report)
+
+    @property
+    def is_connector_ready(self) -> bool:
+        return self.kv.connector.is_ready
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to store or to release, even without live requests."""
-        return self.kv.connector.has_backlog or self.kv.loader.is_holding
+        """Whether the KV connector has blocks to move or to release, even without live requests."""
+        return self.kv.connector.has_work or self.kv.transfer_blocks.is_holding
 
     @property
     def can_transfer(self) -> bool:
         """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
-        return self.has_transfers and not self.kv.connector.must_wait
+        return self.has_transfers and not must_wait(self.kv)
 
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
         self._released = []
 
-    def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
+    def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
-        connector = self.kv.connector
-        self.kv.loader.release()
-        builder.transfers = connector.orders(may_allocate=not builder.swap_in)
         is_idle = builder.is_idle
-        if is_idle:
-            if not builder.transfers.swap_in and not self._in_flight:
-                builder.awaits_disk |= connector.must_wait
-            if not (builder.transfers or builder.awaits_disk):
-                # The slots of finished sequences stay taken until the next plan, which nothing needs before.
-                return None
+        may_wait = is_idle and not self._in_flight
+        builder.transfers = order_transfers(self.kv, builder.swap_in, may_wait=may_wait, awaits_report=awaits_report)
+        if is_idle and builder.transfers is None:
+            # The slots of finished sequences stay taken until the next plan, which nothing needs before.
+            return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._beam_reorder.take())
@@ -224,8 +223,8 @@ class Scheduler:
         sequences, samples = in_flight.sequences, in_flight.samples
         updates = self._end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         self._commit(in_flight)
-        if result.disk is not None:
-            self.kv.connector.update(result.disk)
+        if result.transfers is not None:
+            self.kv.connector.update(result.transfers)
         any_finished = False
         num_more_tokens = -len(updates)  # tokens beyond one per update
         all_logprobs = result.logprobs
@@ -285,7 +284,7 @@ class Scheduler:
             max_num_tokens=self._max_num_batched_tokens,
             max_chunk=self._max_chunk,
         )
-        if preemption.victims and loads.fetch_before_start(request, self._max_chunk):
+        if preemption.victims and loads.load_before_preemption(request, self._max_chunk):
             return 0
         for victim in preemption.victims:
             self._preempt(builder, victim)
@@ -383,14 +382,14 @@ class Scheduler:
             if deferred.defer(request, num_cached, end - 1, num_blocks):
                 self._stats.prefix_cache_waits_total += 1
                 continue
-            if loads.fetch(request, num_cached, end - 1, num_blocks):
+            if loads.load_asynchronously(request, num_cached, end - 1, num_blocks):
                 continue
             num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
             if deferred and num_cached + num_tokens < end:
                 break
             if not self._has_room(request, num_blocks, room):
                 break
-            if loads.swap_in(request, num_cached, end - 1, num_blocks):
+            if loads.load_for_next_plan(request, num_cached, end - 1, num_blocks):
                 continue
             started.append(request)
             self._start(request, leader, num_cached, now)
@@ -409,7 +408,7 @@ class Scheduler:
         if request.beam_search is not None:
             request.beam_search.forget_candidates()
         self._running.enter(request, [leader])
-        request.was_loaded, request.num_prefix_swap_ins = False, 0
+        request.was_loaded, request.num_prefix_loads = False, 0
         leader.blocks = self.kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
         if request.first_scheduled_time is None:
@@ -511,6 +510,8 @@ class Scheduler:
             self._release_slot(sequence)
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
+            elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
+                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, len(sequence.token_ids) - 1)
             else:
                 self.kv.free(sequence.blocks)
             sequence.blocks = None
@@ -523,7 +524,7 @@ class Scheduler:
             self._deadlines.discard(request)
             if request.register_prefix:
                 self._registration.release(request)
-            stop_waiting(request, self.kv)
+            stop_waiting(request)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 

@@ -60,7 +60,8 @@ class ModelRunner:
         requests = self._requests
         rows = requests.rows_of(plan.seq_ids)
         batch = build_input_batch(rows, plan.start_positions, plan.num_tokens, requests, self._tables)
-        if plan.swap_out and self._transfers.is_reading(written_blocks(batch, self._tables.block_size)):
+        swaps_out = plan.transfers is not None and plan.transfers.swap_out
+        if swaps_out and self._transfers.is_reading(written_blocks(batch, self._tables.block_size)):
             self._transfers.wait()
         hidden = self._model.forward(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         if plan.forks:
@@ -88,7 +89,8 @@ class ModelRunner:
             row = requests.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             tables.append(row, new.block_ids)
         self._create_branches(plan)
-        self._transfers.start(plan.swap_out, plan.swap_in)
+        if plan.transfers is not None:
+            self._transfers.start(plan.transfers.swap_out, plan.transfers.swap_in)
         if plan.block_copies:
             if self._transfers.is_reading(destination for _, destination in plan.block_copies):
                 self._transfers.wait()

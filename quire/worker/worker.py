@@ -27,12 +27,13 @@ from quire.models.loader import load_model
 from quire.sampling.backend import make_sampler_backend
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
-from quire.worker.block_file import BlockLayout
 from quire.worker.block_tables import BlockTables
-from quire.worker.cache_directory import require_writable
-from quire.worker.cache_identity import cache_namespace, native_code, torch_code
-from quire.worker.disk_store import DiskStore
-from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
+from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.cache_directory import require_writable
+from quire.worker.kv_connector.cache_identity import cache_namespace, native_code, torch_code
+from quire.worker.kv_connector.disk_store import DiskStore
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
+from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
 from quire.worker.kv_copy import block_copier
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, block_mover
@@ -85,7 +86,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
-        self._disk: DiskTier = NoDiskTier()
+        self._connector: WorkerConnector = NoWorkerConnector()
         self._failed = False
 
     @_computes
@@ -132,7 +133,7 @@ class Worker:
             self._transfers = ThreadTransfers(pages, host_pages, block_mover(self._runtime))
             if self._cache_config.offload_dir is not None:
                 store = self._open_store(self._cache_config.offload_dir, layout, HostBlocks(host_pages))
-                self._disk = FileTier(store, self._transfers)
+                self._connector = OffloadWorker(store, self._transfers)
         max_model_len = self._model_config.max_model_len
         requests = RequestState(self._max_num_seqs, max_model_len)
         self._runner = ModelRunner(
@@ -178,9 +179,9 @@ class Worker:
             raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
         try:
             self._transfers.wait()
-            self._disk.begin_transfers(plan)
+            begin_plan(self._connector, plan)
             result = self._runner.execute(plan)
-            result.disk = self._disk.end_transfers(plan)
+            end_plan(self._connector, plan, result)
             return result
         except BaseException:
             self._failed = True
@@ -190,8 +191,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the pools; at level 2 the weights as well. Blocks on disk stay."""
         assert self._model is not None, "load comes before sleep"
-        self._disk.close()
-        self._runner, self._transfers, self._disk = None, NoTransfers(), NoDiskTier()
+        self._connector.close()
+        self._runner, self._transfers, self._connector = None, NoTransfers(), NoWorkerConnector()
         self._model.release_workspaces()
         if level == 2:
             self._model = None
@@ -208,7 +209,7 @@ class Worker:
 
     def close(self) -> None:
         """Wait for the stores to disk. No plan may be executed afterwards. Idempotent."""
-        self._disk.close()
+        self._connector.close()
 
     def _open_store(self, directory: Path, layout: KVCacheLayout, host_blocks: HostBlocks) -> DiskStore:
         if self._runtime is None:

@@ -191,7 +191,7 @@ class CoreDriver(CoreClient):
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
-        self.executor.disk = disk
+        self.executor.connector = disk
         self.executor.nonfinite_token = nonfinite_token
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.

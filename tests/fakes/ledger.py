@@ -12,6 +12,7 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats
 from quire.step import StepPlan
+from tests.fakes.transfers import copies, disk_orders
 
 Tables = list[list[int]]
 
@@ -32,9 +33,9 @@ class SlotLedger:
     def follow(self, plan: StepPlan) -> None:
         for seq_id in plan.released:
             del self._tables[seq_id]
-        for device, host in plan.swap_out:
+        for device, host in copies(plan).swap_out:
             self._copy(device, self._HOST + host)  # first of all: this plan may hand the block out again
-        for _, _, host in plan.disk_loads:
+        for _, _, host in disk_orders(plan).loads:
             self._filled_by |= {(self._HOST + host, offset): plan.step_id for offset in range(self._size)}
         starts = dict(zip(plan.seq_ids, plan.start_positions, strict=True))
         for new in plan.new_sequences:
@@ -45,7 +46,7 @@ class SlotLedger:
                         self._clear(block)
         for branch in plan.beam_reorders:
             self._tables[branch.child] = [list(table) for table in self._tables[branch.parent]]
-        for host, device in plan.swap_in:
+        for host, device in copies(plan).swap_in:
             self._copy(self._HOST + host, device)
         for source, destination in plan.block_copies:
             self._copy(source, destination)
@@ -74,7 +75,7 @@ class SlotLedger:
             for block in table
             if block != NULL_BLOCK
         )
-        scheduler.kv.loader.check(owners)  # adds the blocks that are being fetched for requests to come
+        scheduler.kv.transfer_blocks.check(owners)  # adds the blocks that are being fetched for requests to come
         steps = [self._filled_by.get((block, offset)) for block in owners for offset in range(self._size)]
         in_flight = set(scheduler._in_flight)
         stats = scheduler.stats()

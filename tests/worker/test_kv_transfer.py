@@ -17,6 +17,7 @@ from quire.executors.inprocess import InProcessExecutor
 from quire.kernels.cpu import paged_attention
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.step import NewSequence, StepPlan
+from quire.transfers import HostTransfers
 from quire.worker import kv_transfer
 from quire.worker.kv_transfer import BlockMover, NoTransfers, Pairs, ThreadTransfers, move_blocks
 from quire.worker.preemption_costs import NUM_REPEATS
@@ -206,9 +207,9 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
     else:
         # Nothing is in blocks 7 and 8: what they are copied over must have been saved.
         first = {"new_sequences": [row(1, PROMPTS[1], [1, 2, 3])], "block_copies": [(7, 4), (8, 5)]}
-    run(plan(1, {1: (0, 6)}, released=[2], swap_out=[(4, 6), (5, 2)], **first))
+    run(plan(1, {1: (0, 6)}, released=[2], transfers=HostTransfers([(4, 6), (5, 2)]), **first))
     back = row(2, [*PROMPTS[2], *found[2]], [7, 8, 6])
-    run(plan(2, {1: (6, 1)}, swap_in=[(6, 7), (2, 8)], new_sequences=[back]))
+    run(plan(2, {1: (6, 1)}, transfers=HostTransfers(swap_in=[(6, 7), (2, 8)]), new_sequences=[back]))
     run(plan(3, {1: (7, 1), 2: (6, 1)}))
     run(plan(4, {2: (7, 1)}))
     assert len(timers) == 2
@@ -219,9 +220,11 @@ def test_a_plan_may_hold_nothing_but_swaps(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     expected = plain_run(make_executor())[1]
     tokens = executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result().token_ids
-    result = executor.execute(plan(1, {}, released=[1], swap_out=[(1, 4), (2, 3)])).result()
+    result = executor.execute(plan(1, {}, released=[1], transfers=HostTransfers([(1, 4), (2, 3)]))).result()
     assert result.token_ids == []
-    executor.execute(plan(2, {}, swap_in=[(4, 2), (3, 1)], new_sequences=[row(1, [*PROMPTS[1], *tokens], [2, 1])]))
+    back = row(1, [*PROMPTS[1], *tokens], [2, 1])
+    swaps = HostTransfers(swap_in=[(4, 2), (3, 1)])
+    executor.execute(plan(2, {}, transfers=swaps, new_sequences=[back]))
     tokens += executor.execute(plan(3, {1: (6, 1)})).result().token_ids
     assert tokens == expected[:2]
 
@@ -229,9 +232,9 @@ def test_a_plan_may_hold_nothing_but_swaps(make_executor: MakeExecutor) -> None:
 def test_a_failed_copy_fails_the_next_plan(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result()
-    executor.execute(plan(1, {}, released=[1], swap_out=[(1, 77)])).result()
+    executor.execute(plan(1, {}, released=[1], transfers=HostTransfers([(1, 77)]))).result()
     with pytest.raises(ValueError, match="block 77"):
-        executor.execute(plan(2, {}, swap_in=[(4, 2)])).result()
+        executor.execute(plan(2, {}, transfers=HostTransfers(swap_in=[(4, 2)]))).result()
 
 
 def test_costs_are_the_time_of_a_copy_and_of_a_prompt(

@@ -121,7 +121,8 @@ class DeviceModelRunner:
 
     def _move_blocks(self, plan: StepPlan, copies: list[Section]) -> None:
         """Swapping begins, and copy-on-write is done."""
-        self._transfers.start(plan.swap_out, plan.swap_in)
+        if plan.transfers is not None:
+            self._transfers.start(plan.transfers.swap_out, plan.transfers.swap_in)
         if not plan.block_copies:
             return
         if self._transfers.is_reading(destination for _, destination in plan.block_copies):
@@ -133,7 +134,8 @@ class DeviceModelRunner:
         """Hidden states, [T or more, hidden size]."""
         execution = choose_execution(columns.num_tokens, len(columns.rows), columns.max_query_len, self._settings)
         batch, token_ids = self._state.inputs.prepare(columns, on_device, execution.num_seqs, execution.num_tokens)
-        if plan.swap_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
+        swaps_out = plan.transfers is not None and plan.transfers.swap_out
+        if swaps_out and self._transfers.is_reading(written_blocks(columns, self._state.requests)):
             self._transfers.wait()
         return self._passes.run(execution, batch, token_ids)
 

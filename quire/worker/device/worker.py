@@ -25,9 +25,6 @@ from quire.models.loader import load_model
 from quire.sampling.device.sampler import DeviceSampler
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
-from quire.worker.block_file import BlockLayout
-from quire.worker.cache_directory import require_writable
-from quire.worker.cache_identity import cache_namespace, device_code
 from quire.worker.device.cuda_graphs import CudaGraphRunner, PassShape
 from quire.worker.device.graph_capture import CudaGraphCapture, GraphCapture
 from quire.worker.device.graph_dispatch import ExecutionSettings, execution_settings
@@ -40,8 +37,12 @@ from quire.worker.device.streams import make_streams
 from quire.worker.device.transfers import StreamTransfers
 from quire.worker.device.warm_up import warm_up, warm_up_attention, warm_up_plans
 from quire.worker.device.weight_offload import OffloadedWeights
-from quire.worker.disk_store import DiskStore
-from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
+from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.cache_directory import require_writable
+from quire.worker.kv_connector.cache_identity import cache_namespace, device_code
+from quire.worker.kv_connector.disk_store import DiskStore
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
+from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
 from quire.worker.kv_tensors import typed_pages
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
@@ -83,7 +84,7 @@ class DeviceWorker:
         self._runner: DeviceModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
-        self._disk: DiskTier = NoDiskTier()
+        self._connector: WorkerConnector = NoWorkerConnector()
         self._last: PendingStep | None = None
 
     @_enqueues
@@ -125,7 +126,7 @@ class DeviceWorker:
             self._host_pool = HostPool(layout, self._memory)
             self._transfers = StreamTransfers(self.streams, pages, self._host_pool.blocks)
             if config.cache.offload_dir is not None:
-                self._disk = FileTier(self._open_store(self._host_pool, layout), self._transfers)
+                self._connector = OffloadWorker(self._open_store(self._host_pool, layout), self._transfers)
         settings = execution_settings(config.device, scheduler.max_num_seqs)
         state = make_state(config, layout, settings, self.streams)
         sampler = DeviceSampler(state.requests.sampling)
@@ -186,7 +187,7 @@ class DeviceWorker:
                 self._model, self.streams.device, self._model.weight_bytes(), self._memory
             )
             self._offloaded.release()
-        self._disk.close()
+        self._connector.close()
         self._last = None
         self._release_pools()
         if level == 2:
@@ -223,7 +224,7 @@ class DeviceWorker:
                 plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             )
         try:
-            self._disk.begin_transfers(plan)
+            begin_plan(self._connector, plan)
             collect = self._runner.launch(plan)
         except BaseException as error:
             self._last = failed_step(plan.step_id, error)
@@ -236,7 +237,7 @@ class DeviceWorker:
     def close(self) -> None:
         """Wait for the enqueued plans and the stores to disk. Idempotent."""
         self.streams.synchronize()
-        self._disk.close()
+        self._connector.close()
         self._last = None
         self._release_pools()
         self._drop_offloaded()
@@ -249,7 +250,7 @@ class DeviceWorker:
     def _release_pools(self) -> None:
         """Free everything that holds keys and values."""
         self._runner = None
-        self._transfers, self._disk = NoTransfers(), NoDiskTier()
+        self._transfers, self._connector = NoTransfers(), NoWorkerConnector()
         if self._host_pool is not None:
             self._host_pool.close()
             self._host_pool = None
@@ -312,7 +313,7 @@ class DeviceWorker:
         def wait() -> StepResult:
             with self.streams.computing():
                 result = collect()
-                result.disk = self._disk.end_transfers(plan)
+                end_plan(self._connector, plan, result)
             return result
 
         return wait

@@ -1,0 +1,77 @@
+"""The worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
+what ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from quire.step import StepPlan
+from quire.transfers import OffloadReport, OffloadTransfers
+from quire.worker.kv_connector.block_file import Buffer
+from quire.worker.kv_connector.disk_store import DiskStore, smoothed
+from quire.worker.kv_connector.interface import PATIENCE
+from quire.worker.kv_transfer import BlockTransfers
+
+TIMED_TOKENS = 64
+"""Steps of at least this many tokens are timed to estimate the seconds per token of a prompt."""
+CLOSE_SECONDS = 3.0
+"""The longest time that closing waits for stores that were ordered."""
+
+
+class OffloadWorker:
+    """A WorkerConnector that keeps blocks in files, through a DiskStore."""
+
+    layers: Sequence[int] = ()
+
+    def __init__(self, store: DiskStore, transfers: BlockTransfers) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._token_seconds = 0.0
+        self._began = 0.0
+
+    def start_load(self, plan: StepPlan) -> None:
+        self._began = time.perf_counter()
+        orders = plan.transfers
+        if isinstance(orders, OffloadTransfers) and orders.loads:
+            self._transfers.synchronize()  # earlier copies may still be reading the blocks that are loaded into
+            for group, block_hash, host_block in orders.loads:
+                self._store.load_block(group, block_hash, host_block)
+
+    def wait_layer(self, layer: int) -> None:
+        """What is loaded comes to the device with the copies of a plan, which the runner waits for."""
+
+    def save_layer(self, layer: int) -> None:
+        """A block is copied to the host when the prefix cache has taken it in."""
+
+    def finished(self, plan: StepPlan) -> OffloadReport | None:
+        if plan.total_tokens >= TIMED_TOKENS:
+            seconds = (time.perf_counter() - self._began) / plan.total_tokens
+            self._token_seconds = smoothed(self._token_seconds, seconds)
+        orders = plan.transfers
+        if isinstance(orders, OffloadTransfers) and orders.stores:
+            self._transfers.synchronize()
+            for host_block, group, block_hash in orders.stores:
+                self._store.store_block(host_block, group, block_hash)
+        if orders is not None and orders.awaits_report:
+            self._store.wait(PATIENCE)
+        report = self._store.take_report()
+        if report is not None:
+            report.token_seconds = self._token_seconds
+        return report
+
+    def close(self) -> None:
+        self._store.close(CLOSE_SECONDS)
+
+
+class HostBlocks:
+    """Host memory for the DiskStore: a callable from a host block to its pages."""
+
+    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+        """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""
+        self._pages = [page.numpy() for page in pages]
+
+    def __call__(self, block: int) -> list[Buffer]:
+        return [memoryview(page[block]) for page in self._pages]
