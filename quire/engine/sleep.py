@@ -79,5 +79,5 @@ class Sleep:
         if stats.num_registered_blocks:
             raise UserError("the engine cannot sleep while prefixes are registered: unregister them first")
         if not self._finish_transfers():
-            raise UserError("the engine cannot sleep yet: the KV connector still stores or sends blocks")
+            raise UserError("the engine cannot sleep yet: KV blocks are still on their way")
         scheduler.kv.reset_prefix_cache()

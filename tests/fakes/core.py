@@ -26,6 +26,7 @@ from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.ledger import SlotLedger
+from tests.fakes.remote import FakeRemote
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
 
@@ -186,18 +187,20 @@ class CoreDriver(CoreClient):
         costs: PreemptionCosts | None = None,
         disk: FakeDisk | None = None,
         *,
+        remote: FakeRemote | None = None,
+        make_scheduler: SchedulerFactory = paged_scheduler,
         nonfinite_token: int | None = None,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
-        self.executor.connector = disk
+        self.executor.connector = disk or remote
         self.executor.nonfinite_token = nonfinite_token
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.executor.costs = costs or self.executor.costs
-        super().__init__(config, self.executor)
+        super().__init__(config, self.executor, make_scheduler)
 
     def step(self) -> None:
         super().step()
