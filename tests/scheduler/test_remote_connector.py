@@ -187,31 +187,29 @@ def test_nothing_is_owned_after_an_abort_at_any_moment(num_steps: int, queue_dep
     assert generate(driver, "next") == generate_alone(PROMPT)[0]
 
 
-def test_reset_while_blocks_are_on_their_way() -> None:
-    """What comes in after it is not found."""
-    for num_steps in range(1, 6):
-        driver = start(FakeRemote(filled(), delay=4, seed=num_steps), sends=False)
-        driver.add("again", PROMPT)
-        for _ in range(num_steps):
-            driver.step()
-        hits = cached_tokens(driver)
-        driver.scheduler.kv.reset_prefix_cache()
-        driver.scheduler.check()
-        driver.run()
-        assert cached_tokens(driver) == hits
-        assert driver.tokens["again", 0] == generate_alone(PROMPT)[0]
-
-
-def test_what_was_evicted_for_its_content_does_not_come_in_late() -> None:
-    driver = start(FakeRemote(filled(), delay=4), sends=False)
+@pytest.mark.parametrize("forget", ["reset", "evict"])
+def test_what_is_forgotten_on_its_way_is_not_found(forget: str) -> None:
+    """The prefix cache is reset, or the content is in doubt, while the blocks are being loaded. No request waits for a
+    load whose content was reset."""
+    remote = FakeRemote(filled())
+    driver = start(remote, sends=False)
+    remote.is_hung = True
     driver.add("again", PROMPT)
     driver.step()
-    (request,) = driver.scheduler._requests.values()
-    assert request.load_deferral is not None
-    chain = request.sequences[0].chain
-    driver.scheduler.kv.evict(chain)
+    kv, (request,) = driver.scheduler.kv, driver.scheduler._requests.values()
+    assert request.load_deferral.load.is_pending
+    if forget == "reset":
+        kv.reset_prefix_cache()
+        assert not request.load_deferral.load.is_pending
+        finish(driver)
+    else:
+        kv.evict(request.sequences[0].chain)
+    driver.scheduler.check()
+    remote.is_hung = False
     driver.run()
+    assert remote.num_loads == 10
     assert cached_tokens(driver) == 0
+    assert driver.tokens["again", 0] == generate_alone(PROMPT)[0]
 
 
 def test_requests_with_one_prefix_load_it_once() -> None:
