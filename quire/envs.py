@@ -72,11 +72,17 @@ def triton_cache() -> Path:
     named = os.environ.get("QUIRE_TRITON_CACHE")
     if named:
         return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "triton"
+    return cache_directory() / "triton"
+
+
+def cache_directory() -> Path:
+    """`quire` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 
 
 def api_key() -> str | None:
-    """`QUIRE_API_KEY`: the key that `quire serve` asks for when `--api-key` is not given."""
+    """`QUIRE_API_KEY`: the key that `quire serve` asks for when neither `--api-key` nor `--api-key-file` is
+    given."""
     return os.environ.get("QUIRE_API_KEY") or None
 
 

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from quire.utils.failures import explain
+
 
 class QuireError(Exception):
     """Base of all errors that Quire raises on purpose."""
@@ -103,12 +105,6 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
-def describe(error: BaseException) -> str:
-    """One line: the error's class and message."""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
 @contextmanager
 def panics_are_errors(what: str) -> Iterator[None]:
     """Around calls into a native extension: raise InternalError for its panics, which no `except Exception` catches.
@@ -120,7 +116,7 @@ def panics_are_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise InternalError(f"{what} failed: {describe(error)}", summary=f"{what} failed") from error
+        raise InternalError(f"{what} failed: {explain(error)}", summary=f"{what} failed") from error
 
 
 MAX_SUGGESTED_CHARACTERS = 100

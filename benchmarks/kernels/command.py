@@ -98,7 +98,7 @@ def _bench(num_threads: int, *, with_twins: bool) -> tuple[Bench, dict[str, Any]
             from benchmarks.kernels.subjects.machine import Machine
         except ImportError as error:
             raise QuireError(f"the native kernels cannot be loaded: {error}") from None
-    from quire.worker.memory import available_memory
+    from quire.worker.platform.host_memory import available_memory
 
     machine = Machine(envs.cpu_isa(), num_threads)
     bench = Bench(

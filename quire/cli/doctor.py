@@ -33,8 +33,8 @@ from quire.kernels.triton.attention_tiles import (
 )
 from quire.utils.sizes import format_bytes
 from quire.version import __version__
-from quire.worker.device.graph_dispatch import Execution, choose_execution, execution_settings
-from quire.worker.memory import available_memory
+from quire.worker.graph_dispatch import Execution, choose_execution, execution_settings
+from quire.worker.platform.host_memory import available_memory
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "pyzmq", "fastapi", "uvicorn")
 SERVER_MODULES = ("zmq", "fastapi", "uvicorn")
@@ -169,12 +169,23 @@ def _why_device(cuda: CudaFacts, config: EngineConfig) -> str:
 def _why_backend(report: Report, config: EngineConfig) -> str:
     backend = config.device.attention_backend
     if backend == "native":
-        return f"native: kernels for {report.native}, {config.device.num_threads} threads"
+        return f"native: kernels for {report.native}, {config.device.num_threads} threads{_why_products(config)}"
     if backend == "torch":
         reason = "the native kernels are not built" if report.native is None else "as the options or the heads want it"
         return f"torch: plain operators ({reason})"
     where = "" if config.device.device == "cuda" else ", in Triton's interpreter (for tests: very slow)"
     return f"triton: kernels for heads of {config.model.head_dim}{where}"
+
+
+def _why_products(config: EngineConfig) -> str:
+    """Nothing where the weights leave no choice."""
+    if config.device.matmul_precision != "auto":
+        return ""
+    from quire.kernels.cpu import _native
+    from quire.kernels.cpu.precision import choose_precision
+
+    choice = choose_precision(_native.resolve_isa(config.device.cpu_isa))
+    return f", {choice.precision} products ({choice.reason})"
 
 
 def _describe_steps(report: Report, config: EngineConfig, limits: DeviceLimits) -> None:

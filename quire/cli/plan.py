@@ -26,7 +26,7 @@ from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes
-from quire.worker.memory import available_memory
+from quire.worker.platform.host_memory import available_memory
 
 GB = 10**9
 IRRELEVANT_OPTIONS = (

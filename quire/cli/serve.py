@@ -24,7 +24,10 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
-    keywords = {"api_key": envs.api_key()} | given(namespace, ServerSettings)
+    keywords = given(namespace, ServerSettings)
+    key = envs.api_key()
+    if key is not None and not keywords.keys() & {"api_key", "api_key_file"}:
+        keywords["api_key"] = [key]
     settings = ServerSettings.from_keywords(keywords)
     from quire.server.run import serve  # after the options are known to be good: it imports the web framework
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from quire import envs
 from quire.cli.parser import Parser
-from quire.errors import QuireError, describe
+from quire.errors import QuireError
+from quire.utils.failures import explain
 
 if TYPE_CHECKING:
     from quire.dashboard.client import FrameClient
@@ -96,7 +97,7 @@ def _read(client: FrameClient, rate: float, news: queue.SimpleQueue[Frame | Quir
     except QuireError as error:
         news.put(error)
     except BaseException as error:  # else the screen would wait for ever for a frame
-        news.put(QuireError(f"the stream of frames cannot be read: {describe(error)}"))
+        news.put(QuireError(f"the stream of frames cannot be read: {explain(error)}"))
 
 
 def _take(item: Frame | QuireError) -> Frame:

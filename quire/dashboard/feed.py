@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from quire.errors import InternalError, QuireError, describe
+from quire.errors import InternalError, QuireError
+from quire.utils.failures import explain
 
 KEEP_ALIVE_SECONDS = 15.0
 """After so long without news a comment is sent: it keeps proxies patient and finds viewers that are gone."""
@@ -106,7 +107,7 @@ class Feed:
             if isinstance(error, Exception):
                 self._failure = error
             else:
-                self._failure = InternalError(f"no frame: {describe(error)}", summary="there is no frame to show")
+                self._failure = InternalError(f"no frame: {explain(error)}", summary="there is no frame to show")
             self._wake()
 
     def _wake(self) -> None:

@@ -28,7 +28,7 @@ from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOut
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
 from quire.engine.process_client import ProcessClient
 from quire.engine.request_part import Preparations, RequestPart, turn_of
-from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError, describe
+from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.logging import get_logger
 from quire.outputs import RequestOutput, raise_if_nonfinite
@@ -36,6 +36,7 @@ from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.failures import explain
 
 logger = get_logger(__name__)
 
@@ -570,7 +571,7 @@ def _cause_of_death(error: BaseException) -> EngineDeadError:
         return error
     if isinstance(error, QuireError):  # what a start failed with
         return EngineDeadError(str(error), summary="the engine could not start")
-    death = EngineDeadError(f"the front end failed: {describe(error)}", summary="the server's front end failed")
+    death = EngineDeadError(f"the front end failed: {explain(error)}", summary="the server's front end failed")
     logger.error("error %s: the engine's front end failed", death.error_id, exc_info=error)
     return death
 

@@ -23,13 +23,15 @@ def main() -> None:
         from quire.engine.process import main as run
 
         run(line)
-    except Exception as error:  # the parent's last line says why
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a native extension's panic included; the parent's last line says why
         logging.getLogger("quire.engine").debug("the engine process failed", exc_info=True)
         _leave_word(Path(json.loads(line)["directory"]), error)
         os._exit(1)
 
 
-def _leave_word(directory: Path, error: Exception) -> None:
+def _leave_word(directory: Path, error: BaseException) -> None:
     try:
         from quire.utils.failures import explain
 

@@ -10,7 +10,8 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
-from quire.errors import EngineDeadError, describe, is_interrupt
+from quire.errors import EngineDeadError, is_interrupt
+from quire.utils.failures import explain
 
 
 class InProcessClient:
@@ -81,7 +82,7 @@ class InProcessClient:
                 return advance(self._core, messages)
             except BaseException as error:  # after an interrupt the step is half done as well
                 self._death = EngineDeadError(
-                    f"the engine core failed: {describe(error)}", summary="the engine core failed"
+                    f"the engine core failed: {explain(error)}", summary="the engine core failed"
                 )
                 if is_interrupt(error):
                     raise

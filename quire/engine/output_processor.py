@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.engine.messages import Abort
-from quire.errors import InternalError, UserError, describe, is_interrupt
+from quire.errors import InternalError, UserError, is_interrupt
 from quire.outputs import (
     CompletionOutput,
     Logprob,
@@ -24,6 +24,7 @@ from quire.step import TokenLogprobs
 from quire.tokenization.detokenizer import IncrementalDetokenizer
 from quire.tokenization.stop_strings import StopStrings, StopTable
 from quire.tokenization.tokenizer import Tokenizer
+from quire.utils.failures import explain
 
 
 @dataclass(slots=True)
@@ -413,7 +414,7 @@ class _SequenceState:
 
 def _internal_error(request_id: str, error: BaseException) -> InternalError:
     return InternalError(
-        f"the output of request {request_id!r} could not be processed: {describe(error)}",
+        f"the output of request {request_id!r} could not be processed: {explain(error)}",
         summary="the output of this request could not be processed",
     )
 

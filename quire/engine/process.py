@@ -24,7 +24,7 @@ from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
 from quire.engine.runtime_directory import RuntimeDirectory
-from quire.errors import QuireError, UserError, describe
+from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
 from quire.utils.failures import explain
 
@@ -140,7 +140,7 @@ def run_engine(spec: LaunchSpec, channel: Channel, stop: StopFlag) -> EngineFail
         serve(core, channel, stop)
     except BaseException as error:
         logger.exception("the engine failed")
-        return EngineFailed(f"the engine process failed: {describe(error)}", summary="the engine process failed")
+        return EngineFailed(f"the engine process failed: {explain(error)}", summary="the engine process failed")
     finally:
         core.shutdown()
     return EngineFailed("the engine process was terminated (SIGTERM)") if stop.is_set else None

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from quire.server.auth import client_of
 from quire.server.body import parse_body, read_body
 from quire.server.context import ServerContext, new_id
 from quire.server.disconnect import run_until_disconnect
@@ -33,7 +34,6 @@ class Answer(ABC, Generic[Body]):
         self._body: Body = body
         self._context = context
         self._model = context.served_name(body.model)
-        context.check_priority(body.priority)
         self._params = body.to_sampling_params()
         self._created = int(time.time())
         self.response_id = new_id(self.ID_PREFIX, body.request_id)
@@ -61,6 +61,7 @@ def add_answer_route(
     async def create(request: Request) -> Response:
         body = parse_body(await read_body(request, context.max_body_bytes), body_type)
         context.admit()
+        context.check_priority(body.priority, client_of(request))
         answer = answer_type(context, body)
         headers = {"X-Request-Id": answer.response_id}
         if body.stream:

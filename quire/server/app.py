@@ -17,6 +17,7 @@ from quire.server.errors import install_error_handlers
 from quire.server.health import SilenceGauge, add_health_routes
 from quire.server.home import add_home_route
 from quire.server.json_bodies import JsonBodies
+from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
 from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
@@ -54,7 +55,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         version=__version__,
         openapi_url=None,
         redirect_slashes=False,  # the address to go to would be made of the client's Host
-        dependencies=[Depends(key_check(settings.api_key))],
+        dependencies=[Depends(key_check(KeyRing.of(settings)))],
     )
     app.state.context = context
     add_completion_routes(app, context)

@@ -1,15 +1,14 @@
-"""The API key. Checked once the route is known, by the route's own mark: no spelling of a path gets around it."""
+"""The check of API keys, made once the route is known by the route's own mark; no spelling of a path avoids it."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail
+from quire.server.keys import Client, KeyRing
 
 _PUBLIC_MARK = "needs_no_key"
 
@@ -22,26 +21,28 @@ def public(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Return the dependency of all routes: 401 unless the request brings `Authorization: Bearer <api_key>`.
-
-    With no key set every request passes. Digests of equal length are compared in constant time.
-    """
-    expected = None if api_key is None else _digest(api_key.encode())
+def key_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
+    """Return the dependency of all routes: 401 unless the request brings `Authorization: Bearer KEY` with one of the
+    keys, or there are none. `client_of` then says which client called."""
 
     async def check_key(request: Request) -> None:
-        if expected is None or getattr(request.scope["endpoint"], _PUBLIC_MARK, False):
+        if getattr(request.scope["endpoint"], _PUBLIC_MARK, False):
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Header values arrive decoded as Latin-1; the key may hold anything.
-        if scheme.lower() == "bearer" and hmac.compare_digest(_digest(given.strip().encode("latin-1")), expected):
-            return
-        message = "incorrect API key" if given else "an API key is required: 'Authorization: Bearer KEY'"
-        detail = ErrorDetail(message, INVALID_REQUEST, None, "invalid_api_key")
-        raise ApiError(401, detail, {"WWW-Authenticate": "Bearer"})
+        client = keys.anyone
+        if client is None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            # Header values arrive decoded as Latin-1; the key may hold anything.
+            client = keys.find(given.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+            if client is None:
+                message = "incorrect API key" if given else "an API key is required: 'Authorization: Bearer KEY'"
+                detail = ErrorDetail(message, INVALID_REQUEST, None, "invalid_api_key")
+                raise ApiError(401, detail, {"WWW-Authenticate": "Bearer"})
+        request.state.client = client
 
     return check_key
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def client_of(request: Request) -> Client:
+    """The client that sent a request to a route that is not public."""
+    client: Client = request.state.client
+    return client

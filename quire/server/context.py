@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import UnknownModelError, UserError, nearest_name
 from quire.server.errors import overloaded, unavailable
+from quire.server.keys import Client
 from quire.server.settings import ServerSettings
 from quire.tokenization.tokenizer import Tokenizer
 from quire.version import __version__
@@ -52,12 +53,12 @@ class ServerContext:
             raise UnknownModelError(f"the model {model!r} does not exist{nearest} (served: {served})", param="model")
         return model
 
-    def check_priority(self, priority: int) -> None:
-        """Raise UserError for a priority that clients may not send. Whether the engine takes any is its own to say."""
-        low, high = self.settings.priorities()
+    def check_priority(self, priority: int, client: Client) -> None:
+        """Raise UserError for a priority that `client` may not send. Whether the engine takes any is its own to say."""
+        low, high = client.priorities
         if self.engine.takes_priorities and not low <= priority <= high:
             raise UserError(
-                f"priority must be between {low} and {high} on this server (--priority-range), not {priority}",
+                f"priority must be between {low} and {high} on this server ({client.option}), not {priority}",
                 param="priority",
             )
 

@@ -151,9 +151,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _no_such_route(request: Request, error: HTTPException) -> ApiError:
-    what = f"{request.method} {request.scope['path']}"
-    if len(what) > MAX_SHOWN_CHARACTERS:
-        what = what[:MAX_SHOWN_CHARACTERS] + "..."
+    what = shorten(f"{request.method} {request.scope['path']}", MAX_SHOWN_CHARACTERS)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"method not allowed: {what}" + (f" (allowed: {allowed})" if allowed else "")

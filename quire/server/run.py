@@ -18,6 +18,7 @@ from quire.config.options import EngineOptions
 from quire.engine.async_engine import AsyncLLM
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.errors import ConfigError, EngineDeadError, UserError
+from quire.server.keys import KeyRing
 from quire.server.report import StartReport
 from quire.server.settings import ServerSettings
 from quire.utils.open_files import make_room_for_connections
@@ -46,6 +47,7 @@ def serve(options: EngineOptions, settings: ServerSettings, *, executor: str = D
     """
     report = StartReport()
     check_certificate(settings)
+    KeyRing.of(settings)  # a wrong file is refused before the engine starts
     prefixes = {path: read_text_file(path, param="preload_prefix") for path in settings.preload_prefix}
     with bind(settings) as listener, _interruptible():
         engine = AsyncLLM.from_options(options, executor=executor)

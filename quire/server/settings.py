@@ -20,7 +20,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     served_model_name: names that requests may use; the first is the one in responses. Empty: the engine's model name.
     max_body_size: bytes of a request body, as a number or "8MiB".
-    priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier).
+    api_key, api_key_file: the keys that clients may send (quire/server/keys.py); with neither, no key is asked for.
+    priority_range: "LOW,HIGH", the priorities that clients may send where the engine takes any (lower is earlier). The
+        file of keys may name another one for a key.
     max_num_queued: most requests that may wait for a place in the batch before new ones get 429; None: no limit.
     shutdown_timeout: seconds that running requests get to finish after SIGTERM.
     cors_allowed_origins: origins (scheme://host:port) whose pages may call besides the server's own; "*": any.
@@ -36,7 +38,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: list[str] = []
-    api_key: str | None = None
+    api_key: list[str] = []
+    api_key_file: str | None = None
     max_body_size: int | str = "8MiB"
     max_num_queued: int | None = 4096
     priority_range: str = "0,100"
@@ -60,7 +63,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("host must not be empty", param="host")
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be between 0 and {MAX_PORT}, not {self.port}", param="port")
-        if self.api_key is not None and not self.api_key.strip():
+        if not isinstance(self.api_key, list):  # the characters of a string would all be keys
+            raise ConfigError("api_key must be a list of keys", param="api_key")
+        if not all(key.strip() for key in self.api_key):
             raise ConfigError("api_key must not be empty", param="api_key")
         if self.max_num_queued is not None and self.max_num_queued < 1:
             raise ConfigError(f"max_num_queued must be at least 1, not {self.max_num_queued}", param="max_num_queued")
@@ -95,18 +100,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def priorities(self) -> tuple[int, int]:
         """(lowest, highest) priority that a client may send. Raises ConfigError for a range that is none."""
-        low, _, high = self.priority_range.partition(",")
-        try:
-            found = int(low), int(high)
-        except ValueError:
-            found = 1, 0
-        if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
-            raise ConfigError(
-                f"priority_range must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not "
-                f"{self.priority_range!r}",
-                param="priority_range",
-            )
-        return found
+        return parse_priorities(self.priority_range, "priority_range", "priority_range")
 
     @property
     def max_total_body_bytes(self) -> int:
@@ -135,6 +129,21 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"server setting: {error}") from None
 
 
+def parse_priorities(text: str, name: str, param: str) -> tuple[int, int]:
+    """(lowest, highest) of "LOW,HIGH". Raises ConfigError, which calls the text `name`, for a range that is none."""
+    low, _, high = text.partition(",")
+    try:
+        found = int(low), int(high)
+    except ValueError:
+        found = 1, 0
+    if not -MAX_PRIORITY <= found[0] <= 0 <= found[1] <= MAX_PRIORITY:
+        raise ConfigError(
+            f"{name} must be LOW,HIGH with {-MAX_PRIORITY} <= LOW <= 0 <= HIGH <= {MAX_PRIORITY}, not {text!r}",
+            param=param,
+        )
+    return found
+
+
 def _check_origins(origins: list[str]) -> None:
     for origin in origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
@@ -158,7 +167,8 @@ HELP: dict[str, str] = {
     "host": "address to listen on",
     "port": "port to listen on (0: any free one)",
     "served_model_name": "name of the model in the API; may be given several times (default: the model as given)",
-    "api_key": "key that clients must send as 'Authorization: Bearer KEY'",
+    "api_key": "key that clients must send as 'Authorization: Bearer KEY'; may be given several times",
+    "api_key_file": "TOML file of further keys: a table [NAME] for each client, with key and perhaps priority_range",
     "max_body_size": "largest request body, such as 8MiB",
     "max_num_queued": "most requests that may wait before new ones are refused with 429",
     "priority_range": "priorities LOW,HIGH that clients may send, with --scheduling-policy priority; lower is earlier",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail, error_response, invalid_request
+from quire.server.errors import INVALID_REQUEST, ApiError, ErrorDetail, error_response, invalid_request, shorten
 
 ANY = "*"
 MAX_SHOWN_CHARACTERS = 100
@@ -127,4 +127,4 @@ def _machine_names() -> frozenset[str]:
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "...")
+    return repr(shorten(text, MAX_SHOWN_CHARACTERS))

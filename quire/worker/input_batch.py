@@ -1,85 +1,90 @@
-"""The input batch of one step: gathered from the request state, frozen, without a Python loop over sequences or
-tokens."""
+"""The input batch of one step: columns of the host, without a Python loop over sequences or tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from quire.attention.interface import AttentionBatch
-from quire.worker.block_tables import BlockTables
-from quire.worker.request_state import RequestState
+if TYPE_CHECKING:
+    from quire.worker.block_tables import BlockTables
+    from quire.worker.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """S scheduled sequences with T tokens in all, in the plan's order.
 
-    rows: [S] int64. starts, ends: [S] int64, first position computed in this step and the one after the last.
-    first_index, last_index: [S] int64, where the sequence's first and last token lie among the T.
-    token_ids, positions: [T] int64 tensors.
+    rows, starts, counts, ends: [S] int64: request slot, first position computed in this step, number of positions, and
+    the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
     """
 
     rows: np.ndarray
     starts: np.ndarray
+    counts: np.ndarray
     ends: np.ndarray
-    first_index: np.ndarray
-    last_index: np.ndarray
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: AttentionBatch
+    query_start: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of one sequence in this step; of a batch that is nothing but padding: 1, like a decode's, for
+        grids follow it and graphs are captured over such batches."""
+        return int(self.counts.max(initial=1))
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence after this step."""
+        return int(self.ends.max(initial=0))
+
+    def written_blocks(self, tables: BlockTables) -> list[int]:
+        """The blocks that the model writes keys and values to in this step, of all KV groups."""
+        first, last = self.starts // tables.block_size, (self.ends - 1) // tables.block_size
+        counts = last - first + 1
+        logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        entries = tables.entries(np.repeat(self.rows, counts), logical)
+        blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
+        return blocks
 
 
 def build_input_batch(
-    rows: np.ndarray,
-    start_positions: Sequence[int],
-    num_tokens: Sequence[int],
-    requests: RequestState,
-    tables: BlockTables,
+    seq_ids: Sequence[int], start_positions: Sequence[int], num_tokens: Sequence[int], requests: RequestState
 ) -> InputBatch:
-    """rows: [S] int64, S >= 1. Every scheduled token must be known: those that an earlier step sampled are."""
+    """Every scheduled token must be known, or sampled by an earlier step."""
+    rows = requests.rows_of(seq_ids)
     starts = np.array(start_positions, np.int64)
     counts = np.array(num_tokens, np.int64)
     ends = starts + counts
     assert (ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
     query_start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=query_start[1:])
-    sequence_index = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[sequence_index]
-    token_ids = requests.token_ids[rows[sequence_index], positions].astype(np.int64)
-    block_tables = tables.gather(rows, int(ends.max()))
-    attention = build_attention_batch(query_start, starts, positions, sequence_index, block_tables, tables.block_size)
-    return InputBatch(
-        rows=rows,
-        starts=starts,
-        ends=ends,
-        first_index=query_start[:-1],
-        last_index=query_start[1:] - 1,
-        token_ids=torch.from_numpy(token_ids),
-        positions=attention.positions,
-        attention=attention,
-    )
+    return InputBatch(rows, starts, counts, ends, query_start)
 
 
-def build_attention_batch(
-    query_start: np.ndarray,
-    start_positions: np.ndarray,
-    positions: np.ndarray,
-    sequence_index: np.ndarray,
-    block_tables: tuple[np.ndarray, ...],
-    block_size: int,
-) -> AttentionBatch:
-    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch)."""
-    logical, offset = np.divmod(positions, block_size)
-    slots = (table[sequence_index, logical].astype(np.int64) * block_size + offset for table in block_tables)
-    return AttentionBatch(
-        query_start=torch.from_numpy(query_start),
-        start_positions=torch.from_numpy(start_positions),
-        positions=torch.from_numpy(positions),
-        sequence_index=torch.from_numpy(sequence_index),
-        block_tables=tuple(torch.from_numpy(table) for table in block_tables),
-        slot_mapping=tuple(torch.from_numpy(slot) for slot in slots),
-    )
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """R sampled rows, in result order. All [R] int64.
+
+    rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the
+    place among the T tokens whose logits are read. num_prompt_tokens: of the row.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    last_index: np.ndarray
+    num_prompt_tokens: np.ndarray
+
+
+def build_sample_rows(
+    seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
+) -> SampleRows:
+    """sample_from: [R], indices into the batch. From here on the rows count their new tokens."""
+    source = np.array(sample_from, np.int64)
+    rows, lengths = requests.rows_of(seq_ids), batch.ends[source]
+    requests.lengths[rows] = lengths + 1
+    return SampleRows(rows, lengths, batch.query_start[1:][source] - 1, requests.num_prompt_tokens[rows])

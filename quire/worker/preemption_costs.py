@@ -8,11 +8,13 @@ from collections.abc import Callable
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.profile import PROFILED_TOKENS, BackendFactory, dummy_pass
+from quire.worker.platform.interface import DummySequences, MemoryMeter, StepLimits
 
 COPIED_BYTES = 16 * 2**20
 """Bytes copied each way: more than the processor's caches hold, and little beside the pools, whose memory this
 touches."""
+TIMED_TOKENS = 512
+"""Tokens of the prompt that is timed: many at a time, in a fraction of a second."""
 NUM_REPEATS = 3
 """Runs, of which the fastest counts. The first brings memory and caches into the state of a running engine."""
 
@@ -29,17 +31,21 @@ def time_copies(transfers: BlockTransfers, layout: KVCacheLayout) -> float:
     return fastest(copy) / (2 * num_blocks)
 
 
-def time_prompt(
-    model: CausalLM, make_backend: BackendFactory, block_size: int, max_num_batched_tokens: int, longest: int
-) -> float:
-    """Seconds for one token of a prompt that is computed many tokens at a time.
+def time_prompt(model: CausalLM, limits: StepLimits, meter: MemoryMeter, synchronize: Callable[[], None]) -> float:
+    """Seconds for one token of a prompt that is computed many tokens at a time. synchronize: waits for the device.
 
     Only the forward pass is timed, over short sequences; the additional cost of attention late in a long one is left
     out.
     """
-    num_tokens = min(max_num_batched_tokens, PROFILED_TOKENS)
-    forward = dummy_pass(model, make_backend, block_size, num_tokens, min(num_tokens, longest))
-    return fastest(forward) / num_tokens
+    num_tokens = min(limits.max_num_tokens, TIMED_TOKENS)
+    prompt = DummySequences.prompts(num_tokens, min(num_tokens, limits.longest))
+    forward = meter.dummy_pass(model, limits, prompt)
+
+    def compute() -> None:
+        forward()
+        synchronize()
+
+    return fastest(compute) / num_tokens
 
 
 def fastest(work: Callable[[], object]) -> float:

@@ -2,72 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from quire.models.interface import CausalLM
-from quire.sampling.backend import SamplerBackend
-from quire.sampling.errors import NonFiniteLogitsError
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
+from quire.worker.platform.interface import Pending, StepCompute
 from quire.worker.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPrompts:
-    """found: batch index -> log-probabilities. nonfinite: batch indices of prompts with a NaN or infinite logit."""
+class PromptScores:
+    """Scores of one sequence's chunk. index: in the batch. start: position of the first token scored."""
 
-    found: dict[int, PromptLogprobs]
-    nonfinite: Sequence[int] = ()
+    index: int
+    start: int
+    slices: Sequence[Pending[list[TokenLogprobs]]]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What must be copied to the host."""
+        return [tensor for each in self.slices for tensor in each.tensors()]
 
-NOTHING_SCORED = ScoredPrompts({})
+    def assemble(self, hosts: Iterator[torch.Tensor]) -> PromptLogprobs:
+        """hosts: `tensors` on the host, all of which are taken. Raises NonFiniteLogitsError."""
+        parts = [(each, [next(hosts) for _ in each.tensors()]) for each in self.slices]
+        entries: list[TokenLogprobs] = []
+        for each, tensors in parts:
+            entries += each.assemble(tensors)
+        return PromptLogprobs(self.start, entries)
 
 
 class PromptScorer:
     """slice_rows: most positions whose logits exist at a time."""
 
-    def __init__(self, model: CausalLM, backend: SamplerBackend, slice_rows: int) -> None:
-        self._model = model
-        self._backend = backend
+    def __init__(self, compute: StepCompute, requests: RequestState, slice_rows: int) -> None:
+        self._compute = compute
+        self._requests = requests
+        self._sampling = compute.columns.sampling
         self._slice_rows = slice_rows
 
-    def score(self, hidden: torch.Tensor, batch: InputBatch, requests: RequestState) -> ScoredPrompts:
-        """Of the prompt tokens that this step's positions predict (position p predicts p + 1).
-
-        hidden: [T, hidden size].
-        """
-        asked = requests.sampling.rows_with_prompt_logprobs
+    def score(self, hidden: torch.Tensor, batch: InputBatch) -> list[PromptScores]:
+        """Of the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [T, hidden
+        size]."""
+        asked = self._sampling.rows_with_prompt_logprobs
         if not asked:
-            return NOTHING_SCORED
-        found: dict[int, PromptLogprobs] = {}
-        nonfinite = []
-        for index, row in enumerate(batch.rows.tolist()):
-            if row not in asked:
-                continue
-            start = int(batch.starts[index])
-            num_predicted = min(batch.ends[index], requests.num_prompt_tokens[row] - 1) - start
-            if num_predicted <= 0:
-                continue
-            first = int(batch.first_index[index])
-            targets = requests.token_ids[row, start + 1 : start + 1 + num_predicted].astype(np.int64)
-            num_top = int(requests.sampling.num_prompt_logprobs[row])
-            try:
-                entries = self._by_slices(hidden[first : first + num_predicted], targets, num_top)
-            except NonFiniteLogitsError:
-                nonfinite.append(index)
-                continue
-            found[index] = PromptLogprobs(start + 1, entries)
-        return ScoredPrompts(found, nonfinite)
+            return []
+        return [
+            scores
+            for index, row in enumerate(batch.rows.tolist())
+            if row in asked and (scores := self._score_row(hidden, batch, index, row)) is not None
+        ]
 
-    def _by_slices(self, hidden: torch.Tensor, targets: np.ndarray, num_top: int) -> list[TokenLogprobs]:
-        """hidden: [N, hidden size]; targets: [N] int64."""
-        entries: list[TokenLogprobs] = []
-        for first in range(0, len(targets), self._slice_rows):
-            tokens = targets[first : first + self._slice_rows]
-            logits = self._model.compute_logits(hidden[first : first + self._slice_rows])
-            entries += self._backend.logprobs(logits.numpy(), tokens, [num_top] * len(tokens))
-        return entries
+    def _score_row(self, hidden: torch.Tensor, batch: InputBatch, index: int, row: int) -> PromptScores | None:
+        start, first = int(batch.starts[index]), int(batch.query_start[index])
+        num_predicted = min(int(batch.ends[index]), int(self._requests.num_prompt_tokens[row]) - 1) - start
+        num_top = int(self._sampling.num_prompt_logprobs[row])
+        slices = []
+        for done in range(0, num_predicted, self._slice_rows):
+            count = min(self._slice_rows, num_predicted - done)
+            part = hidden[first + done : first + done + count]
+            slices.append(self._compute.score_prompt(part, row, start + done + 1, num_top))
+        return PromptScores(index, start + 1, slices) if slices else None

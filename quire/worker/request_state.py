@@ -1,71 +1,131 @@
-"""The worker's state of all live sequences. A sequence keeps one row of every table, its slot, as long as it lives.
+"""The request state: a request slot, which is one row of every column, for each live sequence.
 
 The input batch of a step is gathered from these rows; a plan brings only differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from quire.sampling.parameters import SamplingRows
-from quire.step import SequenceSampling
-from quire.worker.row_index import RowIndex
+from quire.step import SequenceFork, SequenceSampling, StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.platform.interface import RequestColumns
 
 
 class RequestState:
-    """At most `num_rows` sequences of at most `max_model_len` tokens.
-
-    token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has just reached its end may be
-    run once more before the scheduler knows). lengths: [num_rows] int64, how many of them are known, the prompt
-    included. num_prompt_tokens: [num_rows] int64. sampling: the sampler's columns of the same rows.
-
-    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
+    """lengths: [num_rows] int64, tokens of the row, those counted that a step under way will sample.
+    num_prompt_tokens: [num_rows] int64. tables: the block tables, on the host. columns: what kernels read.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int) -> None:
-        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
+    def __init__(self, num_rows: int, tables: BlockTables, columns: RequestColumns) -> None:
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
-        self.sampling = SamplingRows(num_rows)
-        self._index = RowIndex(num_rows)
+        self.tables = tables
+        self.columns = columns
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(num_rows))
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._row_of)
 
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._index
+        return seq_id in self._row_of
+
+    def row_of(self, seq_id: int) -> int:
+        return self._row_of[seq_id]
+
+    def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
+        """[len(seq_ids)] int64."""
+        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def add_request(
-        self, seq_id: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int, sampling: SequenceSampling
+        self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""
-        row = self._index.take(seq_id)
-        self.token_ids[row, : len(token_ids)] = token_ids
-        self.lengths[row] = len(token_ids)
+        row = self._take_row(seq_id)
+        self.columns.set_sampling(row, sampling)
+        self._set_tokens(row, token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
-        self.sampling.set(row, sampling)
         return row
 
     def release(self, seq_id: int) -> int:
         """Free the row of a sequence; return the row."""
-        row = self._index.release(seq_id)
-        self.sampling.clear(row)
+        row = self._row_of.pop(seq_id)
+        heapq.heappush(self._free, row)
+        self.tables.clear(row)
+        self.columns.clear_sampling(row)
         return row
 
-    def row_of(self, seq_id: int) -> int:
-        return self._index.row_of(seq_id)
+    def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append blocks to the tables of `row`. block_ids: per group."""
+        for group, (start, new) in enumerate(zip(self.tables.append(row, block_ids), block_ids, strict=True)):
+            self.columns.write_blocks(row, group, start, new)
 
-    def rows_of(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """[len(seq_ids)] int64."""
-        return self._index.rows_of(seq_ids)
+    def update(self, plan: StepPlan) -> None:
+        """Apply a plan's changes, its forks included.
 
-    def replace_last(self, row: int, token_id: int) -> None:
-        """Overwrite the last known token of `row`."""
-        self.token_ids[row, self.lengths[row] - 1] = token_id
+        Forks may be copied before the forward pass although they take effect after it: a child's slot was free, and the
+        pass does not change what is copied. Independent writes come first, so that a device takes them in one round.
+        """
+        for seq_id in plan.released:
+            self.release(seq_id)
+        for new in plan.new_sequences:
+            row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
+            self.append_blocks(row, new.block_ids)
+        for child in (*plan.beam_reorders, *plan.forks):
+            self._add_child(child)
+        for child in plan.beam_reorders:
+            self._copy_parent(child, {})
+        for seq_id, token_id in plan.token_overrides:
+            row = self._row_of[seq_id]
+            self.columns.write_tokens(row, int(self.lengths[row]) - 1, [token_id])
+        for seq_id, block_ids in plan.new_blocks.items():
+            self.append_blocks(self._row_of[seq_id], block_ids)
+        for seq_id, group, logical_index, block_id in plan.replaced_blocks:
+            row = self._row_of[seq_id]
+            self.tables.replace(row, group, logical_index, block_id)
+            self.columns.write_blocks(row, group, logical_index, [block_id])
+        if plan.forks:
+            sampled_at = sampled_positions(plan)
+            for fork in plan.forks:
+                self._copy_parent(fork, sampled_at)
 
-    def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write one sampled token per row at its position, which becomes the last known one. All [R]."""
-        self.token_ids[rows, positions] = token_ids
-        self.lengths[rows] = positions + 1
+    def _take_row(self, seq_id: int) -> int:
+        """The lowest free row comes first, so that tables stay compact as requests come and go."""
+        assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
+        assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
+        row = self._row_of[seq_id] = heapq.heappop(self._free)
+        return row
+
+    def _add_child(self, fork: SequenceFork) -> None:
+        """Give a child a row, with what does not come from its parent."""
+        row = self._take_row(fork.child)
+        self.columns.set_sampling(row, fork.sampling)
+        if fork.token_ids is not None:
+            self._set_tokens(row, fork.token_ids)
+
+    def _copy_parent(self, fork: SequenceFork, sampled_at: Mapping[int, int]) -> None:
+        """A child that is sampled in this step has its parent's tokens up to that position; a child with a history
+        brought its tokens along; any other child has all tokens of its parent."""
+        parent, child = self._row_of[fork.parent], self._row_of[fork.child]
+        self.num_prompt_tokens[child] = self.num_prompt_tokens[parent]
+        if fork.token_ids is None:
+            length = sampled_at.get(fork.child, int(self.lengths[parent]))
+            self.lengths[child] = length
+            self.columns.copy_tokens(parent, child, length)
+        self.tables.copy(parent, child)
+        for group, count in enumerate(self.tables.num_blocks(parent)):
+            self.columns.copy_blocks(parent, child, group, count)
+
+    def _set_tokens(self, row: int, token_ids: Sequence[int]) -> None:
+        self.lengths[row] = len(token_ids)
+        self.columns.write_tokens(row, 0, token_ids)
+
+
+def sampled_positions(plan: StepPlan) -> dict[int, int]:
+    """Sequence -> position of the token that this plan samples for it."""
+    ends = (plan.start_positions[index] + plan.num_tokens[index] for index in plan.sample_from)
+    return dict(zip(plan.sample_seq_ids, ends, strict=True))

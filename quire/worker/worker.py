@@ -1,51 +1,35 @@
 """One worker: a device's share of the model and of the KV cache, driven by an executor.
 
-Life: load, profile (unless the size of the pool is given), allocate, execute ... All calls come one after the other,
-from one thread.
+Life: load, profile (unless the size of the pool is given), allocate, launch ..., sleep, wake up, close. All calls come
+one after the other. What differs between kinds of devices is the Platform's (quire/worker/platform/interface.py).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
-
-from quire.attention.interface import AttentionBackend
-from quire.attention.torch_backend import TorchAttention
-from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
-from quire.errors import QuireError
+from quire.errors import QuireError, is_interrupt
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
-from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
-from quire.models.loader import load_model
-from quire.sampling.backend import make_sampler_backend
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
-from quire.worker.kv_connector.block_file import BlockLayout
 from quire.worker.kv_connector.cache_directory import require_writable
-from quire.worker.kv_connector.cache_identity import cache_namespace, native_code, torch_code
-from quire.worker.kv_connector.disk_store import DiskStore
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
-from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
-from quire.worker.kv_copy import block_copier
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
-from quire.worker.kv_transfer import BlockTransfers, NoTransfers, ThreadTransfers, block_mover
+from quire.worker.kv_connector.offload import offload_worker
+from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
-from quire.worker.memory import available_memory
-from quire.worker.model_runner import ModelRunner
+from quire.worker.memory_profile import measure_memory
+from quire.worker.model_runner import Launched, ModelRunner
+from quire.worker.pending_step import PendingStep, failed_step
+from quire.worker.platform.interface import HostPool, OffloadedWeights, Platform, StepLimits
 from quire.worker.preemption_costs import time_copies, time_prompt
-from quire.worker.profile import measure_activations
 from quire.worker.request_state import RequestState
-
-if TYPE_CHECKING:
-    from quire.kernels.cpu.runtime import NativeRuntime
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -54,98 +38,70 @@ Result = TypeVar("Result")
 def _computes(
     method: Callable[Concatenate[Worker, Arguments], Result],
 ) -> Callable[Concatenate[Worker, Arguments], Result]:
-    """Run a method of the worker in inference mode, with the worker's number of compute threads.
-
-    torch keeps that number per calling thread, and another engine of this process may have set another one.
-    """
+    """Run a method of the worker in the platform's context, whichever thread calls."""
 
     def call(self: Worker, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
-        with torch.inference_mode():
+        with self.platform.computing():
             return method(self, *args, **kwargs)
 
     return call
 
 
 class Worker:
-    """The worker of a CPU: owns the model, the pools' tensors and the request state."""
+    """Owns the model, the pools' tensors and the request state."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        # Native kernels have threads of their own, which torch's would only slow down.
-        native = config.device.attention_backend == "native"
-        self.num_threads = 1 if native else config.device.num_threads
-        self._model_config = config.model
-        self._cache_config = config.cache
-        self._load_config = config.load
-        self._device_config = config.device
-        self._max_num_seqs = config.scheduler.max_num_seqs
-        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
-        self._runtime = _native_runtime(config.device)
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        self.platform = platform
+        self._config = config
         self._model: CausalLM | None = None
+        self._offloaded: OffloadedWeights | None = None
+        self._host_pool: HostPool | None = None
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
         self._connector: WorkerConnector = NoWorkerConnector()
-        self._failed = False
+        self._last: PendingStep | None = None
 
     @_computes
     def load_model(self) -> list[LayerSpec]:
         """Load the model; return what each layer keeps in the KV cache. Raises ModelLoadError, or
-        InsufficientMemoryError for random weights that do not fit.
+        InsufficientMemoryError for weights that do not fit.
 
         A bar on standard error shows the progress when it takes longer than a second.
         """
-        if self._cache_config.offload_dir is not None:
-            require_writable(self._cache_config.offload_dir)  # fails before minutes of loading
-        if self._load_config.load_format == "dummy":
-            check_dummy(self._model_config, available_memory())
+        if self._config.cache.offload_dir is not None:
+            require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
-            self._model = load_model(
-                self._model_config, self._load_config, self._device_config.device, progress, self._runtime
-            )
+            self._model = self.platform.load_model(progress)
         return self._model.kv_specs()
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure what is available and what one step at the full budget takes, by running a shorter one."""
+        """Measure what is available and what the largest step takes. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before profile"
-        available = available_memory()
-        activations = measure_activations(
-            self._model,
-            self._make_backend,
-            self._model_config,
-            self._cache_config.block_size,
-            max_num_batched_tokens,
-            max_num_seqs,
-            self._runtime,
-        )
-        return MemoryProfile(available=available, activations=activations, weights=self._model.weight_bytes())
+        longest = self._config.model.max_model_len
+        limits = StepLimits(self._config.cache.block_size, max_num_batched_tokens, max_num_seqs, longest)
+        return measure_memory(self._model, self._config.model, limits, self.platform.meter())
 
     @_computes
     def allocate(self, layout: KVCacheLayout) -> None:
         """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
-        pages = allocate_pages(layout)
-        self._layout = layout
+        config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
+        pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
-            host_pages = allocate_host_pages(layout)
-            self._transfers = ThreadTransfers(pages, host_pages, block_mover(self._runtime))
-            if self._cache_config.offload_dir is not None:
-                store = self._open_store(self._cache_config.offload_dir, layout, HostBlocks(host_pages))
-                self._connector = OffloadWorker(store, self._transfers)
-        max_model_len = self._model_config.max_model_len
-        requests = RequestState(self._max_num_seqs, max_model_len)
-        self._runner = ModelRunner(
-            model=self._model,
-            backend=self._make_backend(layout, pages),
-            copy_blocks=block_copier(pages, self._runtime),
-            transfers=self._transfers,
-            requests=requests,
-            tables=BlockTables(len(layout.groups), self._max_num_seqs, max_model_len, layout.block_size),
-            sampler_backend=make_sampler_backend(requests.sampling, self._runtime),
-            vocab_size=self._model_config.vocab_size,
-        )
+            self._host_pool = self.platform.allocate_host_pool(layout)
+            self._transfers = self.platform.make_transfers(pages, self._host_pool)
+            if config.cache.offload_dir is not None:
+                code, host_pages = self.platform.code_identity(), self._host_pool.pages
+                self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
+        tables = BlockTables(len(layout.groups), num_rows, model.max_model_len, layout.block_size)
+        compute = self.platform.make_compute(self._model, layout, pages, tables)
+        requests = RequestState(num_rows, tables, compute.columns)
+        self._layout = layout
+        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size)
+        self._runner.warm_up()
+        self.platform.synchronize()
 
     @_computes
     def measure_preemption_costs(self) -> PreemptionCosts:
@@ -153,87 +109,105 @@ class Worker:
         plan."""
         assert self._model is not None, "load_model comes first"
         assert self._layout is not None, "allocate comes first"
-        longest, block_size = self._model_config.max_model_len, self._cache_config.block_size
-        return PreemptionCosts(
-            seconds_per_block=time_copies(self._transfers, self._layout),
-            seconds_per_token=time_prompt(
-                self._model, self._make_backend, block_size, self._max_num_batched_tokens, longest
-            ),
-        )
+        scheduler = self._config.scheduler
+        longest = self._config.model.max_model_len
+        limits = StepLimits(self._layout.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, longest)
+        seconds_per_token = time_prompt(self._model, limits, self.platform.meter(), self.platform.synchronize)
+        return PreemptionCosts(time_copies(self._transfers, self._layout), seconds_per_token)
 
     def describe_backend(self) -> str:
-        """One line for users: kernels, number of threads, formats of weights, KV cache and products."""
-        model, device = self._model_config, self._device_config
-        computes = "plain torch operators" if self._runtime is None else f"native kernels for {self._runtime.isa}"
-        threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
-        weights = model.dtype if model.quantization is None else model.quantization.method
-        formats = f"{weights} weights, {model.kv_cache_dtype} KV cache"
-        precision = device.matmul_precision if self._runtime is None else self._runtime.matmul_precision
-        return f"{computes}, {threads}, {formats}, {precision} products"
+        """One line for users: kernels, device, formats of weights and KV cache."""
+        return self.platform.describe()
 
     @_computes
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan. After an error the request state is undefined, so every later plan fails as well."""
-        assert self._runner is not None, "allocate comes before execute"
-        if self._failed:
-            raise QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
+    def idle(self) -> bool:
+        """Capture one more graph, while no plan is outstanding; returns whether there was one left."""
+        return self._runner is not None and self._runner.capture_next()
+
+    @_computes
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start one plan; return the future of its result. After an error the request state is undefined, so every
+        later plan fails as well. Raises interrupts."""
+        assert self._runner is not None, "allocate comes before launch"
+        previous = self._last
+        if previous is not None and previous.has_failed:
+            return failed_step(
+                plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
+            )
         try:
-            self._transfers.wait()
             begin_plan(self._connector, plan)
-            result = self._runner.execute(plan)
-            end_plan(self._connector, plan, result)
-            return result
-        except BaseException:
-            self._failed = True
-            raise
+            launched = self._runner.launch(plan)
+        except BaseException as error:
+            self._last = failed_step(plan.step_id, error)
+            if is_interrupt(error):
+                raise
+        else:
+            self._last = PendingStep(plan.step_id, lambda: self._collect(launched), previous)
+        return self._last
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan to its end."""
+        return self.launch(plan).result()
 
     @_computes
     def sleep(self, level: int) -> None:
-        """Free the pools; at level 2 the weights as well. Blocks on disk stay."""
+        """Free the pools, what was captured over them, and the memory that weights take on a device: level 1 moves them
+        to the host, level 2 drops them. Blocks on disk stay. Raises InsufficientMemoryError, without any change, when
+        the host lacks the memory for the weights."""
         assert self._model is not None, "load comes before sleep"
+        self.platform.synchronize()
+        if level == 1 and self._offloaded is None:
+            self._offloaded = self.platform.offload_weights(self._model)  # first: it fails when the host lacks memory
         self._connector.close()
-        self._runner, self._transfers, self._connector = None, NoTransfers(), NoWorkerConnector()
+        self._last = None
+        self._release_pools()
         self._model.release_workspaces()
         if level == 2:
             self._model = None
+            self._drop_offloaded()
         gc.collect()  # objects in reference cycles would keep their memory mapped
+        self.platform.release_reserve()
 
     @_computes
     def wake_up(self) -> None:
-        """Load the weights, if they were freed, and allocate the pools again. Raises ModelLoadError or
+        """Copy the weights back, or load them, and allocate the pools again. Raises ModelLoadError or
         InsufficientMemoryError."""
         assert self._layout is not None, "allocate comes before sleep"
         if self._model is None:
             self.load_model()
-        self.allocate(self._layout)
+        elif self._offloaded is not None:
+            self._offloaded.restore()
+            self._drop_offloaded()
+        try:
+            self.allocate(self._layout)
+        except BaseException:
+            self._release_pools()  # the next call makes all of it again
+            raise
 
     def close(self) -> None:
-        """Wait for the stores to disk. No plan may be executed afterwards. Idempotent."""
+        """Wait for the plans that were started and the KV connector's stores. No plan may be launched afterwards.
+        Idempotent."""
+        self.platform.synchronize()
         self._connector.close()
+        self._last = None
+        self._release_pools()
+        self._drop_offloaded()
 
-    def _open_store(self, directory: Path, layout: KVCacheLayout, host_blocks: HostBlocks) -> DiskStore:
-        if self._runtime is None:
-            code = torch_code(self._device_config.num_threads)
-        else:
-            code = native_code(self._runtime.isa, self._runtime.binary)
-        namespace = cache_namespace(self._model_config, self._load_config, self._device_config, layout, code)
-        page_bytes = layout.block_bytes // layout.layers_per_group
-        files = BlockLayout(namespace, layout.layers_per_group, page_bytes)
-        return DiskStore(directory, self._cache_config.offload_size, files, host_blocks)
+    @_computes
+    def _collect(self, launched: Launched) -> StepResult:
+        result = launched.collect()
+        end_plan(self._connector, launched.plan, result)
+        return result
 
-    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
-        cache_dtype = self._model_config.kv_cache_dtype
-        if self._runtime is None:
-            return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
-        from quire.attention.native_backend import NativeAttention
+    def _drop_offloaded(self) -> None:
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
 
-        num_heads, num_threads = self._model_config.num_heads, self._device_config.num_threads
-        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
-
-
-def _native_runtime(device: DeviceConfig) -> NativeRuntime | None:
-    if device.attention_backend != "native":
-        return None
-    from quire.kernels.cpu.runtime import NativeRuntime
-
-    return NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
+    def _release_pools(self) -> None:
+        """Free everything that holds keys and values."""
+        self._runner = None
+        self._transfers, self._connector = NoTransfers(), NoWorkerConnector()
+        if self._host_pool is not None:
+            self._host_pool.close()
+            self._host_pool = None

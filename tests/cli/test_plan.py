@@ -14,7 +14,7 @@ from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
@@ -341,7 +341,7 @@ def test_mistakes_are_one_line(
 def test_the_plan_and_the_loaded_model_agree_on_the_cache(tmp_path: Path, dtype: str, changes: dict[str, Any]) -> None:
     model = write(tmp_path, changes)
     config = resolve(EngineOptions(model=model, load_format="dummy", dtype=dtype))
-    executor = InProcessExecutor(config)
+    executor = LocalExecutor(config)
     try:
         assert executor.load_model() == layer_specs(config.model)
     finally:

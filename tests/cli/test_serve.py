@@ -71,8 +71,9 @@ def test_names_and_bounds_of_connections(calls: Calls) -> None:
 def test_the_key_comes_from_the_flag_else_from_the_environment(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "from-environment")
     main(["serve"])
-    main(["serve", "--api-key", "from-flag"])
-    assert [settings.api_key for _, settings in calls] == ["from-environment", "from-flag"]
+    main(["serve", "--api-key", "from-flag", "--api-key", "another"])
+    main(["serve", "--api-key-file", "keys.toml"])
+    assert [settings.api_key for _, settings in calls] == [["from-environment"], ["from-flag", "another"], []]
 
 
 def test_every_server_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

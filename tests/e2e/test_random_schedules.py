@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.request import FinishReason
 from tests.fakes.core import CoreClient
 from tests.models.families import llama, mistral, qwen3
@@ -137,7 +137,7 @@ def make_client(directories: dict[str, Path]) -> MakeClient:
                 {"model": str(directories[model]), "num_threads": 1, "max_model_len": MAX_MODEL_LEN, **options}
             )
         )
-        return Client(config, InProcessExecutor(config))
+        return Client(config, LocalExecutor(config))
 
     return make
 

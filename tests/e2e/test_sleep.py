@@ -11,7 +11,7 @@ import pytest
 
 from quire import LLM, AsyncLLM
 from quire.errors import EngineAsleepError, UserError
-from quire.worker.memory import resident_memory
+from quire.worker.platform.host_memory import resident_memory
 from tests.e2e.conftest import GREEDY, exact
 from tests.models.harness import random_prompts
 

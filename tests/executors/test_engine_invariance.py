@@ -13,7 +13,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from tests.models.families import FAMILIES
@@ -59,7 +59,7 @@ def run(model_path: Path, **options: Any) -> tuple[dict[Any, Any], int]:
     """Everything that came out, by request and sequence, and the number of preemptions."""
     settings = {"num_threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_blocks_override": 300}
     config = resolve(EngineOptions(model=str(model_path), **{**settings, **options}))
-    executor = InProcessExecutor(config)
+    executor = LocalExecutor(config)
     core = EngineCore(config, executor, SystemClock())
     for request in requests():
         core.handle(AddRequest(request))

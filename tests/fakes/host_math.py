@@ -1,5 +1,6 @@
-"""A device worker whose model and attention are the CPU's plain ones: hundreds of steps take seconds, where Triton's
-interpreter would take minutes. Rows, uploads, prepared inputs, sampling and the order of a step are the real ones.
+"""The platform of a device whose model and attention are the CPU's plain ones: hundreds of steps take seconds, where
+Triton's interpreter would take minutes. Request state, uploads, prepared inputs, sampling and the order of a step are
+the real ones.
 
 Its logits are, bit by bit, those of `attention_backend="torch"`.
 """
@@ -16,13 +17,14 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import AttentionBatch
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.engine import EngineConfig
-from quire.executors.device import DeviceExecutor
+from quire.executors.local import LocalExecutor
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.spec import LayerSpec
+from quire.models.interface import CausalLM
 from quire.models.loader import load_model
-from quire.worker.device.streams import HostStreams
-from quire.worker.device.worker import DeviceWorker
+from quire.models.weight_files import Progress
 from quire.worker.kv_tensors import typed_pages
+from quire.worker.platform.cuda import CudaPlatform
+from quire.worker.platform.streams import HostStreams
 
 
 class HostAttention:
@@ -66,20 +68,18 @@ class LateStreams(HostStreams):
         return LateCopy(list(tensors))
 
 
-class HostMathWorker(DeviceWorker):
+class HostMathPlatform(CudaPlatform):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.streams = LateStreams()
 
-    def load_model(self) -> list[LayerSpec]:
-        with torch.inference_mode():
-            self._model = load_model(self._config.model, self._config.load)
-        return self._model.kv_specs()
+    def load_model(self, progress: Progress) -> CausalLM:
+        return load_model(self._config.model, self._config.load)
 
-    def _make_backend(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
+    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
         return HostAttention(layout, typed_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))
 
 
-class HostMathExecutor(DeviceExecutor):
+class HostMathExecutor(LocalExecutor):
     def __init__(self, config: EngineConfig) -> None:
-        self._worker = HostMathWorker(config)
+        super().__init__(config, HostMathPlatform(config))

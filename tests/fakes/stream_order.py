@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.triton.runtime import recorded_launches
-from quire.worker.device.streams import HostStreams, PassedEvent
+from quire.worker.platform.streams import HostStreams, PassedEvent
 
 Clock = dict[str, int]
 """For each stream, how many of its accesses are known to have ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from quire.worker.device.streams import HostStreams, PassedEvent
+from quire.worker.platform.streams import HostStreams, PassedEvent
 
 
 class LoggingStreams(HostStreams):

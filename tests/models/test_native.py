@@ -15,8 +15,8 @@ from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.models.loader import load_model
 from quire.models.native import SMALLEST_PROGRAM, NativeModel
-from quire.worker.input_batch import build_attention_batch
 from quire.worker.kv_tensors import allocate_pages
+from quire.worker.platform.cpu_inputs import build_attention_batch
 from tests.models.conftest import SavedModel
 
 BLOCK_SIZE = 16

@@ -16,7 +16,7 @@ PUBLIC = {"/", "/health", "/ping", "/version", "/metrics"}
 
 @pytest.fixture
 async def locked(model_path: Path) -> AsyncIterator[Served]:
-    async with serving(model_path, ServerSettings(api_key=KEY, served_model_name=["tiny"])) as served:
+    async with serving(model_path, ServerSettings(api_key=[KEY], served_model_name=["tiny"])) as served:
         yield served
 
 

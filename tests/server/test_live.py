@@ -174,7 +174,7 @@ async def test_a_dead_engine(model_path: Path) -> None:
 
 
 async def test_a_key_guards_the_memory_and_not_the_page(model_path: Path) -> None:
-    async with serving(model_path, ServerSettings(api_key="key", served_model_name=["secret-name"])) as served:
+    async with serving(model_path, ServerSettings(api_key=["key"], served_model_name=["secret-name"])) as served:
         for path in ("/debug/kv", "/debug/kv/events"):
             assert (await served.client.get(path)).status_code == 401
         page = await served.client.get("/")

@@ -17,7 +17,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 async def fast(model_path: Path) -> AsyncIterator[Served]:
-    settings = ServerSettings(port=0, api_key="key", served_model_name=["tiny", "alias"])
+    settings = ServerSettings(port=0, api_key=["key"], served_model_name=["tiny", "alias"])
     async with serving(model_path, settings, live=True) as served:
         yield served
 

@@ -106,7 +106,7 @@ async def test_open_metrics_on_request(served: Served) -> None:
 
 async def test_cors(model_path: Path) -> None:
     headers = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
-    settings = ServerSettings(cors_allowed_origins=["https://app.example"], api_key="key")
+    settings = ServerSettings(cors_allowed_origins=["https://app.example"], api_key=["key"])
     async with serving(model_path, settings) as served:
         response = await served.client.options("/v1/completions", headers=headers)
         assert response.headers["access-control-allow-origin"] == "https://app.example"
@@ -136,7 +136,7 @@ async def test_openapi_lists_the_error_statuses(served: Served) -> None:
 
 async def test_what_the_edge_answers_is_listed_for_every_route(model_path: Path) -> None:
     """Requests that each door of the server refuses, whether or not the route behind it reads a body."""
-    settings = ServerSettings(api_key="key", cors_allowed_origins=[])
+    settings = ServerSettings(api_key=["key"], cors_allowed_origins=[])
     key = {"Authorization": "Bearer key"}
     bad: dict[int, dict[str, str]] = {
         401: {},

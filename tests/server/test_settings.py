@@ -23,7 +23,7 @@ def test_sizes() -> None:
         ({"host": ""}, "host"),
         ({"port": -1}, "port"),
         ({"port": 65536}, "port"),
-        ({"api_key": " "}, "api_key"),
+        ({"api_key": [" "]}, "api_key"),
         ({"max_num_queued": 0}, "max_num_queued"),
         ({"shutdown_timeout": -1}, "shutdown_timeout"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
@@ -54,6 +54,11 @@ def test_wrong_values(keywords: dict[str, object], param: str) -> None:
         ServerSettings.from_keywords(keywords)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
+
+
+def test_a_key_that_is_no_list_is_not_taken_for_its_characters() -> None:
+    with pytest.raises(ConfigError, match="api_key must be a list of keys"):
+        ServerSettings(api_key="secret")  # type: ignore[arg-type]
 
 
 def test_names_and_origins() -> None:

@@ -17,8 +17,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
-from quire.executors.inprocess import InProcessExecutor
 from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.kv_cache.spec import layer_specs
 from quire.request import EngineRequest
@@ -79,7 +79,7 @@ def comparable(plan: StepPlan) -> StepPlan:
 
 def engine_plans(config: EngineConfig) -> list[StepPlan]:
     """The plans of the real engine: its own core, the worker with the bundled model, the machine's clock."""
-    recorder = Recorder(InProcessExecutor(config))
+    recorder = Recorder(LocalExecutor(config))
     core = EngineCore(config, recorder, SystemClock())
     waiting = list(enumerate(REQUESTS))
     num_steps = 0

@@ -19,8 +19,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
-from quire.executors.inprocess import InProcessExecutor
 from quire.executors.interface import Executor
+from quire.executors.local import LocalExecutor
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.simulator.cost import CostModel, Precision
@@ -180,7 +180,7 @@ def test_plans_are_the_engines(depth: int, mode: str) -> None:
     )
     if mode == "swap":
         config = replace(config, cache=replace(config.cache, swap_space=settings.swap_space))
-    clock, real = VirtualClock(), Noting(InProcessExecutor(config))
+    clock, real = VirtualClock(), Noting(LocalExecutor(config))
     expected_ends = serve(EngineCore(config, real, clock), clock, VOCABULARY)
     core, clock = simulated_core(config, settings, real.scores)
     ends = serve(core, clock, 1 << 62)

@@ -10,7 +10,7 @@ import pytest
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ConfigError
-from quire.worker.worker import Worker
+from quire.worker.platform.cpu import CpuPlatform
 
 
 @pytest.mark.parametrize(
@@ -48,31 +48,31 @@ def test_what_computes_is_said(
 ) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     settings = {"model": str(model_path), "num_threads": 1, **options}
-    assert Worker(resolve(EngineOptions.from_keywords(settings))).describe_backend() == expected
+    assert CpuPlatform(resolve(EngineOptions.from_keywords(settings))).describe() == expected
 
 
 def test_an_instruction_set_that_is_not_there(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx1024")
     config = resolve(EngineOptions(model=str(model_path), num_threads=1))
     with pytest.raises(Exception, match=r"QUIRE_CPU_ISA: 'avx1024' is not among .*portable"):
-        Worker(config)
+        CpuPlatform(config)
 
 
 @pytest.mark.parametrize(("isa", "precision"), [("bf16_emulated", "bfloat16"), ("portable", "float32")])
 def test_precision_for_weights_that_are_stored_in_bfloat16(
     isa: str, precision: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without being told, it is what the instruction set can do."""
+    """Without being told, an emulation uses what it emulates, and other instruction sets what they can do."""
     monkeypatch.setenv("QUIRE_CPU_ISA", isa)
     raw = json.loads((model_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     config = resolve(EngineOptions(model=str(tmp_path), num_threads=1))
-    assert Worker(config).describe_backend().endswith(f"{precision} products")
+    assert CpuPlatform(config).describe().endswith(f"{precision} products")
 
 
 def test_an_instruction_set_that_cannot_multiply_bfloat16(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "portable")
     options = EngineOptions(model=str(model_path), num_threads=1, dtype="bfloat16", matmul_precision="bfloat16")
     with pytest.raises(ConfigError, match="needs a CPU with AVX512-BF16: portable cannot multiply bfloat16") as caught:
-        Worker(resolve(options))
+        CpuPlatform(resolve(options))
     assert caught.value.param == "matmul_precision"

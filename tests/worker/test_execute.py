@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork
-from quire.worker import model_runner
-from tests.worker.conftest import MakeDriver
+from quire.worker.platform import cpu_step, device_step
+from tests.worker.conftest import ON_A_CPU, MakeDriver
 from tests.worker.driver import GREEDY, Tracked, sampling_of
 
 PROMPTS = [[5, 9, 2], list(range(1, 38)), [7], [3, 3, 3, 8, 1, 1, 4, 60, 61, 62, 2, 2, 2, 17, 18, 19, 20]]
@@ -59,6 +59,7 @@ def test_chunks_of_one_prompt_mixed_with_tokens_of_another(
     assert [driver.sequences[i].output for i in (0, 1)] == expected[:2]
 
 
+@ON_A_CPU
 def test_arrivals_and_departures_between_steps(make_driver: MakeDriver, expected: list[list[int]]) -> None:
     """Rows and blocks are handed to others at once; the order of the batch changes from step to step."""
     driver = make_driver(max_num_seqs=2, num_blocks=1 + 2 * 4, block_size=16)
@@ -81,6 +82,7 @@ def test_arrivals_and_departures_between_steps(make_driver: MakeDriver, expected
         assert sequence.output == expected[prompt]
 
 
+@ON_A_CPU
 def test_forks_share_blocks_until_they_write(make_driver: MakeDriver) -> None:
     """Three children of one prompt draw what three requests of their own would draw."""
     params = SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.5, seed=1)
@@ -135,6 +137,7 @@ def test_a_child_with_a_history_catches_up(make_driver: MakeDriver, expected: li
     assert driver.sequences[1].output == alone.sequences[0].output
 
 
+@ON_A_CPU
 def test_preempted_and_resumed_with_other_blocks(make_driver: MakeDriver, expected: list[list[int]]) -> None:
     """The resumed sequence draws the tokens it would have drawn; penalties count what it had generated."""
     params = SamplingParams(temperature=1.0, frequency_penalty=0.7, repetition_penalty=1.1)
@@ -167,7 +170,8 @@ def test_a_prefix_hit_starts_after_the_shared_blocks(make_driver: MakeDriver, ex
 def test_prompt_logprobs_whatever_the_chunks(
     make_driver: MakeDriver, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "PROMPT_LOGITS_ELEMENTS", 500)
+    for module in (cpu_step, device_step):
+        monkeypatch.setattr(module, "PROMPT_LOGITS_ELEMENTS", 500)
     asking = sampling_of(SamplingParams(temperature=0, prompt_logprobs=3, logprobs=2))
     driver = make_driver(block_size=4)
     driver.add(0, PROMPTS[1], asking)
@@ -216,3 +220,16 @@ def test_a_token_that_was_not_sampled_is_a_bug_that_shows(make_driver: MakeDrive
     driver.sequences[0].computed += 1
     with pytest.raises(AssertionError, match="no step has sampled"):
         driver.step({0: 1})
+
+
+def test_planned_ahead_while_results_come_late(make_driver: MakeDriver, expected: list[list[int]]) -> None:
+    """One plan is always in flight while the next is submitted; what a step leaves for the host is read only then."""
+    driver = make_driver(block_size=4)
+    for seq_id, prompt in enumerate(PROMPTS):
+        driver.add(seq_id, prompt)
+    for step in range(6):
+        driver.submit({s: sequence.length - sequence.computed for s, sequence in driver.sequences.items()})
+        if step > 0:
+            driver.apply()
+    driver.apply()
+    assert [driver.sequences[i].output for i in range(4)] == [tokens[:6] for tokens in expected]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.errors import InsufficientMemoryError, QuireError
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.sampling_params import SamplingParams
 from tests.worker.conftest import MakeDriver
 from tests.worker.driver import Driver, sampling_of
@@ -18,7 +18,7 @@ SpoilLogits = Callable[[Driver, int], None]
 
 
 @pytest.fixture
-def spoil_logits(executors: list[InProcessExecutor], monkeypatch: pytest.MonkeyPatch) -> SpoilLogits:
+def spoil_logits(executors: list[LocalExecutor], monkeypatch: pytest.MonkeyPatch) -> SpoilLogits:
     """Make the logits NaN wherever the model reads the given token."""
 
     def apply(driver: Driver, token: int) -> None:
@@ -80,10 +80,22 @@ def test_nonfinite_prompt_logits_name_the_sequence(
     assert "NaN or infinite logits for sequence 72;" in caplog.text
 
 
+def test_a_prompt_with_nonfinite_logits_is_named_once(make_driver: MakeDriver, spoil_logits: SpoilLogits) -> None:
+    driver = make_driver()
+    spoil_logits(driver, 50)
+    sampling = sampling_of(SamplingParams(prompt_logprobs=0, max_tokens=3))
+    driver.add(71, [50, 1, 6], sampling)
+    driver.add(70, [1, 2, 3], sampling)
+    driver.add(72, [50, 6], sampling)
+    result = driver.step({71: 3, 70: 3, 72: 2})
+    assert result.nonfinite == [71, 72]
+    assert list(result.prompt_logprobs) == [70]
+
+
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_nothing_runs_after_a_failure(
     make_driver: MakeDriver,
-    executors: list[InProcessExecutor],
+    executors: list[LocalExecutor],
     monkeypatch: pytest.MonkeyPatch,
     queue_depth: int,
 ) -> None:

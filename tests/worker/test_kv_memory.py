@@ -7,9 +7,9 @@ import torch
 
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.worker.kv_copy import copy_blocks
 from quire.worker.kv_tensors import allocate_pages, typed_pages
-from quire.worker.memory import resident_memory
+from quire.worker.platform.cpu_blocks import copy_blocks
+from quire.worker.platform.host_memory import resident_memory
 
 
 def test_an_int8_cache_stores_a_scale_for_each_key_and_value() -> None:

@@ -13,15 +13,15 @@ import torch
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.executors.inprocess import InProcessExecutor
+from quire.executors.local import LocalExecutor
 from quire.kernels.cpu import paged_attention
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.step import NewSequence, StepPlan
 from quire.transfers import HostTransfers
-from quire.worker import kv_transfer
-from quire.worker.kv_transfer import BlockMover, NoTransfers, Pairs, ThreadTransfers, move_blocks
-from quire.worker.preemption_costs import NUM_REPEATS
-from quire.worker.profile import PROFILED_TOKENS
+from quire.worker.kv_transfer import NoTransfers, Pairs
+from quire.worker.platform import cpu_blocks
+from quire.worker.platform.cpu_blocks import BlockMover, ThreadTransfers, move_blocks
+from quire.worker.preemption_costs import NUM_REPEATS, TIMED_TOKENS
 from tests.worker.driver import GREEDY
 
 MOVERS: list[BlockMover] = [move_blocks, paged_attention.move_blocks]
@@ -126,14 +126,14 @@ def test_without_a_host_pool_a_plan_that_swaps_is_a_bug_that_shows() -> None:
 # Plans through the executor: a hand-made life of two sequences with 4 tokens a block.
 
 BLOCK = 4
-MakeExecutor = Callable[..., InProcessExecutor]
+MakeExecutor = Callable[..., LocalExecutor]
 
 
 @pytest.fixture
-def make_executor(model_path: Path, executors: list[InProcessExecutor]) -> MakeExecutor:
-    def make(**options: object) -> InProcessExecutor:
+def make_executor(model_path: Path, executors: list[LocalExecutor]) -> MakeExecutor:
+    def make(**options: object) -> LocalExecutor:
         keywords = {"model": str(model_path), "num_threads": 1, "max_num_seqs": 4, "block_size": BLOCK, **options}
-        executor = InProcessExecutor(resolve(EngineOptions.from_keywords(keywords)))
+        executor = LocalExecutor(resolve(EngineOptions.from_keywords(keywords)))
         executors.append(executor)
         groups, layers_per_group = group_layers(executor.load_model())
         executor.allocate(KVCacheLayout(BLOCK, 9, groups, layers_per_group, num_host_blocks=6))
@@ -156,7 +156,7 @@ def plan(step: int, seqs: dict[int, tuple[int, int]], **columns: object) -> Step
 PROMPTS = {1: [5, 9, 2, 7, 11, 3], 2: [8, 8, 1, 30, 4, 60]}
 
 
-def plain_run(executor: InProcessExecutor) -> dict[int, list[int]]:
+def plain_run(executor: LocalExecutor) -> dict[int, list[int]]:
     """Three tokens of each, undisturbed."""
     rows = [row(1, PROMPTS[1], [1, 2, 3]), row(2, PROMPTS[2], [4, 5, 6])]
     results = [executor.execute(plan(0, {1: (0, 6), 2: (0, 6)}, new_sequences=rows)).result()]
@@ -177,7 +177,7 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
     """Sequence 2 is swapped out, its blocks go to sequence 1 in the same plan, and it returns to other blocks. The copy
     starts late: unless the model, or a block copy, waits for it, it saves what was written meanwhile."""
     expected = plain_run(make_executor(attention_backend=backend))
-    mover = kv_transfer.block_mover
+    mover = cpu_blocks.block_mover
     timers: list[threading.Timer] = []
 
     def late(*arguments: object) -> BlockMover:
@@ -192,7 +192,7 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
 
         return run
 
-    monkeypatch.setattr("quire.worker.worker.block_mover", late)
+    monkeypatch.setattr("quire.worker.platform.cpu.block_mover", late)
     executor = make_executor(attention_backend=backend, queue_depth=queue_depth)
     found: dict[int, list[int]] = {1: [], 2: []}
 
@@ -246,5 +246,5 @@ def test_costs_are_the_time_of_a_copy_and_of_a_prompt(
     monkeypatch.setattr("quire.worker.preemption_costs.time", clock)
     costs = executor.measure_preemption_costs()
     assert costs.seconds_per_block == 1 / (2 * 6), "all blocks of the smaller pool, out and in"
-    assert costs.seconds_per_token == 1 / PROFILED_TOKENS
+    assert costs.seconds_per_token == 1 / TIMED_TOKENS
     assert clock.perf_counter() == 2 * 2 * NUM_REPEATS

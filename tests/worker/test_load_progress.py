@@ -12,6 +12,7 @@ from quire.config.resolve import resolve
 from quire.errors import ModelLoadError
 from quire.utils.progress import ProgressBar
 from quire.worker import load_progress
+from quire.worker.platform.cpu import CpuPlatform
 from quire.worker.worker import Worker
 
 
@@ -37,7 +38,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[list[object]]:
 
 
 def worker(path: Path, **options: object) -> Worker:
-    return Worker(resolve(EngineOptions.from_keywords({"model": str(path), "num_threads": 1, **options})))
+    config = resolve(EngineOptions.from_keywords({"model": str(path), "num_threads": 1, **options}))
+    return Worker(config, CpuPlatform(config))
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -60,7 +62,7 @@ def test_the_bar_goes_away_when_loading_fails(
         progress(3 * 2**20, 10 * 2**20)
         raise ModelLoadError("a tensor is missing")
 
-    monkeypatch.setattr("quire.worker.worker.load_model", fail)
+    monkeypatch.setattr("quire.worker.platform.cpu.load_model", fail)
     with pytest.raises(ModelLoadError):
         worker(model_path).load_model()
     assert bars == [[10, 3, "closed"]]

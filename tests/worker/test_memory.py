@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.worker.memory import available_memory, measure_peak, resident_memory
+from quire.worker.platform.host_memory import available_memory, measure_peak, resident_memory
 
 MIB = 2**20
 

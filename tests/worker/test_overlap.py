@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.sampling_params import SamplingParams
-from tests.worker.conftest import MakeDriver
+from tests.worker.conftest import ON_A_CPU, MakeDriver
 from tests.worker.driver import Driver, sampling_of
 
 PROMPTS = [[5, 9, 2], list(range(1, 30)), [7, 7]]
@@ -32,6 +32,7 @@ def start(driver: Driver) -> Driver:
     return driver
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("queue_depth", [1, 2])
 def test_same_tokens_as_step_by_step(make_driver: MakeDriver, queue_depth: int) -> None:
     ahead, steady = start(make_driver(queue_depth=queue_depth)), start(make_driver())

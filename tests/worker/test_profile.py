@@ -12,13 +12,17 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.worker import profile
-from quire.worker.profile import PROFILED_TOKENS, dummy_attention_batch, estimate_activations
+from quire.worker.memory_profile import estimate_activations
+from quire.worker.platform import cpu_meter
+from quire.worker.platform.cpu import CpuPlatform
+from quire.worker.platform.cpu_meter import PROFILED_TOKENS, dummy_attention_batch
+from quire.worker.platform.interface import DummySequences
 from quire.worker.worker import Worker
 
 
 def loaded_worker(model_path: Path, **options: object) -> Worker:
-    worker = Worker(resolve(EngineOptions.from_keywords({"model": str(model_path), "num_threads": 1, **options})))
+    config = resolve(EngineOptions.from_keywords({"model": str(model_path), "num_threads": 1, **options}))
+    worker = Worker(config, CpuPlatform(config))
     worker.load_model()
     return worker
 
@@ -64,7 +68,7 @@ def test_the_forward_pass_is_scaled_to_the_budget_and_sampling_is_not(
         work()
         return next(peaks)
 
-    monkeypatch.setattr("quire.worker.profile.measure_peak", measure)
+    monkeypatch.setattr("quire.worker.platform.cpu_meter.measure_peak", measure)
     assert worker.profile(PROFILED_TOKENS, 4).activations == 1000 + 7
     assert worker.profile(4 * PROFILED_TOKENS, 4).activations == 4 * 1000 + 7
     assert worker.profile(4 * PROFILED_TOKENS + 1, 4).activations == 5 * 1000 + 7
@@ -85,9 +89,9 @@ def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: py
     def unmeasured(work: object) -> None:
         work()
 
-    monkeypatch.setattr(profile, "measure_peak", unmeasured)
+    monkeypatch.setattr(cpu_meter, "measure_peak", unmeasured)
     worker = loaded_worker(model_path)
-    config = worker._model_config
+    config = worker._config.model
     assert worker.profile(100, 4).activations == estimate_activations(config, 100, 4)
     per_token = 4 * (6 * 48 + 3 * 100 + 3 * (6 + 2 * 2) * 8)
     assert estimate_activations(config, 101, 4) - estimate_activations(config, 100, 4) == per_token
@@ -97,7 +101,7 @@ def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: py
 def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
     groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4), SlidingWindowSpec(1, 4, 4, window=8)])
     layout = KVCacheLayout(4, 1 + 3, groups, layers_per_group)
-    batch = dummy_attention_batch(layout, num_tokens=25, longest=10)
+    batch = dummy_attention_batch(layout, DummySequences.prompts(25, 10))
     assert batch.query_start.tolist() == [0, 10, 20, 25]
     assert batch.positions.tolist() == [*range(10), *range(10), *range(5)]
     assert batch.start_positions.tolist() == [0, 0, 0]
@@ -108,5 +112,5 @@ def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
 
 def test_a_budget_that_is_a_multiple_of_the_context() -> None:
     groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4)])
-    batch = dummy_attention_batch(KVCacheLayout(4, 6, groups, layers_per_group), num_tokens=20, longest=10)
+    batch = dummy_attention_batch(KVCacheLayout(4, 6, groups, layers_per_group), DummySequences.prompts(20, 10))
     assert batch.query_start.tolist() == [0, 10, 20]

@@ -8,18 +8,26 @@ import pytest
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import build_input_batch
+from quire.worker.input_batch import build_input_batch, build_sample_rows
+from quire.worker.platform.cpu_inputs import prepare_inputs
+from quire.worker.platform.cpu_step import CpuColumns
 from quire.worker.request_state import RequestState
 from tests.worker.driver import GREEDY, sampling_of
 
 RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], prompt_logprobs=1))
 
 
+def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
+    """That of a CPU, with blocks of 4 tokens."""
+    columns = CpuColumns(num_rows, max_model_len)
+    return RequestState(num_rows, BlockTables(num_groups, num_rows, max_model_len, 4), columns), columns
+
+
 def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     """20,000 sequences through 8 rows: always the lowest free row, nothing kept of those that left."""
     rng = np.random.default_rng(0)
-    rows = RequestState(8, max_model_len=32)
-    shapes = {name: array.shape for name, array in vars(rows.sampling).items() if isinstance(array, np.ndarray)}
+    rows, columns = request_state(8, max_model_len=32)
+    shapes = {name: array.shape for name, array in vars(columns.sampling).items() if isinstance(array, np.ndarray)}
     live: dict[int, int] = {}
     for seq_id in range(20_000):
         if len(live) == 8 or (live and rng.random() < 0.4):
@@ -33,7 +41,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         rows.release(seq_id)
         assert seq_id not in rows
     assert len(rows) == 0
-    sampling = rows.sampling
+    sampling = columns.sampling
     assert not sampling.rows_with_prompt_logprobs
     assert len(sampling.logit_bias.select(np.arange(8))[0]) == 0
     assert sampling.allowed_tokens.select(np.arange(8)) == []
@@ -42,15 +50,16 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
 
 def test_the_token_table_is_not_touched_before_it_is_used() -> None:
     """8 GiB of table: only the touched rows exist."""
-    rows = RequestState(1024, max_model_len=2**21)
+    rows, columns = request_state(1024, max_model_len=2**21)
     rows.add_request(5, [1, 2, 3], 2, GREEDY)
-    rows.append(np.array([0]), np.array([3]), np.array([9]))
-    assert rows.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
+    sampled = build_sample_rows([5], [0], build_input_batch([5], [0], [3], rows), rows)
+    columns.write_tokens(int(sampled.rows[0]), int(sampled.lengths[0]), [9])
+    assert columns.token_ids[0, :5].tolist() == [1, 2, 3, 9, 0]
     assert rows.lengths[0] == 4
 
 
 def test_misuse_of_rows_is_a_bug_that_shows() -> None:
-    rows = RequestState(1, max_model_len=4)
+    rows, _ = request_state(1, max_model_len=4)
     rows.add_request(1, [1], 1, GREEDY)
     with pytest.raises(AssertionError, match="sequence 1 has a row already"):
         rows.add_request(1, [1], 1, GREEDY)
@@ -81,35 +90,39 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     """Random rows, starts and counts, two groups, against the same thing written token by token."""
     rng = np.random.default_rng(1)
     block_size = 4
-    rows = RequestState(6, max_model_len=64)
-    tables = BlockTables(2, 6, 64, block_size)
+    rows, columns = request_state(6, max_model_len=64, num_groups=2)
     for seq_id in range(6):
         row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
-        tables.append(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
+        rows.append_blocks(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
     for _ in range(20):
         seq_ids = rng.permutation(6)[: int(rng.integers(1, 7))].tolist()
         starts = rng.integers(0, 50, len(seq_ids)).tolist()
         counts = rng.integers(1, 10, len(seq_ids)).tolist()
-        batch = build_input_batch(rows.rows_of(seq_ids), starts, counts, rows, tables)
+        batch = build_input_batch(seq_ids, starts, counts, rows)
+        token_ids, attention = prepare_inputs(batch, columns.token_ids, rows.tables)
         tokens = [
             (index, row, position)
             for index, (row, start, count) in enumerate(zip(batch.rows, starts, counts, strict=True))
             for position in range(start, start + count)
         ]
-        attention = batch.attention
-        assert batch.token_ids.tolist() == [rows.token_ids[row, position] for _, row, position in tokens]
-        assert batch.positions.tolist() == [position for _, _, position in tokens]
+        assert token_ids.tolist() == [columns.token_ids[row, position] for _, row, position in tokens]
+        assert attention.positions.tolist() == [position for _, _, position in tokens]
         assert attention.sequence_index.tolist() == [index for index, _, _ in tokens]
         assert attention.query_start.tolist() == [0, *np.cumsum(counts).tolist()]
-        assert batch.last_index.tolist() == (np.cumsum(counts) - 1).tolist()
-        assert batch.first_index.tolist() == (np.cumsum(counts) - counts).tolist()
+        assert batch.query_start[:-1].tolist() == (np.cumsum(counts) - counts).tolist()
+        assert (batch.counts.tolist(), batch.num_tokens) == (counts, len(tokens))
         assert batch.ends.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
         for group in range(2):
-            table = tables._tables[group]
+            table = rows.tables._tables[group]
             slots = [table[row, p // block_size] * block_size + p % block_size for _, row, p in tokens]
             assert attention.slot_mapping[group].tolist() == slots
             width = -(-max(batch.ends.tolist()) // block_size)
             assert attention.block_tables[group].tolist() == table[batch.rows, :width].tolist()
-        assert batch.token_ids.dtype == attention.slot_mapping[0].dtype == attention.positions.dtype
-        assert str(batch.token_ids.dtype) == "torch.int64"
+        assert token_ids.dtype == attention.slot_mapping[0].dtype == attention.positions.dtype
+        assert str(token_ids.dtype) == "torch.int64"
         assert str(attention.block_tables[0].dtype) == "torch.int32"
+        sampled = build_sample_rows(seq_ids[::-1], list(range(len(seq_ids)))[::-1], batch, rows)
+        assert sampled.last_index.tolist() == (np.cumsum(counts) - 1).tolist()[::-1]
+        assert sampled.lengths.tolist() == batch.ends.tolist()[::-1]
+        assert rows.lengths[batch.rows].tolist() == (batch.ends + 1).tolist()
+        rows.lengths[:] = 60

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.precision import choose_precision
 
 _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.MatmulPrecision.BFLOAT16}
 
@@ -13,9 +14,9 @@ _PRECISIONS = {"float32": _native.MatmulPrecision.FLOAT32, "bfloat16": _native.M
 class NativeRuntime:
     """isa: name of an instruction set that this machine has, or "auto" for the best. num_threads: of the pool, the
     calling thread included. matmul_precision: "float32"; "bfloat16" rounds activations before they multiply weights,
-    keys or values that are stored in it; "auto" does so where the instruction set multiplies bfloat16. The attribute
-    says which of the two it is. Raises ConfigError for an instruction set that is not available, and for a precision
-    that it does not have."""
+    keys or values that are stored in it; "auto" does so where that is faster (quire/kernels/cpu/precision.py). The
+    attribute says which of the two it is. Raises ConfigError for an instruction set that is not available, and for a
+    precision that it does not have."""
 
     def __init__(self, isa: str, num_threads: int, matmul_precision: str = "float32") -> None:
         try:
@@ -29,7 +30,7 @@ class NativeRuntime:
                 param="matmul_precision",
             )
         if matmul_precision == "auto":
-            matmul_precision = "bfloat16" if possible else "float32"
+            matmul_precision = choose_precision(self.isa).precision
         self.matmul_precision = matmul_precision
         self.pool = _native.Pool(num_threads, pin=True)
 

@@ -1,6 +1,6 @@
 """Kernels over the rows of live sequences: what a step writes to them, copies between them and reads out of them.
 
-All rows lie in one arena of 32-bit words (quire/worker/device/state_arena.py), so that one launch serves all tables.
+All rows lie in one arena of 32-bit words (quire/worker/platform/state_arena.py), so that one launch serves all tables.
 Each kernel is bound by its launch: a step of 256 sequences moves a few kilobytes, far below what a microsecond of
 memory bandwidth carries. Hence flat grids, few programs, and nothing compiled for the sizes of a step.
 """

@@ -61,9 +61,11 @@ def cache_namespace(
     return hashlib.sha256(b"quire.kv.disk.v1\0" + text.encode()).digest()
 
 
-def native_code(isa: str, binary: Path) -> dict[str, str]:
-    """The native kernels: the instruction set in use and the build. Neither threads nor batches change a result."""
-    return {"isa": isa, "build": hashlib.sha256(binary.read_bytes()).hexdigest()}
+def native_code(isa: str, matmul_precision: str, binary: Path) -> dict[str, str]:
+    """The native kernels: the instruction set and precision in use, and the build. Neither threads nor batches change a
+    result."""
+    build = hashlib.sha256(binary.read_bytes()).hexdigest()
+    return {"isa": isa, "products": matmul_precision, "build": build}
 
 
 def torch_code(num_threads: int) -> dict[str, str]:

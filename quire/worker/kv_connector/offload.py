@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import KVCacheLayout
 from quire.step import StepPlan
 from quire.transfers import OffloadReport, OffloadTransfers
-from quire.worker.kv_connector.block_file import Buffer
+from quire.worker.kv_connector.block_file import BlockLayout, Buffer
+from quire.worker.kv_connector.cache_identity import cache_namespace
 from quire.worker.kv_connector.disk_store import DiskStore, smoothed
 from quire.worker.kv_connector.interface import PATIENCE
 from quire.worker.kv_transfer import BlockTransfers
@@ -64,6 +67,22 @@ class OffloadWorker:
 
     def close(self) -> None:
         self._store.close(CLOSE_SECONDS)
+
+
+def offload_worker(
+    config: EngineConfig,
+    layout: KVCacheLayout,
+    code: dict[str, str],
+    pages: Sequence[torch.Tensor],
+    transfers: BlockTransfers,
+) -> OffloadWorker:
+    """Open the directory of `config.cache`. code: what computes (see cache_identity.py). pages: of the host's pool, as
+    HostBlocks takes them. Raises ConfigError when nothing can be stored there."""
+    directory = config.cache.offload_dir
+    assert directory is not None, "no directory is configured"
+    namespace = cache_namespace(config.model, config.load, config.device, layout, code)
+    files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
+    return OffloadWorker(DiskStore(directory, config.cache.offload_size, files, HostBlocks(pages)), transfers)
 
 
 class HostBlocks:

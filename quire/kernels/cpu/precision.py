@@ -1,0 +1,111 @@
+"""The precision of products with bfloat16 weights where the user leaves the choice to Quire: the faster one.
+
+`vdpbf16ps` does the work of two float32 instructions, and some processors start it at a quarter of their rate. Known
+processors are listed; others are measured once and remembered, so that every start of an engine on a machine makes the
+same choice, and with it the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from quire import envs
+from quire.kernels.cpu import _native
+from quire.logging import get_logger
+
+logger = get_logger(__name__)
+
+KNOWN: dict[tuple[str, int, int | None], str] = {
+    ("AuthenticAMD", 25, None): "bfloat16",  # Zen 4: 233 GFLOP/s a core, 117 in float32
+    ("AuthenticAMD", 26, None): "bfloat16",  # Zen 5
+    ("GenuineIntel", 6, 143): "float32",  # Sapphire Rapids; as the next
+    ("GenuineIntel", 6, 207): "float32",  # Emerald Rapids: 88 GFLOP/s a core, 174 in float32
+}
+"""By vendor, family and model (None: every model of the family)."""
+MARGIN = 1.2
+"""bfloat16 rounds activations: it is taken where its measured rate is at least this many times that of float32."""
+NUM_TRIALS, NUM_UNITS = 5, 16
+"""The best of 5 runs of some 0.1 milliseconds each counts."""
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """precision: "float32" or "bfloat16". reason: for people."""
+
+    precision: str
+    reason: str
+
+
+def choose_precision(
+    isa: str, *, memory: Path | None = None, cpu_info: Path = CPU_INFO, measure: Callable[[str], float] | None = None
+) -> Choice:
+    """The precision for an instruction set of this machine.
+
+    memory: the file that measured choices are kept in; default `processors.json` in the cache directory. measure:
+    returns the rate of bfloat16 products over that of float32.
+    """
+    if not _native.has_bf16_products(isa):
+        return Choice("float32", f"{isa} cannot multiply bfloat16")
+    if isa not in _native.available_isas():
+        return Choice("bfloat16", f"{isa} is an emulation, for tests")
+    processor = _processor(cpu_info)
+    if processor is not None:
+        for key in (processor, (*processor[:2], None)):
+            if key in KNOWN:
+                return Choice(KNOWN[key], "known to be the faster one on this processor")
+    memory = envs.cache_directory() / "processors.json" if memory is None else memory
+    name = " ".join(map(str, (*(processor or ("unknown",)), isa)))
+    remembered = _read(memory)
+    if remembered.get(name) in ("float32", "bfloat16"):
+        return Choice(remembered[name], f"measured earlier ({memory})")
+    ratio = (measure or measure_rates)(isa)
+    precision = "bfloat16" if ratio >= MARGIN else "float32"
+    _write(memory, remembered | {name: precision})
+    return Choice(precision, f"measured: products in bfloat16 run at {ratio:.2f} times the rate of float32")
+
+
+def measure_rates(isa: str) -> float:
+    """The rate of bfloat16 products over that of float32 ones on one thread, in registers alone. Some milliseconds."""
+    pool = _native.Pool(1, pin=False)
+    best = {_native.float_limit: 0.0, _native.bf16_limit: 0.0}
+    for _ in range(NUM_TRIALS):
+        for limit in best:
+            start = perf_counter()
+            num_operations = limit(isa, pool, NUM_UNITS)
+            best[limit] = max(best[limit], num_operations / (perf_counter() - start))
+    return best[_native.bf16_limit] / best[_native.float_limit]
+
+
+def _processor(cpu_info: Path) -> tuple[str, int, int] | None:
+    """(vendor, family, model) of the first core; None where the system does not tell."""
+    try:
+        first = cpu_info.read_text(errors="replace").partition("\n\n")[0]
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+        return facts["vendor_id"], int(facts["cpu family"]), int(facts["model"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _read(memory: Path) -> dict[str, str]:
+    try:
+        found = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(memory: Path, choices: dict[str, str]) -> None:
+    """Replace the file in one step. Where that is not possible, the next start measures again."""
+    part = memory.with_name(f"{memory.name}.{os.getpid()}")
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(choices, indent=2, sort_keys=True) + "\n")
+        part.replace(memory)
+    except OSError as error:
+        logger.info("the measured precision is not remembered: %s", error)

@@ -1,0 +1,263 @@
+"""The model's forward pass on a device: eager, as one CUDA graph, or as graphs between the layers' attention.
+
+All three run the same function of the model. Full graphs and the largest piecewise ones are captured at the start: a
+capture would delay a decode by tens of milliseconds, and the smaller ones fit into the memory of the largest. Other
+piecewise sizes follow in idle time, or when a size is first used, behind the pass that runs eagerly then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.layers.operations import HeadWeights
+from quire.logging import get_logger
+from quire.models.interface import CausalLM
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, Kind
+from quire.worker.platform.graph_capture import Graph, GraphCapture, capturing
+
+logger = get_logger(__name__)
+
+
+class DeviceStep(Protocol):
+    """One step of a device's attention back end."""
+
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Norms, rotates and writes the new keys and values, then attends. qkv: [T, (H + 2 Hkv) * D], used up. out: the
+        tensor to write to, None: a new one. Returns [T, H * D]."""
+        ...
+
+
+class DeviceBackend(Protocol):
+    """The part of the attention back end that a forward pass uses."""
+
+    def plan(self, batch: DeviceBatch) -> DeviceStep: ...
+
+
+PaddedInputs = Callable[[Execution], tuple[DeviceBatch, torch.Tensor]]
+"""Inputs of an execution's size in which everything is padding, and the token ids [T]: the very tensors that steps of
+that size bring."""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """attention_size: elements of a token's attention over all heads. longest: tokens of the longest sequence there can
+    be."""
+
+    attention_size: int
+    longest: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CudaGraphRunner:
+    """Runs forward passes. Inputs of captured sizes must come in the same tensors every time."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: DeviceBackend,
+        shape: PassShape,
+        settings: ExecutionSettings,
+        capture: GraphCapture | None,
+    ) -> None:
+        """capture: None where there are no graphs; then `settings` must allow none."""
+        largest_piecewise = max(settings.piecewise_sizes, default=0)
+        largest = max(largest_piecewise, *settings.full_sizes, 0)
+        assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
+        self._model = model
+        self._backend = backend
+        self._longest = shape.longest
+        self._capture_of = capture
+        self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
+        self._attended = torch.zeros(largest_piecewise, shape.attention_size, dtype=shape.dtype, device=shape.device)
+        self._captured: dict[tuple[Kind, int], _CapturedPass] = {}
+        piecewise = [Execution("piecewise", size, 1) for size in reversed(settings.piecewise_sizes)]
+        full = [Execution("full", size, size) for size in reversed(settings.full_sizes)]
+        # Largest first: the others then fit into its memory.
+        self._at_start = (*piecewise[:1], *full)
+        self._all = (*self._at_start, *piecewise[1:])
+        self._wanted = list(self._all)
+
+    @property
+    def num_captured(self) -> int:
+        """Number of captured sizes."""
+        return len(self._captured)
+
+    @property
+    def has_uncaptured(self) -> bool:
+        """Whether `capture_next` has anything to do."""
+        return bool(self._wanted)
+
+    def run(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T].
+
+        Returns the hidden states [T, hidden]; the next call may overwrite them. Padded rows are undefined.
+        """
+        if execution.kind == "eager":
+            return self._forward(batch, token_ids)
+        if execution.kind == "full":
+            # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
+            batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
+        captured = self._captured.get((execution.kind, execution.num_tokens))
+        if captured is None:
+            hidden = self._forward(batch, token_ids)
+            self._capture(execution, batch, token_ids)
+            return hidden
+        captured.replay(batch, token_ids)
+        return self._hidden[: execution.num_tokens]
+
+    def capture_at_start(self, padded_inputs: PaddedInputs) -> None:
+        """Capture all full graphs and the largest piecewise ones, as far as memory allows. As `capture_next`."""
+        while self._wanted and self._wanted[0] in self._at_start:
+            self.capture_next(padded_inputs)
+
+    def capture_next(self, padded_inputs: PaddedInputs) -> bool:
+        """Capture one more size, if any is left; returns whether there was one. For idle time: nothing of a step may be
+        under way whose inputs `padded_inputs` overwrites."""
+        if not self._wanted:
+            return False
+        execution = self._wanted[0]
+        batch, token_ids = padded_inputs(execution)
+        self.run(execution, batch, token_ids)
+        return True
+
+    def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.forward(token_ids, batch.positions, self._backend.plan(batch))
+
+    def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
+        self._wanted = [
+            each for each in self._wanted if (each.kind, each.num_tokens) != (execution.kind, execution.num_tokens)
+        ]
+        if self._capture_of is None:
+            return
+        captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
+            self._capture_of.make_room()
+            captured = self._try_capture(self._capture_of, execution.kind, batch, token_ids)
+        if captured is None:
+            # Graphs only save time: the captured ones stay, other sizes run eagerly.
+            self._wanted.clear()
+            self._capture_of = None
+            logger.warning(
+                "no memory for more CUDA graphs: %d of %d sizes are captured, the others run eagerly; a smaller "
+                "gpu_memory_utilization or fewer cuda_graph_sizes leave room",
+                len(self._captured),
+                len(self._all),
+            )
+            return
+        self._captured[execution.kind, execution.num_tokens] = captured
+
+    def _try_capture(
+        self, capture: GraphCapture, kind: Kind, batch: DeviceBatch, token_ids: torch.Tensor
+    ) -> _CapturedPass | None:
+        """None when memory has run out."""
+        make = self._capture_full if kind == "full" else self._capture_pieces
+        try:
+            with capturing(capture):
+                return make(capture, batch, token_ids)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _capture_full(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
+        capture.begin_capture()
+        self._hidden[: batch.num_tokens].copy_(self._forward(batch, token_ids))
+        return _FullPass(capture.end_capture(), _addresses(batch, token_ids))
+
+    def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
+        pieces = _Pieces(capture, self._attended)
+        capture.begin_capture()
+        hidden = self._model.forward(token_ids, batch.positions, pieces)
+        self._hidden[: batch.num_tokens].copy_(hidden)
+        last = capture.end_capture()
+        inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
+        return _PiecewisePass(self._backend, pieces.graphs, pieces.calls, last, inputs)
+
+
+class _CapturedPass(Protocol):
+    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class _FullPass:
+    """inputs: addresses of what it was captured with."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+
+    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
+        assert _addresses(batch, token_ids) == self.inputs, "a graph's inputs must keep their addresses"
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class _AttentionCall:
+    """One layer's attention between two pieces, on memory that the pieces share."""
+
+    heads: HeadWeights
+    qkv: torch.Tensor
+    rotation: Any
+    out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _PiecewisePass:
+    """graphs[i] ends with the input of calls[i]; `last` follows the last call."""
+
+    backend: DeviceBackend
+    graphs: list[Graph]
+    calls: list[_AttentionCall]
+    last: Graph
+    inputs: tuple[int, int]
+
+    def replay(self, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
+        inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
+        assert inputs == self.inputs, "a graph's inputs must keep their addresses"
+        step = self.backend.plan(batch)
+        for graph, call in zip(self.graphs, self.calls, strict=True):
+            graph.replay()
+            step.attend(call.heads, call.qkv, call.rotation, call.out)
+        self.last.replay()
+
+
+class _Pieces:
+    """Takes the place of the attention back end's step while pieces are captured: each call ends one piece and begins
+    the next."""
+
+    def __init__(self, capture: GraphCapture, attended: torch.Tensor) -> None:
+        """attended: [most tokens, H * D], the output of every layer's attention: the next piece reads it before the
+        next call overwrites it."""
+        self._capture = capture
+        self._attended = attended
+        self.graphs: list[Graph] = []
+        self.calls: list[_AttentionCall] = []
+
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.graphs.append(self._capture.end_capture())
+        out = self._attended[: qkv.shape[0]]
+        self.calls.append(_AttentionCall(heads, self._capture.borrow(qkv), _borrowed(self._capture, rotation), out))
+        self._capture.begin_capture()
+        return out
+
+
+def _borrowed(capture: GraphCapture, value: Any) -> Any:
+    """`value` with its tensors borrowed: a tensor, a dataclass of them, or something else."""
+    if isinstance(value, torch.Tensor):
+        return capture.borrow(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: _borrowed(capture, getattr(value, each.name)) for each in fields(value)})
+    return value
+
+
+def _addresses(batch: DeviceBatch, token_ids: torch.Tensor) -> tuple[int, ...]:
+    """The addresses of a full graph's inputs."""
+    tensors = (token_ids, batch.rows, batch.query_start, batch.seq_lens, batch.positions)
+    return tuple(tensor.data_ptr() for tensor in (*tensors, *batch.slot_mapping, *batch.block_tables))

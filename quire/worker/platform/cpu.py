@@ -1,0 +1,119 @@
+"""The platform of a CPU: native kernels, or plain torch operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.attention.torch_backend import TorchAttention
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import KVCacheLayout
+from quire.models.claims import check_dummy
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model
+from quire.models.weight_files import Progress
+from quire.sampling.backend import SamplerBackend, make_sampler_backend
+from quire.sampling.parameters import SamplingRows
+from quire.worker.block_tables import BlockTables
+from quire.worker.kv_connector.cache_identity import native_code, torch_code
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
+from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
+from quire.worker.platform.cpu_meter import CpuMeter
+from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
+from quire.worker.platform.host_memory import available_memory
+from quire.worker.platform.interface import HostPool, Mode
+
+
+class CpuPlatform:
+    """Implements Platform. Nothing is enqueued: work has run when a call returns."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ConfigError for kernels that this CPU does not have."""
+        device = config.device
+        self._config = config
+        self._runtime = None
+        if device.attention_backend == "native":
+            from quire.kernels.cpu.runtime import NativeRuntime  # the native module may not be built
+
+            self._runtime = NativeRuntime(device.cpu_isa, device.num_threads, device.matmul_precision)
+        # Native kernels have threads of their own, which torch's would only slow down.
+        self._num_threads = device.num_threads if self._runtime is None else 1
+
+    def mode(self, queue_depth: int) -> Mode:
+        return "thread" if queue_depth > 1 else "inline"  # torch releases the interpreter while it computes
+
+    def computing(self) -> AbstractContextManager[object]:
+        """torch keeps its number of threads per calling thread, and another engine of this process may have set another
+        one."""
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        return torch.inference_mode()
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def describe(self) -> str:
+        model, device, runtime = self._config.model, self._config.device, self._runtime
+        kernels = "plain torch operators" if runtime is None else f"native kernels for {runtime.isa}"
+        threads = "1 thread" if device.num_threads == 1 else f"{device.num_threads} threads"
+        weights = model.dtype if model.quantization is None else model.quantization.method
+        precision = device.matmul_precision if runtime is None else runtime.matmul_precision
+        return f"{kernels}, {threads}, {weights} weights, {model.kv_cache_dtype} KV cache, {precision} products"
+
+    def code_identity(self) -> dict[str, str]:
+        if self._runtime is None:
+            return torch_code(self._config.device.num_threads)
+        return native_code(self._runtime.isa, self._runtime.matmul_precision, self._runtime.binary)
+
+    def load_model(self, progress: Progress) -> CausalLM:
+        config = self._config
+        if config.load.load_format == "dummy":
+            check_dummy(config.model, available_memory())
+        return load_model(config.model, config.load, config.device.device, progress, self._runtime)
+
+    def meter(self) -> CpuMeter:
+        return CpuMeter(self.make_attention, self._make_sampler_backend)
+
+    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
+        cache_dtype = self._config.model.kv_cache_dtype
+        if self._runtime is None:
+            return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
+        from quire.attention.native_backend import NativeAttention
+
+        num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
+        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
+
+    def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
+        return allocate_pages(layout)
+
+    def allocate_host_pool(self, layout: KVCacheLayout) -> HostPages:
+        return HostPages(allocate_host_pages(layout))
+
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+        return ThreadTransfers(pages, host_pool.pages, block_mover(self._runtime))
+
+    def make_compute(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> CpuCompute:
+        columns = CpuColumns(self._config.scheduler.max_num_seqs, self._config.model.max_model_len)
+        return CpuCompute(
+            model,
+            self.make_attention(layout, pages),
+            block_copier(pages, self._runtime),
+            columns,
+            tables,
+            self._make_sampler_backend(columns.sampling),
+        )
+
+    def offload_weights(self, model: CausalLM) -> None:
+        """The weights are in host memory."""
+
+    def release_reserve(self) -> None:
+        """Freed memory goes back to the system by itself."""
+
+    def _make_sampler_backend(self, rows: SamplingRows) -> SamplerBackend:
+        return make_sampler_backend(rows, self._runtime)

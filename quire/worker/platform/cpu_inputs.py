@@ -1,0 +1,47 @@
+"""The inputs of a step on a CPU: gathered from the host's columns, without a Python loop over sequences or tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch
+
+
+def prepare_inputs(
+    batch: InputBatch, token_table: np.ndarray, tables: BlockTables
+) -> tuple[torch.Tensor, AttentionBatch]:
+    """token_table: [num_rows, capacity] int32. Returns the token ids, [T] int64, and the attention batch. At least one
+    sequence is scheduled."""
+    query_start = batch.query_start
+    sequence_index = np.repeat(np.arange(len(batch.rows)), batch.counts)
+    positions = np.arange(query_start[-1]) + (batch.starts - query_start[:-1])[sequence_index]
+    token_ids = token_table[batch.rows[sequence_index], positions].astype(np.int64)
+    block_tables = tables.gather(batch.rows, int(batch.ends.max()))
+    attention = build_attention_batch(
+        query_start, batch.starts, positions, sequence_index, block_tables, tables.block_size
+    )
+    return torch.from_numpy(token_ids), attention
+
+
+def build_attention_batch(
+    query_start: np.ndarray,
+    start_positions: np.ndarray,
+    positions: np.ndarray,
+    sequence_index: np.ndarray,
+    block_tables: tuple[np.ndarray, ...],
+    block_size: int,
+) -> AttentionBatch:
+    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch)."""
+    logical, offset = np.divmod(positions, block_size)
+    slots = (table[sequence_index, logical].astype(np.int64) * block_size + offset for table in block_tables)
+    return AttentionBatch(
+        query_start=torch.from_numpy(query_start),
+        start_positions=torch.from_numpy(start_positions),
+        positions=torch.from_numpy(positions),
+        sequence_index=torch.from_numpy(sequence_index),
+        block_tables=tuple(torch.from_numpy(table) for table in block_tables),
+        slot_mapping=tuple(torch.from_numpy(slot) for slot in slots),
+    )

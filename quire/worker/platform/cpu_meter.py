@@ -1,0 +1,104 @@
+"""Measuring memory on a CPU, where the pools and everything else are memory of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBackend, AttentionBatch
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.sizing import DeviceShare
+from quire.models.interface import CausalLM
+from quire.sampling.backend import SamplerBackend
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling_params import SamplingParams
+from quire.step import SequenceSampling
+from quire.worker.kv_tensors import allocate_pages
+from quire.worker.platform.cpu_inputs import build_attention_batch
+from quire.worker.platform.host_memory import available_memory, measure_peak
+from quire.worker.platform.interface import DummySequences, StepLimits
+
+PROFILED_TOKENS = 512
+"""Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
+
+BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
+
+
+class CpuMeter:
+    """Implements MemoryMeter."""
+
+    def __init__(
+        self, make_attention: BackendFactory, make_sampler_backend: Callable[[SamplingRows], SamplerBackend]
+    ) -> None:
+        self._make_attention = make_attention
+        self._make_sampler_backend = make_sampler_backend
+
+    def free(self) -> int:
+        return available_memory()
+
+    def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
+        """A forward pass over the whole token budget in as few sequences as the context allows, then logits and random
+        sampling for the most sequences.
+
+        Measured as the growth of the resident memory. What a forward pass takes grows with its tokens (at most: the
+        attention's working memory is bounded), so it is measured on PROFILED_TOKENS and scaled: a pass over the whole
+        budget would be most of a start's time.
+        """
+        num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
+        prompt = DummySequences.prompts(num_tokens, min(num_tokens, limits.longest))
+        forward_pass = self.dummy_pass(model, limits, prompt)
+        hidden = torch.zeros(0)
+
+        def forward() -> None:
+            nonlocal hidden
+            hidden = forward_pass()
+
+        def sample() -> None:
+            self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
+
+        forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
+        if forward_peak is None or sample_peak is None:
+            return None
+        return forward_peak * -(-limits.max_num_tokens // num_tokens) + sample_peak
+
+    def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
+        return None
+
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
+        groups, layers_per_group = group_layers(model.kv_specs())
+        num_blocks = 1 + -(-dummies.longest // limits.block_size)
+        layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
+        pages = allocate_pages(layout)
+        for page in pages:
+            page.zero_()  # touched now, so that the scratch pool is not counted as activations
+        backend = self._make_attention(layout, pages)
+        batch = dummy_attention_batch(layout, dummies)
+        token_ids = torch.zeros(dummies.num_tokens, dtype=torch.int64)
+        return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        num_seqs = len(logits)
+        rows = SamplingRows(num_seqs)
+        sampling = SequenceSampling(SamplingParams(top_p=0.9), seed=0, stop_token_ids=[], bad_token_sequences=[])
+        for row in range(num_seqs):
+            rows.set(row, sampling)
+        ones = np.ones(num_seqs, np.int64)
+        batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
+        Sampler(rows, self._make_sampler_backend(rows)).sample(lambda: logits, batch)
+
+
+def dummy_attention_batch(layout: KVCacheLayout, dummies: DummySequences) -> AttentionBatch:
+    """Sequences that all use the blocks 1, 2, ..."""
+    table = np.tile(np.arange(1, layout.num_blocks, dtype=np.int32), (dummies.num_seqs, 1))
+    return build_attention_batch(
+        dummies.query_start,
+        dummies.starts,
+        dummies.positions,
+        dummies.sequence_index,
+        (table,) * len(layout.groups),
+        layout.block_size,
+    )

@@ -1,0 +1,160 @@
+"""Plans on a CPU: what kernels read are the host's columns themselves, and a step has run when a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from quire.attention.interface import AttentionBackend
+from quire.models.interface import CausalLM
+from quire.sampling.backend import SamplerBackend
+from quire.sampling.batch import SampleBatch
+from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.sampler import SampledTokens, Sampler
+from quire.step import SequenceSampling, StepPlan, TokenLogprobs
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.platform.cpu_blocks import BlockCopier
+from quire.worker.platform.cpu_inputs import prepare_inputs
+
+PROMPT_LOGITS_ELEMENTS = 2**22
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Generic[Value]):
+    """A Pending whose value is there."""
+
+    value: Value
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    def assemble(self, hosts: Sequence[torch.Tensor]) -> Value:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A Pending whose logits had NaN or infinity."""
+
+    error: NonFiniteLogitsError
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return ()
+
+    def assemble(self, hosts: Sequence[torch.Tensor]) -> list[TokenLogprobs]:
+        raise self.error
+
+
+class NoCopy:
+    """The PendingCopy of a CPU: results are on the host."""
+
+    def wait(self) -> list[torch.Tensor]:
+        return []
+
+
+class CpuColumns:
+    """Implements RequestColumns. token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has
+    just reached its end may be run once more before the scheduler knows). sampling: the sampler's rows.
+
+    The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
+        self.sampling = SamplingRows(num_rows)
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        self.token_ids[row, position : position + len(token_ids)] = token_ids
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
+
+    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+        """Kernels read BlockTables."""
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+        """Kernels read BlockTables."""
+
+    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
+        self.sampling.set(row, sampling)
+
+    def clear_sampling(self, row: int) -> None:
+        self.sampling.clear(row)
+
+
+class CpuCompute:
+    """Implements StepCompute."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        copy_blocks: BlockCopier,
+        columns: CpuColumns,
+        tables: BlockTables,
+        sampler_backend: SamplerBackend,
+    ) -> None:
+        self.columns = columns
+        self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
+        self.model = model
+        self.attention = attention
+        self.copy_blocks = copy_blocks
+        self.tables = tables
+        self.sampler = Sampler(columns.sampling, sampler_backend)
+        self._sampler_backend = sampler_backend
+        self._no_copy = NoCopy()
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> CpuStep:
+        return CpuStep(self, plan, batch)
+
+    def score_prompt(
+        self, hidden: torch.Tensor, row: int, start: int, num_top: int
+    ) -> Computed[list[TokenLogprobs]] | NonFinite:
+        targets = self.columns.token_ids[row, start : start + len(hidden)].astype(np.int64)
+        logits = self.model.compute_logits(hidden).numpy()
+        try:
+            return Computed(self._sampler_backend.logprobs(logits, targets, [num_top] * len(targets)))
+        except NonFiniteLogitsError as error:
+            return NonFinite(error)
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> NoCopy:
+        return self._no_copy
+
+    def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
+        """Nothing is compiled."""
+
+    def capture_next(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStep:
+    """Implements ComputeStep."""
+
+    compute: CpuCompute
+    plan: StepPlan
+    batch: InputBatch
+
+    def copy_blocks(self) -> None:
+        self.compute.copy_blocks(self.plan.block_copies)
+
+    def forward(self) -> torch.Tensor:
+        compute = self.compute
+        token_ids, attention = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
+        return compute.model.forward(token_ids, attention.positions, compute.attention.plan(attention))
+
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Computed[SampledTokens]:
+        compute, token_ids = self.compute, self.compute.columns.token_ids
+        last = hidden[torch.from_numpy(samples.last_index)]
+        batch = SampleBatch(samples.rows, samples.lengths, samples.num_prompt_tokens, token_ids)
+        sampled = compute.sampler.sample(lambda: compute.model.compute_logits(last), batch)
+        token_ids[samples.rows, samples.lengths] = sampled.token_ids
+        return Computed(sampled)

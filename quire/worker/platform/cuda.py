@@ -1,0 +1,196 @@
+"""The platform of a GPU: the model, the KV cache and the request state are on the device, plans are enqueued, results
+are waited for later. In Triton's interpreter the same code runs, and the device is the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import triton
+
+from quire import envs
+from quire.attention.triton_backend import TritonAttention
+from quire.config.engine import EngineConfig
+from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.block_copy import PageTable
+from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.device import DeviceLayers
+from quire.models.interface import CausalLM
+from quire.models.loader import load_model
+from quire.models.weight_files import Progress
+from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.step import StepPlan
+from quire.worker.block_tables import BlockTables
+from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.graph_dispatch import execution_settings
+from quire.worker.kv_connector.cache_identity import device_code
+from quire.worker.kv_tensors import typed_pages
+from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
+from quire.worker.platform.device_meter import DeviceMeter
+from quire.worker.platform.device_step import DeviceCompute, StagedColumns
+from quire.worker.platform.graph_capture import CudaGraphCapture, GraphCapture
+from quire.worker.platform.interface import HostPool, Mode
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.stream_transfers import StreamTransfers
+from quire.worker.platform.streams import make_streams
+from quire.worker.platform.upload import Upload
+from quire.worker.platform.weight_offload import DeviceWeights
+from quire.worker.warm_up import warm_up, warm_up_attention, warm_up_plans
+
+INTERPRETED_MULTIPROCESSORS = 8
+
+
+class CudaPlatform:
+    """Implements Platform. compiles: whether kernels are compiled, so that a start warms them up; the interpreter does
+    not."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.streams = make_streams(torch.device(config.device.device))
+        self._device = self.streams.device
+        self._memory = make_memory(self._device)
+        self.compiles = self._device.type == "cuda"
+        if self.compiles:
+            envs.keep_triton_cache()
+        self._free_at_start = self._memory.free()
+        self._settings = execution_settings(config.device, config.scheduler.max_num_seqs)
+
+    def mode(self, queue_depth: int) -> Mode:
+        return "queued"
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with torch.inference_mode(), self.streams.computing():
+            yield
+
+    def synchronize(self) -> None:
+        self.streams.synchronize()
+
+    def describe(self) -> str:
+        model, device = self._config.model, self._config.device
+        mode = "batch-invariant" if device.batch_invariant else "fastest"
+        graphs = "no CUDA graphs" if device.cuda_graphs == "none" else f"CUDA graphs: {device.cuda_graphs}"
+        formats = f"{model.dtype} weights, {model.kv_cache_dtype} KV cache"
+        return f"Triton kernels on {device_name(self._device)}, {formats}, {mode} kernels, {graphs}"
+
+    def code_identity(self) -> dict[str, str]:
+        return device_code(device_name(self._device), device_limits(self._device).capability, triton.__version__)
+
+    def load_model(self, progress: Progress) -> CausalLM:
+        config = self._config
+        layers = DeviceLayers(self._device, config.device.batch_invariant)
+        with arithmetic(self._memory, f"the weights of {config.model.name}"):
+            model = load_model(config.model, config.load, progress=progress, device_layers=layers)
+        self.streams.synchronize()
+        return model
+
+    def meter(self) -> DeviceMeter:
+        model = self._config.model
+        return DeviceMeter(self.make_attention, model, self._settings, self._memory, self._free_at_start, self._device)
+
+    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
+        config = self._config
+        model = config.model
+        return TritonAttention(
+            layout,
+            typed_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            device_limits(self._device),
+            num_heads=model.num_heads,
+            dtype=getattr(torch, model.dtype),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=model.max_model_len + 1,
+            batch_invariant=config.device.batch_invariant,
+        )
+
+    def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
+        return allocate_device_pages(layout, self._memory, self._device)
+
+    def allocate_host_pool(self, layout: KVCacheLayout) -> PinnedPool:
+        return PinnedPool(layout, self._memory)
+
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers:
+        assert isinstance(host_pool, PinnedPool), "the host pool is this platform's"
+        return StreamTransfers(self.streams, pages, host_pool.blocks)
+
+    def make_compute(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> DeviceCompute:
+        config, settings, block_size = self._config, self._settings, layout.block_size
+        num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
+        arena = StateArena(num_rows, longest, block_size, len(layout.groups), DeviceSamplingRows.WIDTH, self._device)
+        sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
+        padded_seqs = max((num_rows, *settings.full_sizes))
+        padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
+        attention = self.make_attention(layout, pages)
+        compute = DeviceCompute(
+            model=model,
+            passes=self._make_passes(model, attention),
+            settings=settings,
+            columns=StagedColumns(arena, sampling),
+            inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
+            upload=Upload(self.streams, config.scheduler.queue_depth + 1),
+            pages=PageTable.of_pages(pages),
+            streams=self.streams,
+        )
+        if self.compiles:
+            compute.prepare = lambda launch: self._warm_up(compute, attention, layout, launch)
+        return compute
+
+    def offload_weights(self, model: CausalLM) -> DeviceWeights:
+        weights = DeviceWeights(model, self._device, model.weight_bytes(), self._memory)
+        weights.release()
+        return weights
+
+    def release_reserve(self) -> None:
+        self._memory.free()
+
+    def _warm_up(
+        self,
+        compute: DeviceCompute,
+        attention: TritonAttention,
+        layout: KVCacheLayout,
+        launch: Callable[[StepPlan], object],
+    ) -> None:
+        model, scheduler = self._config.model, self._config.scheduler
+        longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
+        if scheduler.max_num_seqs > 1:
+            warm_up_attention(compute.model, attention, compute.inputs, longest, max_num_tokens)
+        plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
+        hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
+        warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
+        compute.passes.capture_at_start(compute.padding)
+
+    def _make_passes(self, model: CausalLM, attention: TritonAttention) -> CudaGraphRunner:
+        config, settings = self._config.model, self._settings
+        shape = PassShape(
+            attention_size=config.num_heads * config.head_dim,
+            longest=config.max_model_len + 1,
+            dtype=getattr(torch, config.dtype),
+            device=self._device,
+        )
+        has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
+        return CudaGraphRunner(model, attention, shape, settings, self.make_capture() if has_graphs else None)
+
+    def make_capture(self) -> GraphCapture:
+        """Of the graphs of one request state."""
+        return CudaGraphCapture()
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The properties that decide the shapes of kernels. For the interpreter, which runs one program at a time, work is
+    cut into few programs."""
+    if device.type != "cuda":
+        return DeviceLimits(num_multiprocessors=INTERPRETED_MULTIPROCESSORS)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the device for logs and `describe`."""
+    if device.type != "cuda":
+        return "the host, interpreted"
+    name: str = torch.cuda.get_device_name(device)
+    return name

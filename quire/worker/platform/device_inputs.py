@@ -1,0 +1,82 @@
+"""The inputs of a step on the device: static buffers, filled by one kernel from the columns that the host sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.kernels.triton.rows import InputBuffers, StepColumns, prepare_inputs
+from quire.worker.input_batch import InputBatch
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.upload import Section, Upload
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSections:
+    """The columns of a step in its upload."""
+
+    rows: Section
+    starts: Section
+    query_start: Section
+
+
+def add_columns(batch: InputBatch, upload: Upload) -> ColumnSections:
+    """Put what the device must know of the batch into the upload."""
+    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start))
+
+
+class DeviceInputs:
+    """The static buffers, at full capacity: addresses that stay the same for the life of a CUDA graph. A step uses
+    their beginnings."""
+
+    def __init__(self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int) -> None:
+        """max_seqs, max_tokens: of a step, padding included."""
+        device = arena.words.device
+        self._arena = arena
+        self._block_size = block_size
+        self._buffers = InputBuffers(
+            token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            slots=torch.full((len(arena.block_tables), max_tokens), -1, dtype=torch.int64, device=device),
+            rows=torch.zeros(max_seqs, dtype=torch.int32, device=device),
+            query_start=torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.zeros(max_seqs, dtype=torch.int32, device=device),
+        )
+
+    def prepare(
+        self, batch: InputBatch, on_device: StepColumns, num_seqs: int, num_tokens: int
+    ) -> tuple[DeviceBatch, torch.Tensor]:
+        """Enqueue the kernel; returns the batch and its token ids, [T] int64. num_seqs, num_tokens: with padding."""
+        buffers = self._buffers
+        prepare_inputs(
+            self._arena.words,
+            self._arena.tables,
+            on_device,
+            buffers,
+            batch.num_tokens,
+            (num_seqs, num_tokens),
+            self._block_size,
+        )
+        on_device_batch = DeviceBatch(
+            num_seqs=num_seqs,
+            num_tokens=num_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            rows=buffers.rows[:num_seqs],
+            query_start=buffers.query_start[: num_seqs + 1],
+            seq_lens=buffers.seq_lens[:num_seqs],
+            positions=buffers.positions[:num_tokens],
+            slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
+            block_tables=self._arena.block_tables,
+        )
+        return on_device_batch, buffers.token_ids[:num_tokens]
+
+    def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
+        """The same tensors for a batch that is nothing but padding, to capture graphs with."""
+        none = np.zeros(0, np.int64)
+        batch = InputBatch(none, none, none, none, np.zeros(1, np.int64))
+        empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
+        return self.prepare(batch, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

@@ -1,0 +1,163 @@
+"""A device's memory: its size, the peak of a piece of work, the pools' pages, and errors that state the needed and free
+bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from quire.errors import InsufficientMemoryError
+from quire.kernels.cpu.memory import allocate
+from quire.kv_cache.layout import KVCacheLayout
+from quire.utils.sizes import format_bytes
+from quire.worker.kv_tensors import allocate_pages
+from quire.worker.platform.host_memory import available_memory
+
+
+class DeviceMemory(Protocol):
+    """Measuring and pinning memory for a device; all sizes in bytes."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `measure_peak` is supported; where it is not, callers estimate instead."""
+        ...
+
+    def total(self) -> int:
+        """Bytes of the device's memory."""
+        ...
+
+    def free(self) -> int:
+        """Free bytes of the device, those that torch only keeps in reserve included."""
+        ...
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        """Run `work` to its end; return the peak of the additional bytes that were reserved meanwhile."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pin host memory, so that the device copies from and to it at the link's speed, in parallel with other work.
+        Raises InsufficientMemoryError when the system refuses."""
+        ...
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Unpin memory. Call it before the memory is freed; no copy from or to it may be under way."""
+        ...
+
+
+class CudaMemory:
+    """The memory of one CUDA device."""
+
+    is_measured = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        # Measures what torch has reserved, not what it has allocated: fragments too small for the next tensor count.
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return max(0, torch.cuda.max_memory_reserved(self._device) - before)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            # CUDA reports the error again at the next kernel launch: this launch takes it, so that no later one fails.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            raise InsufficientMemoryError(
+                f"the system refuses to lock {format_bytes(memory.nbytes)} of host memory (CUDA error {int(status)})"
+            )
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class HostMemory:
+    """The host as its own device, in Triton's interpreter."""
+
+    is_measured = False
+
+    def total(self) -> int:
+        return available_memory()
+
+    def free(self) -> int:
+        return available_memory()
+
+    def measure_peak(self, work: Callable[[], object]) -> int:
+        raise AssertionError("the interpreter's memory says nothing about a device's")
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Nothing to do: the host's memory is the device's."""
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Nothing to do: `pin` did nothing."""
+
+
+def make_memory(device: torch.device) -> DeviceMemory:
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+
+
+def allocate_device_pages(layout: KVCacheLayout, memory: DeviceMemory, device: torch.device) -> list[torch.Tensor]:
+    """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero: unwritten slots must be finite, since
+    masked keys are multiplied as well. Raises InsufficientMemoryError."""
+    if device.type == "cpu":
+        return allocate_pages(layout)
+    shape = (layout.num_blocks, layout.block_bytes // layout.layers_per_group)
+    with arithmetic(memory, f"the KV cache of {layout.num_blocks} blocks", layout.num_blocks * layout.block_bytes):
+        return [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(layout.layers_per_group)]
+
+
+class PinnedPool:
+    """The HostPool of a device: each block in one piece, all of them pinned.
+
+    blocks: [num_host_blocks + 1, num_pages, page bytes] uint8. pages[j]: [num_host_blocks + 1, page bytes], views.
+    """
+
+    def __init__(self, layout: KVCacheLayout, memory: DeviceMemory) -> None:
+        """Raises InsufficientMemoryError."""
+        num_blocks = layout.num_host_blocks + 1
+        flat = allocate(num_blocks * layout.block_bytes)
+        self.blocks = flat.view(num_blocks, layout.layers_per_group, -1)
+        self._memory = memory
+        try:
+            memory.pin(self.blocks)
+        except InsufficientMemoryError as error:
+            raise InsufficientMemoryError(f"{error} for swapped blocks; set swap_space to less") from None
+
+    @property
+    def pages(self) -> Sequence[torch.Tensor]:
+        return self.blocks.unbind(1)
+
+    def close(self) -> None:
+        """Unpin the memory. No copy from or to it may be under way."""
+        self._memory.unpin(self.blocks)
+
+
+@contextmanager
+def arithmetic(memory: DeviceMemory, purpose: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn torch.OutOfMemoryError of the block into InsufficientMemoryError with purpose, needed and free bytes.
+    num_bytes: needed (None: not known)."""
+    free = memory.free()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} are needed, and "
+        raise InsufficientMemoryError(
+            f"no memory on the device for {purpose}: {needed}of its {format_bytes(memory.total())} "
+            f"{format_bytes(free)} were free"
+        ) from None

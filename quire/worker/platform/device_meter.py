@@ -1,0 +1,158 @@
+"""Measuring a device's memory: what weights, a step at the full budget, graphs and tables take of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.config.model import ModelConfig
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.sizing import DeviceShare
+from quire.models.interface import CausalLM
+from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.worker.cuda_graphs import DeviceBackend
+from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.platform.device_memory import DeviceMemory, arithmetic
+from quire.worker.platform.host_memory import available_memory
+from quire.worker.platform.interface import DummySequences, StepLimits
+from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
+
+BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend]
+
+SAMPLER_COPIES = 3
+"""Of the logits, in float32: what the sampler's kernels keep at once, beside the logits themselves."""
+CONTEXT_BYTES = 640 << 20
+"""Most that the CUDA context of this process has taken before anything could be measured: of what was in use then, so
+much counts as this engine's; the rest is others'."""
+GRAPH_BYTES_PER_LAYER = 256 * 2**10
+"""An estimate of what the driver keeps for one layer's kernels in one graph."""
+COLUMNS_PER_SEQUENCE = 7
+"""Words of an upload: three columns of the batch, four of its samples."""
+
+
+class DeviceMeter:
+    """Implements MemoryMeter, with torch's arithmetic of a device. In Triton's interpreter, where the device is the
+    host, nothing is measured."""
+
+    def __init__(
+        self,
+        make_attention: BackendFactory,
+        config: ModelConfig,
+        settings: ExecutionSettings,
+        memory: DeviceMemory,
+        free_at_start: int,
+        device: torch.device,
+    ) -> None:
+        """free_at_start: bytes, before the weights were loaded."""
+        self._make_attention = make_attention
+        self._config = config
+        self._settings = settings
+        self._memory = memory
+        self._free_at_start = free_at_start
+        self._device = device
+
+    def free(self) -> int:
+        return self._memory.free()
+
+    def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
+        """Run the largest steps there can be: a prompt's, over the whole token budget; a decode, of the most sequences;
+        and their logits."""
+        memory = self._memory
+        if not memory.is_measured:
+            return None
+        purpose = f"a step of {limits.max_num_tokens} tokens (max_num_batched_tokens; about)"
+        with arithmetic(memory, purpose, estimate):
+            before = memory.free()
+            longest = min(limits.max_num_tokens, limits.longest)
+            prompt = self.dummy_pass(model, limits, DummySequences.prompts(limits.max_num_tokens, longest))
+            decode = self.dummy_pass(model, limits, DummySequences.decodes(limits.max_num_seqs, limits.longest))
+            for work in (prompt, decode):
+                work()  # compiles kernels; libraries and the attention back end take workspaces
+            kept = before - memory.free()
+
+            def sample() -> None:
+                copies.append(model.compute_logits(decode()))
+                for _ in range(SAMPLER_COPIES):
+                    copies.append(torch.empty(limits.max_num_seqs, self._config.vocab_size, device=self._device))
+
+            copies: list[torch.Tensor] = []
+            return kept + max([memory.measure_peak(work) for work in (prompt, sample)])
+
+    def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare:
+        memory, free_at_start = self._memory, self._free_at_start
+        total = memory.total()
+        context = min(CONTEXT_BYTES, max(0, total - free_at_start)) if memory.is_measured else 0
+        return DeviceShare(
+            total=total,
+            used=context + max(0, free_at_start - available),
+            graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens),
+            tables=table_bytes(limits, len(group_layers(model.kv_specs())[0])),
+            host_available=available_memory(),
+        )
+
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
+        groups, layers_per_group = group_layers(model.kv_specs())
+        layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
+        shape = (layout.num_blocks, layout.block_bytes // layers_per_group)
+        pages = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(layers_per_group)]
+        backend = self._make_attention(layout, pages)
+        batch = dummy_batch(layout, dummies, self._device)
+        token_ids = torch.zeros(dummies.num_tokens, dtype=torch.int64, device=self._device)
+        return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
+
+
+def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:
+    """What is kept for CUDA graphs: the driver's share of each, which is estimated; the memory of the largest, which
+    all share; and their static results."""
+    sizes = (*settings.full_sizes, *settings.piecewise_sizes)
+    if not sizes:
+        return 0
+    largest = max(sizes)
+    results = largest * (config.hidden_size + config.num_heads * config.head_dim) * config.dtype_bytes
+    shared = activations * largest // max_num_tokens
+    return len(sizes) * config.num_layers * GRAPH_BYTES_PER_LAYER + shared + results
+
+
+def table_bytes(limits: StepLimits, num_groups: int) -> int:
+    """Rows of token ids and of block tables, and the inputs of a step: words of 4 and of 8 bytes; and the buffers that
+    the inputs are copied to."""
+    row = limits.longest + 1 + num_groups * -(-(limits.longest + 1) // limits.block_size)
+    inputs = limits.max_num_tokens * (3 + num_groups)
+    return 4 * limits.max_num_seqs * row + 8 * inputs + upload_bytes(limits, num_groups)
+
+
+def upload_bytes(limits: StepLimits, num_groups: int) -> int:
+    """The device buffers of uploads, for a step that spends its budget on new prompts and begins one more that is as
+    long as may be. Many long prompts that the prefix cache holds can come in one step and need more: a copy of all rows
+    as pairs, at most, which comes out of what gpu_memory_utilization leaves."""
+    num_tokens = min(limits.max_num_tokens + limits.longest, limits.max_num_seqs * (limits.longest + 1))
+    entries = num_groups * (num_tokens // limits.block_size + limits.max_num_seqs)
+    written = num_tokens + entries + limits.max_num_seqs * DeviceSamplingRows.WIDTH
+    num_words = 2 * written + COLUMNS_PER_SEQUENCE * limits.max_num_seqs
+    return NUM_DEVICE_BUFFERS * 4 * buffer_capacity(num_words)
+
+
+def dummy_batch(layout: KVCacheLayout, dummies: DummySequences, device: torch.device) -> DeviceBatch:
+    """Sequences that share one block, over and over. Nothing is written: every slot is padding's."""
+
+    def column(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, dtype)
+
+    num_blocks = -(-dummies.longest // layout.block_size)
+    table = torch.ones(dummies.num_seqs, num_blocks, dtype=torch.int32, device=device)
+    slots = torch.full((dummies.num_tokens,), -1, dtype=torch.int64, device=device)
+    return DeviceBatch(
+        num_seqs=dummies.num_seqs,
+        num_tokens=dummies.num_tokens,
+        max_query_len=int(dummies.counts.max()),
+        max_seq_len=dummies.longest,
+        rows=torch.arange(dummies.num_seqs, dtype=torch.int32, device=device),
+        query_start=column(dummies.query_start),
+        seq_lens=column(dummies.starts + dummies.counts),
+        positions=column(dummies.positions, torch.int64),
+        slot_mapping=(slots,) * len(layout.groups),
+        block_tables=(table,) * len(layout.groups),
+    )

@@ -1,0 +1,193 @@
+"""Plans on a device: staged writes bring the request state up to date, kernels read it, and nothing here waits for the
+device or asks it for a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.kernels.triton.block_copy import PageTable, copy_pages
+from quire.kernels.triton.rows import StepColumns
+from quire.models.interface import CausalLM
+from quire.sampling.device.batch import DeviceSampleBatch
+from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler, DeviceSamples
+from quire.step import SequenceSampling, StepPlan
+from quire.worker.cuda_graphs import CudaGraphRunner
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
+from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.kv_transfer import Pairs
+from quire.worker.platform.device_inputs import ColumnSections, DeviceInputs, add_columns
+from quire.worker.platform.interface import PendingCopy
+from quire.worker.platform.state_arena import StateArena
+from quire.worker.platform.streams import DeviceStreams
+from quire.worker.platform.upload import RowWrites, Section, Upload
+
+PROMPT_LOGITS_ELEMENTS = 2**26
+
+Launch = Callable[[StepPlan], object]
+
+
+class StagedColumns:
+    """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
+
+    def __init__(self, arena: StateArena, sampling: DeviceSamplingRows) -> None:
+        self.arena = arena
+        self.sampling = sampling
+        self._writes = RowWrites()
+
+    def take_writes(self) -> RowWrites:
+        """What was staged since the last call, in order."""
+        writes, self._writes = self._writes, RowWrites()
+        return writes
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        self._writes.write(self.arena.token_offset(row, position), np.array(token_ids, np.int32))
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        arena = self.arena
+        self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
+
+    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+        self._writes.write(self.arena.block_offset(row, group, logical_index), block_ids)
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+        arena = self.arena
+        self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_blocks)
+
+    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
+        self.sampling.set(row, sampling, self._writes)
+
+    def clear_sampling(self, row: int) -> None:
+        self.sampling.clear(row)
+
+
+class DeviceCompute:
+    """Implements StepCompute."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        passes: CudaGraphRunner,
+        settings: ExecutionSettings,
+        columns: StagedColumns,
+        inputs: DeviceInputs,
+        upload: Upload,
+        pages: PageTable,
+        streams: DeviceStreams,
+    ) -> None:
+        """settings: which steps `passes` runs as graphs. pages: of the pool on the device."""
+        self.prepare: Callable[[Launch], None] | None = None
+        self.columns = columns
+        self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
+        self.model = model
+        self.passes = passes
+        self.settings = settings
+        self.inputs = inputs
+        self.upload = upload
+        self.pages = pages
+        self.streams = streams
+        self.sampler = DeviceSampler(columns.sampling)
+        self.token_table = columns.arena.token_ids
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> DeviceStep:
+        upload, writes = self.upload, self.columns.take_writes()
+        upload.begin()
+        writes.add_to(upload)
+        copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
+        columns = add_columns(batch, upload)
+        sampled = None if samples is None else SampleSections.add(samples, upload)
+        upload.send()
+        writes.apply(upload, self.columns.arena.words)
+        return DeviceStep(self, batch, copies, columns, sampled)
+
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> DeviceLogprobs:
+        # Straight from the row: the tokens need not be known here.
+        targets = self.token_table[row, start : start + len(hidden)]
+        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        return self.streams.copy_out(tensors)
+
+    def warm_up(self, launch: Launch) -> None:
+        if self.prepare is not None:
+            self.prepare(launch)
+
+    def capture_next(self) -> bool:
+        return self.passes.capture_next(self.padding)
+
+    def padding(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+        """A batch of an execution's size that is nothing but padding."""
+        return self.inputs.padding(execution.num_seqs, execution.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSections:
+    """The columns of SampleRows in an upload."""
+
+    rows: Section
+    lengths: Section
+    last_index: Section
+    num_prompt_tokens: Section
+
+    @classmethod
+    def add(cls, samples: SampleRows, upload: Upload) -> SampleSections:
+        return cls(*map(upload.add, (samples.rows, samples.lengths, samples.last_index, samples.num_prompt_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """Implements ComputeStep. copies, columns, sampled: where the upload has them."""
+
+    compute: DeviceCompute
+    batch: InputBatch
+    copies: Sequence[Section]
+    columns: ColumnSections
+    sampled: SampleSections | None
+
+    def copy_blocks(self) -> None:
+        pages, upload = self.compute.pages, self.compute.upload
+        for section in self.copies:
+            copy_pages(pages, pages, upload.view(section))
+
+    def forward(self) -> torch.Tensor:
+        batch, compute, columns = self.batch, self.compute, self.columns
+        execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
+        on_device = StepColumns(*map(compute.upload.view, (columns.rows, columns.starts, columns.query_start)))
+        inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
+        return compute.passes.run(execution, inputs, token_ids)
+
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> DeviceSamples:
+        compute, sampled = self.compute, self.sampled
+        assert sampled is not None, "the step was staged without samples"
+        view = compute.upload.view
+        logits = compute.model.compute_logits(hidden.index_select(0, view(sampled.last_index)))
+        batch = DeviceSampleBatch(
+            rows_host=samples.rows,
+            rows=view(sampled.rows),
+            lengths=view(sampled.lengths),
+            num_prompt_tokens=view(sampled.num_prompt_tokens),
+            token_table=compute.token_table,
+        )
+        return compute.sampler.sample(logits, batch)
+
+
+def copy_rounds(copies: Pairs) -> Iterator[Pairs]:
+    """Cut (source, destination) pairs into rounds in which no block is both, so that a round may run in any order, and
+    so that one round after the other reads every source as it was before all of them.
+
+    As a rule there is one round. A block that is freed and allocated again in the same plan is the source of one pair
+    and the destination of another, which then goes into a later round. Pairs form no cycles, because a destination was
+    free when the scheduler chose it.
+    """
+    remaining = copies
+    while remaining:
+        sources = {source for source, _ in remaining}
+        ready = [pair for pair in remaining if pair[1] not in sources]
+        assert ready, "block copies form a cycle"
+        yield ready
+        remaining = [pair for pair in remaining if pair[1] in sources]

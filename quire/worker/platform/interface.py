@@ -1,0 +1,301 @@
+"""The interface between the worker and what it computes on: a CPU, or a device with memory and streams of its own.
+
+A Platform serves the worker's life (memory, weights, pools). It makes the StepCompute, which serves the plans: the
+model runner tells it what a plan computes, and it knows the kernels, and where the request state lies that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import DeviceShare
+from quire.models.interface import CausalLM
+from quire.models.weight_files import Progress
+from quire.sampling.sampler import SampledTokens
+from quire.step import SequenceSampling, StepPlan, TokenLogprobs
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.kv_transfer import BlockTransfers
+
+Mode = Literal["inline", "thread", "queued"]
+"""How plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device, which the host
+waits for when it asks for a result."""
+
+Value = TypeVar("Value", covariant=True)
+
+
+class Pending(Protocol[Value]):
+    """A result that a step has enqueued, or computed already."""
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What must be copied to the host."""
+        ...
+
+    def assemble(self, hosts: Sequence[torch.Tensor]) -> Value:
+        """hosts: `tensors` on the host. Raises NonFiniteLogitsError where the result says so."""
+        ...
+
+
+class PendingCopy(Protocol):
+    """Tensors on their way to the host."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for this copy alone; return the host tensors, in the order they were given."""
+        ...
+
+
+class SamplingColumns(Protocol):
+    """What the model runner reads of the sampler's rows."""
+
+    rows_with_prompt_logprobs: set[int]
+    num_prompt_logprobs: np.ndarray
+
+
+class RequestColumns(Protocol):
+    """Columns of the request state that kernels read: tokens, block tables, sampling parameters.
+
+    On a CPU they are the host's columns. On a device each call records a staged write, which the next step sends; no
+    word may be written twice in one plan without a copy in between.
+    """
+
+    @property
+    def sampling(self) -> SamplingColumns: ...
+
+    def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
+
+    def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
+        """The first tokens of row `source` become those of row `destination`."""
+        ...
+
+    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+        """Entries of a block table; BlockTables has them already."""
+        ...
+
+    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+        """As `write_blocks`, for the first entries of a row."""
+        ...
+
+    def set_sampling(self, row: int, sampling: SequenceSampling) -> None: ...
+
+    def clear_sampling(self, row: int) -> None:
+        """Drop what the row owns beyond its words."""
+        ...
+
+
+class ComputeStep(Protocol):
+    """The work of one plan, in the order that the model runner calls for it. No call waits for a device."""
+
+    def copy_blocks(self) -> None:
+        """Run the plan's block copies, every source as it was before all of them."""
+        ...
+
+    def forward(self) -> torch.Tensor:
+        """Run the model over the scheduled tokens. Returns [T or more, hidden size]."""
+        ...
+
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Pending[SampledTokens]:
+        """Choose a token for each sampled row and write it to the row."""
+        ...
+
+
+class StepCompute(Protocol):
+    """Computes plans over the request state that it keeps.
+
+    prompt_logits_elements: the logits of prompt positions are computed by slices of at most this many elements (at
+    least one position).
+    """
+
+    prompt_logits_elements: int
+
+    @property
+    def columns(self) -> RequestColumns: ...
+
+    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> ComputeStep:
+        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device."""
+        ...
+
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Pending[list[TokenLogprobs]]:
+        """Log-probabilities of the row's tokens from position `start` on. hidden: [N, hidden size], the positions
+        before each of them."""
+        ...
+
+    def copy_out(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        """Send what the steps so far have computed to the host."""
+        ...
+
+    def warm_up(self, launch: Callable[[StepPlan], object]) -> None:
+        """Compile and capture what the first steps would have to wait for. The request state must be empty."""
+        ...
+
+    def capture_next(self) -> bool:
+        """Capture one more graph, while no plan is outstanding; returns whether there was one left."""
+        ...
+
+
+class HostPool(Protocol):
+    """The pool of blocks on the host. pages[j]: [num_host_blocks + 1, page bytes] uint8."""
+
+    @property
+    def pages(self) -> Sequence[torch.Tensor]: ...
+
+    def close(self) -> None:
+        """Release what the system keeps for it. No copy from or to it may be under way."""
+        ...
+
+
+class OffloadedWeights(Protocol):
+    """The weights of a sleeping model, in host memory."""
+
+    def restore(self) -> None:
+        """Copy them back; may be called again after an error. Raises InsufficientMemoryError."""
+        ...
+
+    def close(self) -> None:
+        """Free the host's memory, whether the weights are back or not. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Of the largest step: tokens and sequences. longest: tokens of one sequence."""
+
+    block_size: int
+    max_num_tokens: int
+    max_num_seqs: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class DummySequences:
+    """S sequences with T new tokens. query_start: [S + 1] int64: sequence s owns tokens
+    query_start[s]:query_start[s + 1]. starts: [S] int64, position of the first of them."""
+
+    query_start: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def prompts(cls, num_tokens: int, longest: int) -> DummySequences:
+        """New sequences of `longest` tokens; the last may be shorter."""
+        query_start = np.append(np.arange(0, num_tokens, longest), num_tokens)
+        return cls(query_start, np.zeros(len(query_start) - 1, np.int64))
+
+    @classmethod
+    def decodes(cls, num_seqs: int, longest: int) -> DummySequences:
+        """One new token each, the last of `longest`."""
+        return cls(np.arange(num_seqs + 1), np.full(num_seqs, longest - 1))
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[S] int64: new tokens."""
+        return np.diff(self.query_start)
+
+    @property
+    def sequence_index(self) -> np.ndarray:
+        """[T] int64."""
+        return np.repeat(np.arange(self.num_seqs), self.counts)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T] int64."""
+        index = self.sequence_index
+        return np.arange(self.num_tokens) + (self.starts - self.query_start[:-1])[index]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence after the step."""
+        return int((self.starts + self.counts).max())
+
+
+class MemoryMeter(Protocol):
+    """Measures what the pools can have, before they exist."""
+
+    def free(self) -> int:
+        """Bytes that this process could still take where the model computes."""
+        ...
+
+    def step_bytes(self, model: CausalLM, limits: StepLimits, estimate: int) -> int | None:
+        """The peak of the largest step, measured by running dummy steps; None where it cannot be measured. estimate:
+        what it will be about. Raises InsufficientMemoryError."""
+        ...
+
+    def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
+        """The arithmetic of a device with memory of its own; None for a CPU."""
+        ...
+
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
+        """A forward pass over the sequences, with a small pool of its own: what it computes means nothing, what it
+        takes is what a real step takes. Returns its hidden states."""
+        ...
+
+
+class Platform(Protocol):
+    """What a worker asks of the hardware. Calls come one after the other, inside `computing` where nothing else is
+    said."""
+
+    def mode(self, queue_depth: int) -> Mode:
+        """How an executor runs plans here. Called anywhere."""
+        ...
+
+    def computing(self) -> AbstractContextManager[object]:
+        """The context of the worker's calls: torch's inference mode, threads or streams of this platform. Whichever
+        thread calls."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when everything enqueued has run. Called anywhere."""
+        ...
+
+    def describe(self) -> str:
+        """One line for users: kernels, device, formats of weights and KV cache. Called anywhere."""
+        ...
+
+    def code_identity(self) -> dict[str, str]:
+        """What computes: blocks on disk are shared only between engines whose code computes the same bits."""
+        ...
+
+    def load_model(self, progress: Progress) -> CausalLM:
+        """Raises ModelLoadError, or InsufficientMemoryError."""
+        ...
+
+    def meter(self) -> MemoryMeter: ...
+
+    def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
+        """The pool where the model computes: [num_blocks, page bytes] uint8 each, zero. Raises
+        InsufficientMemoryError."""
+        ...
+
+    def allocate_host_pool(self, layout: KVCacheLayout) -> HostPool:
+        """Raises InsufficientMemoryError."""
+        ...
+
+    def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers: ...
+
+    def make_compute(
+        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+    ) -> StepCompute:
+        """Empty columns, and kernels over them. Raises ConfigError when the columns cannot be addressed."""
+        ...
+
+    def offload_weights(self, model: CausalLM) -> OffloadedWeights | None:
+        """Move the weights to the host and free the device's memory; None where they are on the host anyway. Raises
+        InsufficientMemoryError, without any change."""
+        ...
+
+    def release_reserve(self) -> None:
+        """Free memory that is only kept in reserve."""
+        ...

@@ -1,0 +1,183 @@
+"""What goes up to the device in a step: one host buffer, one copy. It holds the columns of the batch and everything
+that the step changes in the rows: single words, and copies between rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.kernels.triton.rows import copy_words, write_words
+from quire.worker.platform.streams import DeviceStreams, StreamEvent
+
+SECTION_ALIGNMENT = 16
+"""Words: columns begin at multiples of 64 bytes, whatever stands before them."""
+FIRST_CAPACITY = 2**16
+"""Words of a buffer at the start: hundreds of sequences, and prompts of thousands of tokens."""
+NUM_DEVICE_BUFFERS = 2
+"""Kernels of one step read one buffer while the next step's copy fills the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A column of the upload: where it begins, in words, and its shape."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+def buffer_capacity(num_words: int) -> int:
+    """Words of the smallest buffer that takes `num_words`."""
+    return max(FIRST_CAPACITY, 1 << (num_words - 1).bit_length())
+
+
+class Upload:
+    """The buffers of a step: `add` columns, `send` once, then `view` them on the device, until the next `send`.
+
+    The copy has a stream of its own, so that step N+1's runs while step N computes. Buffers take turns. On the device,
+    the copy waits for the kernels that read the buffer two steps ago, and this step's kernels wait for the copy. On
+    the host, there are as many buffers as keep `begin` from waiting for a copy.
+    """
+
+    def __init__(self, streams: DeviceStreams, num_buffers: int) -> None:
+        """num_buffers: host buffers; steps that may be under way at the same time, and one more, or filling waits.
+        Called and used in the context of the compute stream."""
+        self._streams = streams
+        self._hosts = [streams.pinned((FIRST_CAPACITY,), torch.int32) for _ in range(num_buffers)]
+        self._copied: list[StreamEvent | None] = [None] * num_buffers
+        self._turn = 0
+        self._used = 0
+        self._devices = [self._allocate(FIRST_CAPACITY) for _ in range(NUM_DEVICE_BUFFERS)]
+        # New memory may be what kernels that are still to run have read: the event of this moment stands behind them.
+        self._free: list[StreamEvent] = [streams.record()] * NUM_DEVICE_BUFFERS
+        self._device_turn = 0
+
+    def begin(self) -> None:
+        """Begin a step's upload."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()  # passed long ago, unless more steps are under way than was said
+        self._used = 0
+
+    def add(self, values: np.ndarray) -> Section:
+        """values: integers that fit into 32 bits, of any shape."""
+        start, size = self._used, values.size
+        end = start + -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+        if end > len(self._hosts[self._turn]):
+            self._grow(end)
+        self._hosts[self._turn].numpy()[start : start + size] = values.reshape(-1)
+        self._used = end
+        return Section(start, values.shape)
+
+    def send(self) -> None:
+        """Enqueue the copy. The compute stream reads what was added from here on."""
+        streams, host = self._streams, self._hosts[self._turn]
+        previous, self._device_turn = self._device_turn, (self._device_turn + 1) % NUM_DEVICE_BUFFERS
+        # What reads the previous step's buffer was enqueued before this call, whichever kernels these are.
+        self._free[previous] = streams.record()
+        if len(self._devices[self._device_turn]) < self._used:
+            self._devices[self._device_turn] = self._allocate(len(host))
+            self._free[self._device_turn] = self._free[previous]  # as for the first buffers
+        device = self._devices[self._device_turn]
+        with streams.copying_in():
+            self._free[self._device_turn].wait()
+            device[: self._used].copy_(host[: self._used], non_blocking=True)
+            copied = self._copied[self._turn] = streams.record()
+        copied.wait()
+
+    def view(self, section: Section) -> torch.Tensor:
+        """What was added, int32, on the device."""
+        size = math.prod(section.shape)
+        return self._devices[self._device_turn][section.start : section.start + size].view(section.shape)
+
+    def _allocate(self, num_words: int) -> torch.Tensor:
+        return torch.empty(num_words, dtype=torch.int32, device=self._streams.device)
+
+    def _grow(self, num_words: int) -> None:
+        """Go on in a larger host buffer."""
+        larger = self._streams.pinned((buffer_capacity(num_words),), torch.int32)
+        larger[: self._used] = self._hosts[self._turn][: self._used]
+        self._hosts[self._turn] = larger
+
+
+@dataclass(slots=True)
+class Round:
+    """Writes, then copies, none of which depends on another one of its kind."""
+
+    offsets: list[int] = field(default_factory=list)
+    values: list[np.ndarray | Sequence[int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSections:
+    """A round in an upload. destinations, values: [N]. copies: [C, 3], of at most `longest` words each."""
+
+    destinations: Section | None
+    values: Section | None
+    copies: Section | None
+    longest: int
+
+
+class RowWrites:
+    """What a step changes in the rows, in order. Most steps have a single round of writes and no copies."""
+
+    def __init__(self) -> None:
+        self._rounds = [Round()]
+        self._copied_to: set[int] = set()
+        self._sections: list[RoundSections] = []
+
+    def write(self, offset: int, values: np.ndarray | Sequence[int]) -> None:
+        """Words at an offset of the arena. values: [N] int32, or plain integers where they are few. No word is written
+        twice without a copy in between."""
+        if len(values) == 0:
+            return
+        current = self._rounds[-1]
+        if current.copies:
+            current = self._next_round()
+        current.offsets.append(offset)
+        current.values.append(values)
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copy `length` words between offsets, after the writes so far. A source is a row's beginning or, as a whole,
+        an earlier destination."""
+        if length == 0:
+            return
+        if source in self._copied_to:
+            self._next_round()
+        self._rounds[-1].copies.append((source, destination, length))
+        self._copied_to.add(destination)
+
+    def add_to(self, upload: Upload) -> None:
+        """Put everything into the upload."""
+        self._sections = [_add_round(each, upload) for each in self._rounds]
+
+    def apply(self, upload: Upload, arena: torch.Tensor) -> None:
+        """Enqueue the kernels. arena: [words] int32."""
+        for sections in self._sections:
+            if sections.destinations is not None and sections.values is not None:
+                write_words(arena, upload.view(sections.destinations), upload.view(sections.values))
+            if sections.copies is not None:
+                copy_words(arena, upload.view(sections.copies), sections.longest)
+
+    def _next_round(self) -> Round:
+        self._rounds.append(Round())
+        self._copied_to = set()
+        return self._rounds[-1]
+
+
+def _add_round(changes: Round, upload: Upload) -> RoundSections:
+    destinations = values = copies = None
+    if changes.values:
+        lengths = np.fromiter(map(len, changes.values), np.int64, len(changes.values))
+        begins = np.cumsum(lengths) - lengths
+        shifts = np.array(changes.offsets, np.int64) - begins
+        destinations = upload.add(np.arange(lengths.sum()) + np.repeat(shifts, lengths))
+        values = upload.add(np.concatenate(changes.values))
+    if changes.copies:
+        copies = upload.add(np.array(changes.copies, np.int64))
+    return RoundSections(destinations, values, copies, max((length for _, _, length in changes.copies), default=0))

@@ -1,0 +1,75 @@
+"""Compiling what steps run before the first request comes: each kernel takes a second, once for a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from quire.attention.triton_backend import TritonAttention
+from quire.kv_cache.layout import KVCacheLayout
+from quire.models.interface import CausalLM
+from quire.sampling.device.warm_up import warm_up as warm_up_sampler
+from quire.sampling_params import SamplingParams
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
+from quire.worker.platform.device_inputs import DeviceInputs
+from quire.worker.platform.device_step import DeviceCompute
+
+PROMPT_TOKENS = 40
+GREEDY = SequenceSampling(SamplingParams(temperature=0.0), 0, [], [])
+
+
+def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget: int) -> list[StepPlan]:
+    """Plans of every kind over two sequences, of which one forks: prompts, chunks beside single tokens, decoding.
+    They need an empty request state and leave it empty. All tables name block 1, so that any pool will do.
+
+    longest: tokens that a sequence may have. budget: tokens of a step.
+    """
+    num_seqs = min(2, max_num_seqs)
+    length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
+    if length < 1:
+        return []
+    num_blocks = -(-(length + 2) // layout.block_size)
+    tables = [[1] * num_blocks for _ in layout.groups]
+    seq_ids = list(range(num_seqs))
+    new = [NewSequence(seq_id, [0] * length, length, tables, GREEDY) for seq_id in seq_ids]
+    forks = [SequenceFork(0, num_seqs, GREEDY)] if max_num_seqs > num_seqs else []
+    copies = [(1, 2)] if layout.num_usable_blocks > 1 else []
+    rows = [*seq_ids, *(fork.child for fork in forks)]
+    lengths, places = [length] * num_seqs, [*seq_ids, *(0 for _ in forks)]
+    prompts = StepPlan(
+        -3, seq_ids, [0] * num_seqs, lengths, rows, places, new_sequences=new, forks=forks, block_copies=copies
+    )
+    if num_seqs == 1:
+        return [prompts, StepPlan(-2, [0], [length], [1], [0], [0]), StepPlan(-1, [], [], [], [], [], released=rows)]
+    # Computing what is known again is as good as computing more.
+    mixed = StepPlan(-2, seq_ids, [0, length], [length, 1], [1], [1])
+    decoding = StepPlan(-1, seq_ids, [length, length + 1], [1, 1], seq_ids, seq_ids)
+    return [prompts, mixed, decoding, StepPlan(0, [], [], [], [], [], released=rows)]
+
+
+def warm_up_attention(
+    model: CausalLM, backend: TritonAttention, inputs: DeviceInputs, longest: int, max_tokens: int
+) -> None:
+    """Forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
+
+    longest: tokens that a sequence may have. max_tokens: of a step.
+    """
+    for query_len in backend.query_lengths_to_compile():
+        num_tokens = 2 * query_len + 1
+        if num_tokens <= max_tokens:
+            batch, token_ids = inputs.padding(2, num_tokens)
+            batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
+            model.forward(token_ids, batch.positions, backend.plan(batch))
+
+
+def warm_up(
+    launch: Callable[[StepPlan], object], compute: DeviceCompute, plans: list[StepPlan], logits: torch.Tensor
+) -> None:
+    """Run the plans, then everything that the sampler may be asked for. logits: [2, vocab_size], as the model gives
+    them; overwritten."""
+    for plan in plans:
+        launch(plan)
+    warm_up_sampler(compute.sampler, compute.columns.sampling, compute.token_table, logits)
+    compute.streams.synchronize()

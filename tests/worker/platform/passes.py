@@ -1,0 +1,129 @@
+"""A tiny model whose forward pass is run in one of its ways, with the inputs of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.layers.context import LayerContext
+from quire.models.decoder import Decoder
+from quire.models.loader import dummy_weights
+from quire.models.registry import model_architectures
+from quire.parallel.single import SingleRank
+from quire.quantization.unquantized import UnquantizedLinear
+from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
+from tests.fakes.device_attention import StepOperations, TwinBackend
+from tests.fakes.graph_capture import RecordingCapture
+
+BLOCK_SIZE, NUM_ROWS, NUM_TOKENS, NUM_BLOCKS = 4, 8, 32, 64
+LONGEST = 24
+FULL, PIECEWISE = (1, 2, 4, 8), (4, 16, 32)
+SETTINGS = {
+    "eager": ExecutionSettings(),
+    "full": ExecutionSettings(full_sizes=FULL),
+    "piecewise": ExecutionSettings(piecewise_sizes=PIECEWISE),
+    "both": ExecutionSettings(full_sizes=FULL, piecewise_sizes=PIECEWISE),
+}
+
+
+def tiny_config(bundled_model_path: Path) -> ModelConfig:
+    """The bundled model's, made smaller."""
+    config = resolve(EngineOptions(model=str(bundled_model_path), load_format="dummy", device="cpu")).model
+    sizes = {"num_layers": 2, "sliding_windows": (None, None), "vocab_size": 50, "hidden_size": 32}
+    hf = {**config.hf, "intermediate_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+    return replace(
+        config, **sizes, num_heads=4, num_kv_heads=2, head_dim=8, max_model_len=LONGEST, dtype="float32", hf=hf
+    )
+
+
+class Buffers:
+    """The inputs of steps at full capacity; batches are views of them."""
+
+    def __init__(self) -> None:
+        self.token_ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+        self.positions = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+        self.slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+        self.rows = torch.zeros(NUM_ROWS, dtype=torch.int32)
+        self.query_start = torch.zeros(NUM_ROWS + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(NUM_ROWS, dtype=torch.int32)
+        self.tables = torch.arange(NUM_BLOCKS, dtype=torch.int32).view(NUM_ROWS, -1)
+
+    def fill(
+        self, execution: Execution, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> tuple[DeviceBatch, torch.Tensor]:
+        """The inputs of one step, padded to the execution's sizes; what padding may hold is anything."""
+        counts = [len(each) for each in tokens]
+        num_tokens, num_seqs = sum(counts), len(rows)
+        self.token_ids[:num_tokens] = torch.tensor([token for each in tokens for token in each], dtype=torch.int64)
+        self.token_ids[num_tokens:] = 7
+        places = [start + index for start, count in zip(starts, counts, strict=True) for index in range(count)]
+        owners = np.repeat(rows, counts) if rows else np.zeros(0, np.int64)
+        self.positions.zero_()
+        self.positions[:num_tokens] = torch.tensor(places, dtype=torch.int64)
+        self.slots.fill_(-1)
+        for index, (row, place) in enumerate(zip(owners, places, strict=True)):
+            self.slots[index] = self.tables[row, place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
+        self.rows.zero_()
+        self.rows[:num_seqs] = torch.tensor(list(rows), dtype=torch.int32)
+        self.query_start.fill_(num_tokens)
+        self.query_start[: num_seqs + 1] = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        self.seq_lens.zero_()
+        self.seq_lens[:num_seqs] = torch.tensor(starts, dtype=torch.int32) + torch.tensor(counts, dtype=torch.int32)
+        return self.batch(execution, max(counts, default=1), int(self.seq_lens.max())), self.tokens(execution)
+
+    def tokens(self, execution: Execution) -> torch.Tensor:
+        return self.token_ids[: execution.num_tokens]
+
+    def batch(self, execution: Execution, max_query_len: int, max_seq_len: int) -> DeviceBatch:
+        return DeviceBatch(
+            num_seqs=execution.num_seqs,
+            num_tokens=execution.num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            rows=self.rows[: execution.num_seqs],
+            query_start=self.query_start[: execution.num_seqs + 1],
+            seq_lens=self.seq_lens[: execution.num_seqs],
+            positions=self.positions[: execution.num_tokens],
+            slot_mapping=(self.slots[: execution.num_tokens],),
+            block_tables=(self.tables,),
+        )
+
+    def padded(self, execution: Execution) -> tuple[DeviceBatch, torch.Tensor]:
+        return self.fill(execution, (), (), ())
+
+
+class Passes:
+    """One model with its own cache and its own way of running."""
+
+    def __init__(
+        self, config: ModelConfig, settings: ExecutionSettings, backend: type[TwinBackend] = TwinBackend, **options: Any
+    ) -> None:
+        plain = UnquantizedLinear(torch.float32)
+        context = LayerContext(torch.float32, torch.device("cpu"), SingleRank(), StepOperations(), plain, plain, plain)
+        self.model: Decoder = model_architectures().load(config.architecture)(config, context)
+        self.model.load_weights(dummy_weights(self.model.slots, 3, lambda *_: None, torch.device("cpu")))
+        self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.capture = RecordingCapture(**options)
+        size = config.num_heads * config.head_dim
+        shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
+        self.settings = settings
+        self.passes = CudaGraphRunner(self.model, self.backend, shape, settings, self.capture)
+        self.buffers = Buffers()
+
+    def run(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Hidden states of the real tokens."""
+        counts = [len(each) for each in tokens]
+        execution = choose_execution(sum(counts), len(rows), max(counts), self.settings)
+        with torch.inference_mode():
+            batch, token_ids = self.buffers.fill(execution, rows, starts, tokens)
+            return self.passes.run(execution, batch, token_ids)[: sum(counts)].clone()

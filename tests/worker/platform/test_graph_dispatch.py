@@ -1,0 +1,51 @@
+"""choose_execution: a pure function."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.config.device import DeviceConfig
+from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution, execution_settings
+
+BOTH = ExecutionSettings(full_sizes=(1, 4, 8), piecewise_sizes=(1, 4, 8, 16, 64))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        ((1, 1, 1), Execution("full", 1, 1)),
+        ((3, 3, 1), Execution("full", 4, 4)),
+        ((8, 8, 1), Execution("full", 8, 8)),
+        ((9, 9, 1), Execution("piecewise", 16, 9)),  # more sequences than any full graph has
+        ((9, 8, 2), Execution("piecewise", 16, 8)),
+        ((2, 1, 2), Execution("piecewise", 4, 1)),
+        ((64, 3, 40), Execution("piecewise", 64, 3)),
+        ((65, 3, 40), Execution("eager", 65, 3)),
+    ],
+)
+def test_both_kinds(step: tuple[int, int, int], expected: Execution) -> None:
+    assert choose_execution(*step, BOTH) == expected
+
+
+def test_one_kind_or_none() -> None:
+    full, piecewise = ExecutionSettings(full_sizes=(4,)), ExecutionSettings(piecewise_sizes=(4,))
+    assert choose_execution(3, 3, 1, full) == Execution("full", 4, 4)
+    assert choose_execution(3, 1, 3, full) == Execution("eager", 3, 1)
+    assert choose_execution(3, 3, 1, piecewise) == Execution("piecewise", 4, 3)
+    assert choose_execution(3, 3, 1, ExecutionSettings()) == Execution("eager", 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "full", "piecewise"),
+    [
+        ("none", (), ()),
+        ("full", (1, 4), ()),
+        ("piecewise", (), (1, 4, 16)),
+        ("full_and_piecewise", (1, 4), (1, 4, 16)),
+    ],
+)
+def test_settings(kind: str, full: tuple[int, ...], piecewise: tuple[int, ...]) -> None:
+    """No full graph has more sequences than there are rows."""
+    sizes = () if kind == "none" else (1, 4, 16)
+    device = DeviceConfig("cuda", 1, "triton", cuda_graphs=kind, cuda_graph_sizes=sizes)
+    assert execution_settings(device, 5) == ExecutionSettings(full, piecewise)

@@ -1,0 +1,297 @@
+"""Forward passes as graphs: the same bits as the eager pass, whatever the sizes and whatever ran before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.attention.device_batch import DeviceBatch
+from quire.config.model import ModelConfig
+from quire.kernels.triton.runtime import launch
+from quire.worker.graph_dispatch import Execution
+from tests.fakes.device_attention import TwinBackend
+from tests.fakes.graph_capture import CaptureError, RecordingCapture
+from tests.kernels.triton.test_launch import _add_index
+from tests.worker.platform.passes import (
+    BLOCK_SIZE,
+    FULL,
+    LONGEST,
+    NUM_BLOCKS,
+    NUM_ROWS,
+    NUM_TOKENS,
+    PIECEWISE,
+    SETTINGS,
+    Buffers,
+    Passes,
+    tiny_config,
+)
+
+
+@pytest.fixture
+def config(bundled_model_path: Path) -> ModelConfig:
+    return tiny_config(bundled_model_path)
+
+
+def random_steps(seed: int, count: int) -> list[tuple[list[int], list[int], list[list[int]]]]:
+    """Steps over up to NUM_ROWS sequences: decodes of any number, and mixed batches."""
+    draw = random.Random(seed)
+    lengths = [0] * NUM_ROWS
+    steps = []
+    for _ in range(count):
+        rows = draw.sample(range(NUM_ROWS), draw.randint(1, NUM_ROWS))
+        is_decode = draw.random() < 0.6
+        step: tuple[list[int], list[int], list[list[int]]] = ([], [], [])
+        for row in rows:
+            if lengths[row] >= LONGEST - 8:
+                lengths[row] = 0
+            num = 1 if is_decode else draw.randint(1, NUM_TOKENS // NUM_ROWS)
+            step[0].append(row)
+            step[1].append(lengths[row])
+            step[2].append([draw.randrange(50) for _ in range(num)])
+            lengths[row] += num
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize("kind", ["full", "piecewise", "both"])
+@pytest.mark.parametrize("idle", [False, True])
+def test_graphs_compute_what_the_eager_pass_computes(config: ModelConfig, kind: str, idle: bool) -> None:
+    """idle: captured before the first step, else when a size is first used."""
+    graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS["eager"])
+    if idle:
+        with torch.inference_mode():
+            while graphs.passes.capture_next(graphs.buffers.padded):
+                pass
+        assert graphs.passes.num_captured == len(SETTINGS[kind].full_sizes) + len(SETTINGS[kind].piecewise_sizes)
+    for step in random_steps(11, 60):
+        found, expected = graphs.run(*step), eager.run(*step)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    replayed = [each for each in graphs.capture.graphs if each.num_replays]
+    assert replayed
+    assert not graphs.passes.has_uncaptured
+
+
+@pytest.mark.parametrize(
+    ("kind", "captured", "left"),
+    [
+        ("full", [("full", size) for size in reversed(FULL)], 0),
+        ("piecewise", [("piecewise", PIECEWISE[-1])], len(PIECEWISE) - 1),
+        ("both", [("piecewise", PIECEWISE[-1]), *(("full", size) for size in reversed(FULL))], len(PIECEWISE) - 1),
+        ("eager", [], 0),
+    ],
+)
+def test_no_decode_waits_for_a_capture(config: ModelConfig, kind: str, captured: list[object], left: int) -> None:
+    """At the start the largest sizes come first, so that the memory they share is large enough for all; the other
+    piecewise sizes are for idle time."""
+    passes = Passes(config, SETTINGS[kind])
+    with torch.inference_mode():
+        passes.passes.capture_at_start(passes.buffers.padded)
+        assert list(passes.passes._captured) == captured
+        while passes.passes.capture_next(passes.buffers.padded):
+            left -= 1
+    assert left == 0
+
+
+def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
+    passes = Passes(config, SETTINGS["full"], fail_after=2)
+    with torch.inference_mode():
+        passes.passes.capture_at_start(passes.buffers.padded)
+    assert list(passes.passes._captured) == [("full", 8), ("full", 4)]
+
+
+@pytest.mark.parametrize("kind", ["full", "piecewise", "both"])
+def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
+    """Against an eager pass over the same padded inputs, of the same sizes."""
+    graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])
+    eager.passes.run = lambda _, batch, token_ids: eager.passes._forward(batch, token_ids)  # type: ignore[method-assign]
+    for step in random_steps(12, 60):
+        assert torch.equal(graphs.run(*step), eager.run(*step))
+    assert graphs.passes.num_captured
+    assert not eager.passes.num_captured
+    real = slice(0, NUM_BLOCKS * BLOCK_SIZE)
+    assert torch.equal(graphs.backend.keys[:, real], eager.backend.keys[:, real])
+    assert torch.equal(graphs.backend.values[:, real], eager.backend.values[:, real])
+
+
+def test_padding_reaches_no_sequence(config: ModelConfig) -> None:
+    """Whatever padded rows hold, NaN too, the others compute the same and nothing is written for them."""
+    passes = Passes(config, SETTINGS["both"])
+    steps = [([0, 1, 2], [0, 0, 0], [[1, 2, 3], [4, 5], [6]]), ([0, 1, 2], [3, 2, 1], [[7], [8], [9]])]
+    for step in steps:
+        passes.run(*step)  # captures 16 tokens, and decodes of 4
+    before = passes.backend.keys.clone()
+    first = [passes.run(*step) for step in steps]
+    passes.passes._attended.fill_(float("nan"))
+    passes.passes._hidden.fill_(float("nan"))
+    passes.buffers.token_ids[6:] = 13
+    assert all(torch.equal(passes.run(*step), old) for step, old in zip(steps, first, strict=True))
+    assert torch.equal(passes.backend.keys[:, :-1], before[:, :-1])
+    assert not first[0].isnan().any()
+
+
+def test_inputs_must_stay_where_they_are(config: ModelConfig) -> None:
+    passes = Passes(config, SETTINGS["both"])
+    step = ([0, 1], [0, 0], [[1], [2]])
+    passes.run(*step)
+    passes.run(*step)
+    passes.buffers = Buffers()
+    with pytest.raises(AssertionError, match="must keep their addresses"):
+        passes.run(*step)
+
+
+def test_results_stay_where_they_are(config: ModelConfig) -> None:
+    passes = Passes(config, SETTINGS["both"])
+    execution = Execution("full", 2, 2)
+    with torch.inference_mode():
+        batch, token_ids = passes.buffers.padded(execution)
+        passes.passes.run(execution, batch, token_ids)
+        addresses = {passes.passes.run(execution, batch, token_ids).data_ptr() for _ in range(3)}
+    assert len(addresses) == 1
+
+
+class FrozenBackend(TwinBackend):
+    """Uses a number of the host that differs from step to step: right when it runs eagerly, wrong in a graph."""
+
+    factor = 1.0
+
+    def plan(self, batch: DeviceBatch) -> Any:
+        step, factor = super().plan(batch), self.factor
+        attend = step.attend
+
+        def scaled(heads: Any, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+            return attend(heads, qkv, rotation, out).mul_(factor)
+
+        step.attend = scaled  # type: ignore[method-assign]
+        return step
+
+
+@pytest.mark.parametrize(("kind", "is_frozen"), [("full", True), ("piecewise", False)])
+def test_a_frozen_value_shows(config: ModelConfig, kind: str, is_frozen: bool) -> None:
+    """The recording capture is as unforgiving as a device; attention between pieces is free to use such numbers."""
+    graphs, eager = (Passes(config, SETTINGS[each], FrozenBackend) for each in (kind, "eager"))
+    for factor in (0.5, 2.0):
+        graphs.backend.factor = eager.backend.factor = factor  # type: ignore[attr-defined]
+        step = ([0], [0], [[5]])
+        found, expected = graphs.run(*step), eager.run(*step)
+    assert torch.allclose(found, expected) != is_frozen
+
+
+def test_full_graphs_are_made_for_the_longest_sequence(config: ModelConfig) -> None:
+    passes = Passes(config, SETTINGS["both"])
+    passes.run([0], [0], [[1]])
+    passes.run([0], [1], [[1, 2]])
+    full, captured, mixed = passes.backend.planned
+    assert (full.max_seq_len, captured.max_seq_len, mixed.max_seq_len) == (LONGEST, LONGEST, 3)
+
+
+def test_when_memory_runs_out_the_rest_runs_eagerly(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    graphs, eager = Passes(config, SETTINGS["full"], fail_after=1), Passes(config, SETTINGS["eager"])
+    for step in random_steps(13, 12):
+        torch.testing.assert_close(graphs.run(*step), eager.run(*step), rtol=1e-5, atol=1e-5)
+    assert graphs.passes.num_captured == 1
+    assert not graphs.passes.has_uncaptured
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "1 of 4 sizes" in warning
+
+
+def test_what_torch_keeps_in_reserve_is_room_for_graphs(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Passes(config, SETTINGS["full"], fail_after=1, room=2)
+    for step in random_steps(13, 40):
+        graphs.run(*step)
+    assert graphs.passes.num_captured == 3
+    assert graphs.capture.num_rooms == 2
+    assert len(caplog.records) == 1
+
+
+def test_an_error_leaves_no_capture_open(config: ModelConfig) -> None:
+    class Asking(TwinBackend):
+        def plan(self, batch: DeviceBatch) -> Any:
+            if len(self.planned) == 1:
+                self.planned.append(batch)
+                batch.seq_lens.max().item()
+            return super().plan(batch)
+
+    passes = Passes(config, SETTINGS["full"], Asking)
+    step = ([0], [0], [[1]])
+    with pytest.raises(CaptureError, match="during a capture"):
+        passes.run(*step)
+    assert passes.passes.num_captured == 0
+    torch.testing.assert_close(passes.run(*step), Passes(config, SETTINGS["eager"]).run(*step))
+
+
+# The recording capture itself
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[RecordingCapture, torch.Tensor]:
+    recorder = RecordingCapture()
+    recorder.begin_capture()
+    result = run()
+    recorder.end_capture()
+    return recorder, result
+
+
+def test_a_capture_runs_nothing_and_a_replay_everything() -> None:
+    x, out = torch.arange(16.0), torch.zeros(16)
+
+    def work() -> torch.Tensor:
+        doubled = x * 2
+        launch(_add_index, (1,), doubled, 1, SIZE=16)
+        out.copy_(doubled)
+        return doubled
+
+    recorder, doubled = capture(work)
+    assert not out.any()
+    assert doubled.isnan().all()
+    recorder.graphs[0].replay()
+    assert out.tolist() == [3.0 * index for index in range(16)]
+    x.fill_(1.0)
+    recorder.graphs[0].replay()
+    assert out.tolist() == [2.0 + index for index in range(16)]
+
+
+def test_a_replay_spoils_what_other_graphs_left() -> None:
+    x = torch.ones(4)
+    recorder = RecordingCapture()
+    results = []
+    for _ in range(2):
+        recorder.begin_capture()
+        results.append(x + 1)
+        recorder.end_capture()
+    recorder.graphs[0].replay()
+    assert results[0].tolist() == [2.0] * 4
+    recorder.graphs[1].replay()
+    assert results[0].isnan().all()
+
+
+def test_a_graph_that_continues_another_keeps_what_it_left() -> None:
+    x = torch.ones(4)
+    recorder = RecordingCapture()
+    recorder.begin_capture()
+    first = x + 1
+    recorder.end_capture()
+    recorder.begin_capture()
+    second = first * 3
+    recorder.end_capture()
+    for graph in recorder.graphs:
+        graph.replay()
+    assert second.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])]
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_waiting_for_the_device_is_refused(ask: Callable[[torch.Tensor], Any], inference: bool) -> None:
+    recorder = RecordingCapture()
+    with torch.inference_mode(inference):
+        recorder.begin_capture()
+        try:
+            with pytest.raises(CaptureError):
+                ask(torch.ones(3))
+        finally:
+            recorder.abandon()
