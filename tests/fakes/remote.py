@@ -11,7 +11,7 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.connectors.interface import Lookup, NoConnector, Pools
+from quire.kv_cache.connectors.interface import KVConnector, Lookup, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.manager import BlockTable, KVCacheManager
@@ -37,7 +37,7 @@ class RemoteReport(msgspec.Struct, tag="remote", array_like=True):
     stored: list[BlockKey] = []
 
 
-class RemoteConnector(NoConnector):
+class RemoteConnector(KVConnector):
     """The scheduler's half: it loads asynchronously, straight into device blocks, and sends what a request computed."""
 
     def __init__(self, pools: Pools, *, sends: bool) -> None:

@@ -54,24 +54,22 @@ class PendingLoad(Protocol):
         ...
 
 
-class KVConnector(Protocol):
+class KVConnector:
     """Used by one thread. Transfers that it has ordered end with a report each, success or failure, after a bounded
-    time: the worker's half sees to that."""
+    time: the worker's half sees to that. What a subclass leaves out is as if nothing were stored."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has learned what was stored before the engine started."""
-        ...
+    is_ready: bool = True
+    """Whether it has learned what was stored before the engine started."""
 
     @property
     def has_work(self) -> bool:
         """Whether there are transfers to order although nothing may be computed."""
-        ...
+        return False
 
     @property
     def must_wait(self) -> bool:
         """Whether a request, or the next order, waits for the end of a transfer that TransferBlocks does not know."""
-        ...
+        return False
 
     def lookup(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, asynchronous: bool
@@ -79,56 +77,54 @@ class KVConnector(Protocol):
         """How far a hit of `num_cached_tokens`, as `match_prefix` returned it for the same `max_tokens`, goes with the
         connector's blocks. None where that is less than MIN_BLOCKS further. asynchronous: consider also what cannot be
         there for the next plan."""
-        ...
+        return None
 
     def allocated(self, found: Lookup, load: DeviceLoad) -> PendingLoad:
         """Load what a lookup of this pass found: `load.orders` names the device blocks. Returns what the request waits
         for, which is `load` unless blocks are staged."""
-        ...
+        raise AssertionError("nothing was found")
 
     def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
         """A sequence has ended by itself, and the keys and values of its first `num_tokens` tokens are in `blocks`.
         Returns whether the blocks must be held until `TransferBlocks.end_send(seq_id)`. Sequences that were aborted,
         ran out of time or failed are not offered."""
-        ...
+        return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
         """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan that swaps
         sequences in, whose blocks were freed but are still to be read."""
-        ...
+        return None
 
     def update(self, report: TransferReport) -> None:
         """Take what the worker's half reports."""
-        ...
+        raise AssertionError("a worker without a KV connector has nothing to report")
 
     def offer(self, key: BlockKey) -> None:
         """The device's prefix index took a block in: it may be copied."""
-        ...
 
     def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
         """Blocks were hit on the device: the connector may have dropped them as unused."""
-        ...
 
     def forget(self, key: BlockKey) -> None:
         """Do not find this content again until it was computed anew."""
-        ...
 
     def reset(self) -> None:
         """Forget all content."""
-        ...
 
     def release_held(self) -> bool:
         """Release the host blocks held for deferred requests, because swapped requests need the memory; returns whether
         there were any."""
-        ...
+        return False
 
     def report_stats(self, stats: EngineStats) -> None:
         """Fill in what the connector holds and has moved; subtract its blocks from `num_used_host_blocks`."""
-        ...
 
     def check(self, owners: dict[int, int]) -> None:
         """Add the connector's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
-        ...
+
+
+class NoConnector(KVConnector):
+    """Only the device caches blocks."""
 
 
 class Pools(NamedTuple):
@@ -143,52 +139,6 @@ class Pools(NamedTuple):
 
 
 ConnectorFactory: TypeAlias = Callable[[Pools], KVConnector]
-
-
-class NoConnector:
-    """A connector without storage: only the device caches blocks."""
-
-    is_ready = True
-    has_work = False
-    must_wait = False
-
-    def lookup(
-        self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, asynchronous: bool
-    ) -> Lookup | None:
-        return None
-
-    def allocated(self, found: Lookup, load: DeviceLoad) -> PendingLoad:
-        raise AssertionError("nothing was found")
-
-    def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
-        return False
-
-    def orders(self, *, may_allocate: bool) -> Transfers | None:
-        return None
-
-    def update(self, report: TransferReport) -> None:
-        raise AssertionError("a worker without a KV connector has nothing to report")
-
-    def offer(self, key: BlockKey) -> None:
-        """Nothing is stored."""
-
-    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Nothing is stored."""
-
-    def forget(self, key: BlockKey) -> None:
-        """It is not found."""
-
-    def reset(self) -> None:
-        """Nothing is kept."""
-
-    def release_held(self) -> bool:
-        return False
-
-    def report_stats(self, stats: EngineStats) -> None:
-        """There is nothing to tell."""
-
-    def check(self, owners: dict[int, int]) -> None:
-        """Nothing is owned."""
 
 
 def no_connector(pools: Pools) -> NoConnector:

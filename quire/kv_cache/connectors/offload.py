@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.connectors.disk_index import DiskIndex
-from quire.kv_cache.connectors.interface import Lookup, PendingLoad, Pools
+from quire.kv_cache.connectors.interface import KVConnector, Lookup, PendingLoad, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
-from quire.kv_cache.manager import BlockTable
 from quire.stats import EngineStats
 from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
 
@@ -78,7 +77,7 @@ class TransferCounters:
         """In the directory now."""
 
 
-class OffloadConnector:
+class OffloadConnector(KVConnector):
     """A KVConnector to host memory and disk. It uses the host blocks of the pool that swapped requests use."""
 
     def __init__(self, pools: Pools) -> None:
@@ -191,9 +190,6 @@ class OffloadConnector:
         for _, key, block in load.orders:
             self.bring(key, block)
         return load
-
-    def request_finished(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> bool:
-        return False
 
     def bring(self, key: BlockKey, block: int) -> None:
         """Order the copy of a block that `find` knows to a device block."""

@@ -15,7 +15,7 @@ from quire.transfers import OffloadReport, OffloadTransfers
 from quire.worker.kv_connector.block_file import BlockLayout, Buffer
 from quire.worker.kv_connector.cache_identity import cache_namespace
 from quire.worker.kv_connector.disk_store import DiskStore, smoothed
-from quire.worker.kv_connector.interface import PATIENCE
+from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
 from quire.worker.kv_transfer import BlockTransfers
 
 TIMED_TOKENS = 64
@@ -24,10 +24,8 @@ CLOSE_SECONDS = 3.0
 """The longest time that closing waits for stores that were ordered."""
 
 
-class OffloadWorker:
-    """A WorkerConnector that keeps blocks in files, through a DiskStore."""
-
-    layers: Sequence[int] = ()
+class OffloadWorker(WorkerConnector):
+    """Keeps blocks in files, through a DiskStore. What it loads comes to the device with the copies of a later plan."""
 
     def __init__(self, store: DiskStore, transfers: BlockTransfers) -> None:
         self._store = store
@@ -42,12 +40,6 @@ class OffloadWorker:
             self._transfers.synchronize()  # earlier copies may still be reading the blocks that are loaded into
             for group, block_hash, host_block in orders.loads:
                 self._store.load_block(group, block_hash, host_block)
-
-    def wait_layer(self, layer: int) -> None:
-        """What is loaded comes to the device with the copies of a plan, which the runner waits for."""
-
-    def save_layer(self, layer: int) -> None:
-        """A block is copied to the host when the prefix cache has taken it in."""
 
     def finished(self, plan: StepPlan) -> OffloadReport | None:
         if plan.total_tokens >= TIMED_TOKENS:
