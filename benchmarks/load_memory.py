@@ -16,7 +16,6 @@ from quire import LLM, SamplingParams
 from quire.cli.memory_plan import stored_weight_bytes
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.simulator.shape import ModelShape
 from quire.utils.sizes import format_bytes
 
 FACTOR, ALLOWANCE = 1.15, 300_000_000
@@ -31,7 +30,7 @@ def resident_bytes() -> int:
 
 def measure(options: dict[str, object]) -> None:
     config = resolve(EngineOptions.from_keywords(options))
-    weights = stored_weight_bytes(config.model, ModelShape.from_config(config.model))
+    weights = stored_weight_bytes(config.model, config.model.resolved_shape())
     with LLM(**options) as llm:
         llm.generate([{"prompt_token_ids": [1] * 100}], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         end = resident_bytes()

@@ -18,7 +18,6 @@ from quire import LLM, SamplingParams
 from quire.cli.memory_plan import stored_weight_bytes
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
-from quire.simulator.shape import ModelShape
 
 PROMPT, NEW = 128, 64
 
@@ -40,7 +39,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options = {"model": arguments.model, "quantization": arguments.quantization, "dtype": arguments.dtype}
     config = resolve(EngineOptions.from_keywords(options))
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     share = 1 - shape.looked_up_parameters / shape.parameters()
     weight_bytes = stored_weight_bytes(config.model, shape) * share
     read = Machine(config.device.cpu_isa, config.device.num_threads).limits()[READ]

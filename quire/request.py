@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -14,7 +16,6 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
-    from quire.kv_cache.connectors.interface import PendingLoad
     from quire.kv_cache.manager import BlockTable
 
 
@@ -126,25 +127,23 @@ class Sequence:
         )
 
 
-class Wait(NamedTuple):
-    """What a waiting request waits for besides a place: blocks that another sequence computes."""
+PENDING_PREFIX = "pending prefix"
+"""The reason of a deferral while a running sequence computes blocks of the request's prompt."""
 
-    leader: BlockTable
-    num_blocks: int
-    """The wait ends when the leader has committed this many blocks."""
+
+class Deferral(NamedTuple):
+    """Why a waiting request may not start yet, as a gate decided it (quire/scheduler/gates.py)."""
+
+    reason: str
+    """The gate's `reason`."""
     reserved_blocks: int
-    """Set aside for the request meanwhile."""
-
-
-class LoadDeferral(NamedTuple):
-    """What a waiting request waits for: blocks of its prefix that the KV connector loads
-    (quire/scheduler/connector_loads.py)."""
-
-    load: PendingLoad
-    deadline: float
-    """When to go on without them."""
-    reserved_blocks: int
-    """Set aside for the request meanwhile."""
+    """Blocks of the pool that are reserved for the request meanwhile."""
+    is_pending: Callable[[], bool]
+    """Whether the awaited event is still to come. Constant time: the scheduler asks in every pass."""
+    deadline: float = math.inf
+    """When the request goes on without the event."""
+    cancel: Callable[[], object] = lambda: None
+    """Ends the work that the gate began for the request. Called once, when the deferral ends for any reason."""
 
 
 class Request:
@@ -160,16 +159,15 @@ class Request:
         "beam_search",
         "bypass_prefix_cache",
         "cache_salt",
+        "deferral",
         "end_token_ids",
         "eos_token_ids",
         "first_scheduled_time",
         "fork_position",
-        "load_deferral",
         "max_tokens",
         "num_cached_tokens",
         "num_lost_tokens",
         "num_preemptions",
-        "num_prefix_loads",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "order_key",
@@ -182,8 +180,6 @@ class Request:
         "sequences",
         "status",
         "stop_token_ids",
-        "wait",
-        "was_loaded",
     )
 
     def __init__(
@@ -227,14 +223,20 @@ class Request:
         self.fork_position: int | None = None
         """Tokens after which siblings fork from the first sequence; None when none waits for that."""
         self.beam_search: BeamSearch | None = None
-        self.wait: Wait | None = None
-        """Set while a running sequence computes blocks of this request's prefix (quire/scheduler/deferred.py)."""
-        self.load_deferral: LoadDeferral | None = None
-        self.was_loaded = False
-        """It has tried an asynchronous load since it last ran."""
-        self.num_prefix_loads = 0
-        """Times that blocks were loaded for the next plan since it last ran."""
+        self.deferral: Deferral | None = None
+        """Set while a gate keeps the request from starting."""
 
     @property
     def live_sequences(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def swapped_blocks(self) -> list[BlockTable]:
+        """The handles of those of its sequences that are in the host pool; none: it is not swapped."""
+        return [sequence.swapped for sequence in self.live_sequences if sequence.swapped is not None]
+
+    def stop_waiting(self) -> None:
+        """End the request's deferral, if it has one, and the work that was begun for it."""
+        deferral, self.deferral = self.deferral, None
+        if deferral is not None:
+            deferral.cancel()

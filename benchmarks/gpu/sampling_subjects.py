@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -12,9 +12,10 @@ from benchmarks.gpu.limits import Work
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.subjects import Subject
 from benchmarks.gpu.timing import Call
-from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.parameters import DeviceSamplingRows
-from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
@@ -70,18 +71,17 @@ class SamplingSubjects:
 
     def sampled(self, rows: int, params: SamplingParams, sigma: float) -> Call:
         """The engine's sampler."""
-        words = torch.zeros((rows, DeviceSamplingRows.WIDTH), dtype=torch.int32, device=self.device)
-        parameters = DeviceSamplingRows(rows, words, 0)
-        writer = _Writer(words)
+        parameters = SamplingRows(rows)
         for row in range(rows):
-            parameters.set(row, SequenceSampling(params, 977 * row, [], []), writer)
+            parameters.set(row, SequenceSampling(params, 977 * row, [], []))
+        words = torch.from_numpy(np.stack([parameters.words(row) for row in range(rows)])).to(self.device)
         shape = (rows, HISTORY + 1)
         table = torch.randint(0, self.shape.vocab, shape, dtype=torch.int32, device=self.device)
         column = torch.arange(rows, dtype=torch.int32, device=self.device)
         lengths = torch.full_like(column, HISTORY)
-        batch = DeviceSampleBatch(np.arange(rows), column, lengths, lengths // 2, table)
-        sampler, logits = DeviceSampler(parameters), self.logits(rows, sigma)
-        return lambda: sampler.sample(logits, batch).token_ids
+        batch = SampleBatch(np.arange(rows), column, lengths, lengths // 2, table)
+        sampler, logits = Sampler(parameters, TritonKernels(parameters, words, _pageable)), self.logits(rows, sigma)
+        return lambda: sampler.sample(logits, batch).tensors()[0][:, 0]
 
     def torch_greedy(self, rows: int) -> Call:
         logits = self.logits(rows, STEEP)
@@ -107,11 +107,5 @@ class SamplingSubjects:
         return choose
 
 
-class _Writer:
-    """Writes parameters at once."""
-
-    def __init__(self, words: torch.Tensor) -> None:
-        self._words = words.view(-1)
-
-    def write(self, offset: int, values: np.ndarray) -> None:
-        self._words[offset : offset + len(values)] = torch.from_numpy(values).to(self._words.device)
+def _pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)

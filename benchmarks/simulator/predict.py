@@ -35,6 +35,7 @@ from typing import Any
 from quire.bench.metrics import percentile
 from quire.cli.calibrate import run as calibrate_run
 from quire.clock import Clock, SystemClock
+from quire.config.model_shape import ModelShape
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.core import EngineCore
@@ -48,7 +49,7 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, to_json
 from quire.simulator.jitter import Jitter
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
-from quire.simulator.shape import ModelShape, built_in, find_shape
+from quire.simulator.shape import built_in, find_shape
 from quire.simulator.trace import TraceRequest
 from quire.simulator.workloads import Arrivals, stream
 

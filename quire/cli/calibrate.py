@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.parser import Parser
 from quire.cli.report import check_writable
+from quire.config.model_shape import ModelShape
 from quire.errors import UserError
 from quire.executors.step_log import StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import Precision
 from quire.simulator.hardware import Hardware, find, to_json
-from quire.simulator.shape import ModelShape, find_shape
+from quire.simulator.shape import find_shape
 
 if TYPE_CHECKING:
     from quire.simulator.calibration import Errors, Fit
@@ -68,7 +69,7 @@ def run(shape: ModelShape, base: Hardware, header: StepLogHeader, records: Seque
     """Fit the base profile to a log."""
     from quire.simulator.calibration import calibrate, samples_of
 
-    windows = tuple(dict.fromkeys(shape.windows))
+    windows = tuple(each.reach for each in shape.attention_counts)
     precision = Precision.of(shape, header.weights, header.kv_cache_dtype)
     return calibrate(shape, base, precision, samples_of(records, windows), block_tokens=header.block_size)
 

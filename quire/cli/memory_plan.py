@@ -9,19 +9,16 @@ from quire.cli.checkpoint import Checkpoint, read_checkpoint
 from quire.config.cache import CacheConfig
 from quire.config.engine import EngineConfig
 from quire.config.model import DTYPE_BYTES, ModelConfig
+from quire.config.model_shape import ModelShape
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.groups import rules_for
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import MemoryProfile, size_pool
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel
-from quire.simulator.memory import activation_bytes, kv_cache_bytes
-from quire.simulator.shape import ModelShape
+from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
 from quire.utils.sizes import format_bytes
 
-LOGIT_BYTES = 4
-NUM_LOGIT_COPIES = 3
-"""The sampler's working set, in copies of the logits: as computed, filtered, and sorted."""
 UNLIMITED_SEQS = 2**40
 
 
@@ -70,7 +67,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
     lengths: tokens per sequence to report. Raises InsufficientMemoryError when weights and activations leave no room
     for a block.
     """
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     weight_bytes = stored_weight_bytes(config.model, shape)
     if weight_bytes >= total_memory:
         raise InsufficientMemoryError(
@@ -113,7 +110,7 @@ def plan_devices(
     """A model of any shape on the devices of the cost model's layout: weights, activations and the KV cache together
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
-    groups, layers_per_group = group_layers(shape.layer_specs(cost.precision.kv, cost.layout))
+    groups, layers_per_group = group_layers(device_specs(shape, cost.precision.kv, cost.layout))
     budget = config.cache.memory
     if budget is None:
         budget = kv_cache_bytes(
@@ -170,14 +167,10 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
 
 
 def estimate_activations(config: EngineConfig) -> int:
-    """Bytes that one forward pass at the full token budget keeps at once: residual stream, normed input and output,
-    the wider of attention and MLP, and the sampler's float32 logits. An estimate; the engine measures."""
+    """Bytes that one forward pass of the engine at the full token budget keeps at once; the engine measures it."""
     model, scheduler = config.model, config.scheduler
-    inner = max(int(model.hf.get(key) or 0) for key in ("intermediate_size", "n_inner", "ffn_dim"))
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    token = 3 * model.hidden_size + max(attention, 3 * (inner or 4 * model.hidden_size))
-    logits = NUM_LOGIT_COPIES * scheduler.max_num_seqs * model.vocab_size * LOGIT_BYTES
-    return scheduler.max_num_batched_tokens * token * model.dtype_bytes + logits
+    budget, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    return step_bytes(model.shape, budget, seqs, dtype_bytes=model.dtype_bytes)
 
 
 def _with_lengths(plan: MemoryPlan, lengths: Sequence[int]) -> MemoryPlan:

@@ -15,7 +15,8 @@ from quire.cli.parser import Parser, given
 from quire.cli.simulate import DEFAULTS, engine_settings
 from quire.cli.simulate import OTHERS as NOT_SCHEDULING
 from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predict
-from quire.config.hf_config import FAMILIES, find_model, read_config
+from quire.config.families import RUNNABLE
+from quire.config.hf_config import find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
 from quire.config.resolve import CPU_DEFAULTS, resolve
@@ -145,7 +146,7 @@ def _runs_here(options: EngineOptions) -> bool:
     if not _is_directory(options.model):
         return False
     names = read_config(options.model, options.revision).get("architectures")
-    return not isinstance(names, list) or any(name in FAMILIES for name in names)
+    return not isinstance(names, list) or any(name in RUNNABLE for name in names)
 
 
 def _plan_for_devices(
@@ -166,7 +167,7 @@ def _plan_for_devices(
     kv_dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     cost = CostModel(shape, target.device, layout, Precision.of(shape, dtype, kv_dtype))
     usual = USUAL_ON_CPUS if target.device.kind == "cpu" else DEFAULTS
-    config = engine_settings({**usual, **chosen}).config(cost)
+    config = engine_settings(chosen, usual).config(cost)
     given_memory = options.kv_cache_memory is not None
     config = replace(config, cache=replace(config.cache, memory=config.cache.memory if given_memory else None))
     checkpoint = None

@@ -156,18 +156,19 @@ def make_scenario(namespace: argparse.Namespace) -> Scenario:
     )
 
 
-def engine_settings(chosen: Mapping[str, Any]) -> EngineSettings:
-    """Scheduling options, checked and completed by the engine's own rules (the bundled model stands in for one), with a
-    GPU's defaults. Raises ConfigError."""
-    from quire.config.resolve import resolve
+def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAULTS) -> EngineSettings:
+    """Scheduling options, checked and completed by the engine's own rules (the bundled model stands in for one).
+    usual: defaults; those of a GPU. Raises ConfigError."""
+    from quire.config.resolve import batch_limits, resolve
     from quire.simulator.replica import SWAP_SPACE, EngineSettings
 
-    values = {**DEFAULTS, **chosen}
+    values = {**usual, **chosen}
     max_model_len = values.pop("max_model_len", None)
     if max_model_len is not None and max_model_len < 2:
         raise UserError(f"max_model_len must be at least 2, not {max_model_len}", param="max_model_len")
-    if "max_num_batched_tokens" not in chosen and isinstance(values["max_num_seqs"], int):
-        values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values["max_num_seqs"])
+    values["max_num_seqs"], values["max_num_batched_tokens"] = batch_limits(
+        EngineOptions.from_keywords(dict(chosen)), usual["max_num_seqs"], usual["max_num_batched_tokens"]
+    )
     config = resolve(
         EngineOptions.from_keywords({"model": BUNDLED_MODEL, "load_format": "dummy", "device": "cpu", **values})
     )

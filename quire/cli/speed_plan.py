@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from quire.cli.memory_plan import MemoryPlan
+from quire.config.model_shape import DTYPE_BYTES
 from quire.simulator.cost import CostModel
-from quire.simulator.hardware import DTYPE_BYTES, Factors, Hardware
+from quire.simulator.hardware import Factors, Hardware
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
 
@@ -62,8 +63,10 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
         if shape.experts is not None:
             missed = (1 - shape.experts.num_active / shape.experts.num_experts) ** batch_size
         read = shape.parameters() - shape.looked_up_parameters - missed * shape.routed_parameters
-        seen = sum(num_tokens if window is None else min(num_tokens, window) for window in shape.windows)
-        kept = seen * shape.kv_elements() * DTYPE_BYTES[cost.precision.kv]
+        kept = shape.state_bytes() + DTYPE_BYTES[cost.precision.kv] * sum(
+            count * min(num_tokens, each.window or num_tokens) * each.token_elements()
+            for each, count in shape.attention_counts.items()
+        )
         seconds = (read * per_parameter + batch_size * kept) / bandwidth
         return Decoding(batch_size, num_tokens, seconds, batch_size / seconds, "memory")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.config.families import GGUF
+from quire.config.families.family import GGUFNames
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
 from quire.utils.gguf import GGUFFile
@@ -22,27 +24,8 @@ EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """End of text, of turn and of message, under "tokenizer.ggml."."""
 NO_TOKEN = 2**32 - 1
 """What some files write where there is no such token."""
-"""Positions are not backed by tensors, but buffers of that length are made."""
 ROPE_FACTORS = "rope_freqs.weight"
 
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
 
@@ -68,43 +51,22 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Architecture:
-    """name: its class in Hugging Face's words. interleaved: queries and keys have the two elements of each rotated
-    pair side by side, where Hugging Face has them half a head apart. head_norms: queries and keys are normed.
-    qkv_bias: there are always biases on query, key and value, and no others. mlp_bias: there may be biases in the MLP.
-    """
-
-    name: str
-    interleaved: bool = False
-    head_norms: bool = False
-    qkv_bias: bool = False
-    mlp_bias: bool = False
-
-
-ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", interleaved=True, mlp_bias=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": _Architecture("Qwen3ForCausalLM", head_norms=True),
-}
-
-
-@dataclass(frozen=True)
 class HeadLayout:
-    """num_heads, num_kv_heads: of queries and of keys. interleaved: as in `_Architecture`."""
+    """num_heads, num_kv_heads: of queries and of keys. names: of the file's architecture."""
 
     num_heads: int
     num_kv_heads: int
-    interleaved: bool
+    names: GGUFNames
 
 
-def hf_name(name: str) -> str | None:
-    """Hugging Face's name of a tensor, or None for one that LLaMA-like models do not have."""
+def hf_name(name: str, names: GGUFNames) -> str | None:
+    """Hugging Face's name of a tensor, or None for one that models of its architecture do not have."""
     layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    if layer is not None and layer[2] in names.layer:
+        return f"model.layers.{layer[1]}.{names.layer[layer[2]]}.{layer[3]}"
     top = _TOP_TENSOR.fullmatch(name)
-    if top is not None and top[1] in _TOP_NAMES:
-        return f"{_TOP_NAMES[top[1]]}.{top[2]}"
+    if top is not None and top[1] in names.top:
+        return f"{names.top[top[1]]}.{top[2]}"
     return None
 
 
@@ -113,7 +75,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     supported, and for metadata that is missing, absurd or contradicts the tensors."""
     with GGUFFile(path) as file:
         keys = _Keys(file)
-        traits = ARCHITECTURES[keys.architecture]
+        family = GGUF[keys.architecture]
         config = _sizes(file, keys)
         layout = head_layout(file)
         config |= {
@@ -122,16 +84,15 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": not traits.qkv_bias and "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": traits.mlp_bias and "blk.0.ffn_up.bias" in file.tensors,
+            "attention_bias": bool(family.query_bias.key) and "blk.0.attn_q.bias" in file.tensors,
+            "mlp_bias": bool(family.mlp_bias.key) and "blk.0.ffn_up.bias" in file.tensors,
             "eos_token_id": _eos_token_ids(file),
         }
         window = keys.optional_integer("attention.sliding_window", minimum=0)
         if window:
-            if keys.architecture != "llama":
+            if not layout.names.windowed:
                 raise keys.error("attention.sliding_window is not supported for this architecture")
-            # Files call Mistral's models "llama" as well; they have no biases.
-            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+            config |= {"architectures": [layout.names.windowed], "sliding_window": window}
             config |= {"attention_bias": False, "mlp_bias": False}
         _check_tensors(file, config)
         config["rope_parameters"] = _rope(file, keys, config)
@@ -141,11 +102,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 def head_layout(file: GGUFFile) -> HeadLayout:
     """How the rows of query and key matrices are shared out and ordered."""
     keys = _Keys(file)
-    num_heads = keys.integer("attention.head_count")
+    num_heads, names = keys.integer("attention.head_count"), GGUF[keys.architecture].gguf
+    assert names is not None, f"GGUF holds families with GGUF names, and {keys.architecture} has none"
     return HeadLayout(
         num_heads=num_heads,
         num_kv_heads=keys.optional_integer("attention.head_count_kv") or num_heads,
-        interleaved=ARCHITECTURES[keys.architecture].interleaved,
+        names=names,
     )
 
 
@@ -156,7 +118,7 @@ class _Keys:
         everything = Fields(file.metadata, str(file.path))
         if everything.optional_integer("split.count", minimum=0) not in (None, 0, 1):
             raise file.error("it is one part of a model that is split over several files, which is not supported")
-        self.architecture = everything.choice("general.architecture", list(ARCHITECTURES))
+        self.architecture = everything.choice("general.architecture", list(GGUF))
         prefix = f"{self.architecture}."
         own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
         fields = Fields(own, f"{file.path} ({self.architecture})")
@@ -183,7 +145,7 @@ def _sizes(file: GGUFFile, keys: _Keys) -> dict[str, Any]:
     if embedding is None:
         raise file.error("the tensor 'token_embd.weight' is missing")
     return {
-        "architectures": [ARCHITECTURES[keys.architecture].name],
+        "architectures": [GGUF[keys.architecture].architectures[0]],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": keys.integer("feed_forward_length"),
@@ -217,10 +179,10 @@ def _check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
 
 
 def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    traits = ARCHITECTURES[file.metadata["general.architecture"]]
+    family = GGUF[file.metadata["general.architecture"]]
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    qkv_bias = traits.qkv_bias or config["attention_bias"]
+    qkv_bias = family.query_bias.default or config["attention_bias"]
     # Name: rows, columns, and whether there is a bias.
     matrices = {
         "attn_q": (query, hidden, qkv_bias),
@@ -232,7 +194,7 @@ def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tup
         "ffn_down": (hidden, inner, config["mlp_bias"]),
     }
     layer: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
-    if traits.head_norms:
+    if family.head_norms:
         layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
     for name, (rows, columns, bias) in matrices.items():
         layer[f"{name}.weight"] = (rows, columns)

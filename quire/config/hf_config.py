@@ -1,24 +1,23 @@
 """From a model's name to its ModelConfig: find (or fetch) the directory, read config.json, check it. A GGUF file
 says the same in its own words.
 
-Imports no torch. What a family of models calls its sizes is data (`FAMILIES`), so a new family is one entry here and
-one in `models/registry.py`.
+Imports no torch. What a family of models calls its sizes is data (`quire/config/families/`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
-from quire.config.model import DTYPE_BYTES, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH, ModelConfig
+from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
 from quire.config.quantization import read_quantization
 from quire.config.rope import read_rope
-from quire.errors import ConfigError, ModelLoadError, nearest_name
+from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
@@ -30,8 +29,6 @@ SUBDIRECTORIES = ("*/*",)
 """Hub repositories keep other formats of the same weights in folders; none of them is read."""
 
 _LONGEST_NAME = 100
-
-Windows = tuple[int | None, ...]
 
 
 def load_model_config(
@@ -54,32 +51,22 @@ def load_model_config(
     raw = _read_described(path)
     fields = Fields(raw, _where(path))
     architecture = _architecture(fields)
-    family = FAMILIES[architecture]
-    for key in family.required:
-        fields.integer(key, maximum=MAX_WIDTH)
-    num_layers = fields.integer(family.num_layers, maximum=MAX_LAYERS)
-    hidden_size, num_heads, num_kv_heads, head_dim = _head_shape(fields, family)
-    longest, usual = fields.integer(family.max_positions, maximum=MAX_POSITIONS), None
-    if family.rotary:
-        rope = read_rope(fields, head_dim)
+    shape = read_shape(raw, name, _where(path))
+    longest = usual = shape.max_model_len
+    if ARCHITECTURES[architecture].position_rows is None:
+        rope = read_rope(fields, shape.attention.key_dim)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
         path=path,
         architecture=architecture,
+        shape=shape,
         dtype=resolved_dtype,
         kv_cache_dtype=("bfloat16" if resolved_dtype == "bfloat16" else "float32")
         if kv_cache_dtype == "auto"
         else kv_cache_dtype,
-        vocab_size=fields.integer("vocab_size", maximum=MAX_WIDTH),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_model_len=_max_model_len(max_model_len, longest, usual or longest),
-        sliding_windows=family.windows(fields, num_layers),
+        max_model_len=_max_model_len(max_model_len, longest, usual),
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
         quantization=read_quantization(fields),
@@ -156,12 +143,16 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("the key 'architectures' must list the model's class name")
     for name in names:
-        if name in FAMILIES:
+        if name in RUNNABLE:
             return str(name)
-    first = names[0][:_LONGEST_NAME]
-    raise fields.error(
-        f"unknown architecture {first!r}{nearest_name(first, FAMILIES)} (known: {', '.join(sorted(FAMILIES))})"
-    )
+    known = ", ".join(RUNNABLE)
+    for name in names:
+        if name in ARCHITECTURES:
+            raise fields.error(
+                f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
+                f"{known})"
+            )
+    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {known})")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:
@@ -175,27 +166,6 @@ def _known_dtype(dtype: str) -> str:
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, not {dtype!r}", param="dtype")
     return dtype
-
-
-def _head_shape(fields: Fields, family: Family) -> tuple[int, int, int, int]:
-    """(hidden size, query heads, key-value heads, elements of a head)."""
-    hidden_size = fields.integer(family.hidden_size, maximum=MAX_WIDTH)
-    num_heads = fields.integer(family.num_heads, maximum=MAX_HEADS)
-    num_kv_heads, head_dim = num_heads, None
-    if family.rotary:
-        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-        head_dim = fields.optional_integer("head_dim", maximum=MAX_HEAD_DIM) or family.default_head_dim
-    if num_heads % num_kv_heads:
-        raise fields.error(
-            f"{family.num_heads} ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
-        )
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise fields.error(
-                f"{family.hidden_size} ({hidden_size}) must be a multiple of {family.num_heads} ({num_heads})"
-            )
-        head_dim = hidden_size // num_heads
-    return hidden_size, num_heads, num_kv_heads, head_dim
 
 
 def _max_model_len(wanted: int | None, longest: int, usual: int) -> int:
@@ -222,67 +192,6 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
     value = fields.values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     return tuple(Fields({key: item}, fields.where).integer(key, minimum=0) for item in ids)
-
-
-def _no_windows(fields: Fields, num_layers: int) -> Windows:
-    return (None,) * num_layers
-
-
-def _window_everywhere(fields: Fields, num_layers: int) -> Windows:
-    """Mistral: one window for all layers; null means full attention."""
-    return (fields.optional_integer("sliding_window"),) * num_layers
-
-
-def _window_by_layer(fields: Fields, num_layers: int) -> Windows:
-    """Qwen: a window where `use_sliding_window` says so, in the layers that `layer_types` names or, without it, in
-    those from `max_window_layers` on."""
-    if not fields.boolean("use_sliding_window", False):
-        return (None,) * num_layers
-    window = fields.optional_integer("sliding_window")
-    if window is None:
-        return (None,) * num_layers
-    kinds = fields.values.get("layer_types")
-    if kinds is None:
-        first = fields.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(known) for kind in kinds):
-        raise fields.error(f"layer_types must name {num_layers} layers, each one of {', '.join(known)}")
-    return tuple(known[kind] for kind in kinds)
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a family's config.json names its sizes. required: further integers that its model reads.
-    rotary: positions are rotated in (and heads may be grouped and of any size), else learned.
-    default_head_dim: of a head when config.json does not say (None: hidden size / heads).
-    """
-
-    hidden_size: str = "hidden_size"
-    num_layers: str = "num_hidden_layers"
-    num_heads: str = "num_attention_heads"
-    max_positions: str = "max_position_embeddings"
-    required: tuple[str, ...] = ("intermediate_size",)
-    rotary: bool = True
-    default_head_dim: int | None = None
-    windows: Callable[[Fields, int], Windows] = _no_windows
-
-
-FAMILIES: Mapping[str, Family] = {
-    "GPT2LMHeadModel": Family(
-        hidden_size="n_embd",
-        num_layers="n_layer",
-        num_heads="n_head",
-        max_positions="n_positions",
-        required=(),
-        rotary=False,
-    ),
-    "OPTForCausalLM": Family(required=("ffn_dim",), rotary=False),
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(windows=_window_everywhere),
-    "Qwen2ForCausalLM": Family(windows=_window_by_layer),
-    "Qwen3ForCausalLM": Family(windows=_window_by_layer, default_head_dim=128),
-}
 
 
 def model_fields(config: ModelConfig) -> Fields:

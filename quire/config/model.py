@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quire.config.model_shape import ModelShape
 from quire.config.quantization import QuantizationConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,16 +24,16 @@ CACHE_SCALE_BYTES = {"int8": 4}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model's shape, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
+    """A model, read from its Hugging Face `config.json` or from the metadata of its GGUF file.
 
     name: what the user asked for (path, hub id or `bundled`); path: the local directory, or the GGUF file that is
     the whole model.
     architecture: the entry of `architectures` that the model registry knows.
+    shape: its sizes, layer by layer, as config.json has them: what it says of dtypes and positions is not resolved.
     dtype: of weights that are not quantised, resolved ("float32", "bfloat16" or "float16"). The native CPU kernels
     add in float32 whatever it is (DeviceConfig says what they multiply); the plain torch path computes in it.
     kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
-    sliding_windows: per layer the window in tokens, None for full attention.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
     hf: the parsed config.json, read-only, for what only one family needs.
     quantization: of the checkpoint's weights; None: they are floating point.
@@ -41,16 +42,10 @@ class ModelConfig:
     name: str
     path: Path
     architecture: str
+    shape: ModelShape
     dtype: str
     kv_cache_dtype: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_model_len: int
-    sliding_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
@@ -58,3 +53,37 @@ class ModelConfig:
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shape.vocab
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shape.hidden
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.shape.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.shape.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape.attention.key_dim
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Per layer the window in tokens, None for full attention."""
+        return self.shape.windows
+
+    def resolved_shape(self) -> ModelShape:
+        """The shape as this engine has it: what it stores weights in, and its own limit on a sequence."""
+        stored = self.dtype if self.quantization is None else f"int{self.quantization.bits}"
+        return replace(self.shape, max_model_len=self.max_model_len, dtype=stored, expert_dtype=stored)

@@ -252,20 +252,28 @@ def _offload_size(options: EngineOptions) -> int:
     return DEFAULT_OFFLOAD_SIZE if size is None else parse_bytes(size, param="kv_offload_size")
 
 
+def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens): each running sequence may need one token a step, so the one that is not
+    given follows the one that is. Raises ConfigError where both are given and contradict each other."""
+    seqs = positive("max_num_seqs", options.max_num_seqs)
+    budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
+    if seqs is None:
+        seqs = usual_seqs if budget is None else min(usual_seqs, budget)
+    budget = max(usual_budget, seqs) if budget is None else budget
+    if budget < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}): each running sequence may need "
+            "one token a step",
+            param="max_num_batched_tokens",
+        )
+    return seqs, budget
+
+
 def _scheduler(options: EngineOptions, defaults: Defaults) -> SchedulerConfig:
     queue_depth = defaults.queue_depth if options.queue_depth is None else options.queue_depth
     if queue_depth not in (1, 2):
         raise ConfigError(f"queue_depth must be 1 or 2, not {queue_depth}", param="queue_depth")
-    max_num_seqs = positive("max_num_seqs", options.max_num_seqs) or defaults.max_num_seqs
-    budget = positive("max_num_batched_tokens", options.max_num_batched_tokens)
-    if budget is None:
-        budget = max(defaults.max_num_batched_tokens, max_num_seqs)
-    if budget < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({max_num_seqs}): "
-            "each running sequence may need one token a step",
-            param="max_num_batched_tokens",
-        )
+    max_num_seqs, budget = batch_limits(options, defaults.max_num_seqs, defaults.max_num_batched_tokens)
     if not 0 < options.priority_seconds <= MAX_PRIORITY_SECONDS:
         raise ConfigError(
             f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",

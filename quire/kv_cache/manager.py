@@ -316,6 +316,16 @@ class KVCacheManager:
         self._pending_blocks.drop(blocks)
         self._release_all(blocks)
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the KV connector has blocks to move or to release, even without live requests."""
+        return self.connector.has_work or self.transfer_blocks.is_holding
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether a request, or the KV connector's next order, waits for the end of a transfer."""
+        return self.connector.must_wait or self.transfer_blocks.is_transferring
+
     def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:
         """Free a sequence that has ended by itself, with the keys and values of `num_tokens` tokens. The blocks are
         held where the KV connector sends them."""

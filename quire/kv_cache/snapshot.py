@@ -12,7 +12,7 @@ import msgspec
 
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.registered_prefixes import RegisteredPrefix
-from quire.request import Request, Sequence
+from quire.request import PENDING_PREFIX, Request, Sequence
 
 
 class SequenceView(msgspec.Struct):
@@ -92,7 +92,7 @@ def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens or 0,
         num_preemptions=request.num_preemptions,
-        waits_for_prefix=request.wait is not None,
+        waits_for_prefix=request.deferral is not None and request.deferral.reason == PENDING_PREFIX,
         sequences=[_view_sequence(sequence, kv) for sequence in request.live_sequences],
     )
 

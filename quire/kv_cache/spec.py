@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
+from quire.config.model_shape import AttentionShape
+from quire.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,20 @@ class SlidingWindowSpec(LayerSpec):
     window: int = field(kw_only=True)
 
 
-def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
-    """What each layer of an attention-only model keeps on one of `num_ranks` ranks, by layer index.
+def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
+    """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough. Raises
+    UserError for a layer that keeps a state."""
+    if attention.kind == "state":
+        raise UserError("the KV cache of layers that keep a state cannot be laid out yet", param="model")
+    if attention.kind == "latent":  # A spec counts a key and a value of this size.
+        return FullAttentionSpec(1, -(-attention.latent_dim // 2), dtype_bytes, scale_bytes)
+    sizes = (max(1, attention.num_kv_heads // num_ranks), attention.key_dim, dtype_bytes, scale_bytes)
+    if attention.window is None:
+        return FullAttentionSpec(*sizes)
+    return SlidingWindowSpec(*sizes, window=attention.window)
 
-    Models and `quire plan` share it.
-    """
-    cache = config.kv_cache_dtype
-    shape = (
-        config.num_kv_heads // num_ranks,
-        config.head_dim,
-        CACHE_DTYPE_BYTES[cache],
-        CACHE_SCALE_BYTES.get(cache, 0),
-    )
-    return [
-        FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window=window)
-        for window in config.sliding_windows
-    ]
+
+def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
+    """What each layer keeps on one of `num_ranks` ranks, by layer index. Models and `quire plan` share it."""
+    size, scale = CACHE_DTYPE_BYTES[config.kv_cache_dtype], CACHE_SCALE_BYTES.get(config.kv_cache_dtype, 0)
+    return [layer_spec(layer.attention, size, scale, num_ranks) for layer in config.shape.layers]

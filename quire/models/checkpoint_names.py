@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.config.families import ARCHITECTURES
+from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import WeightSlot, WeightSlots
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
@@ -21,6 +23,13 @@ class CheckpointNames:
 
     base: str
     surplus: re.Pattern[str]
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> CheckpointNames:
+        """As the model's family says; a head that is the embedding is surplus."""
+        family = ARCHITECTURES[config.architecture]
+        head = r"|^lm_head\.weight$" if config.shape.is_tied else ""
+        return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
     def find(self, name: str, slots: WeightSlots, tensor: WeightTensor) -> str | None:
         """The slot of a checkpoint's tensor; None for a tensor that is not needed. Raises ModelLoadError.

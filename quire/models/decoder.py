@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quire.attention.interface import LayerAttention
+from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -73,35 +72,25 @@ def layer_attention(config: ModelConfig, layer: int, scale: float | None = None)
     )
 
 
-@dataclass(frozen=True)
-class LlamaTraits:
-    """Where a LLaMA-like family departs from LLaMA: biases of its projections, norms over query and key heads."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_norms: bool = False
-
-
 class LlamaLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the biases and the head norms of the model's family."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, traits: LlamaTraits, layer: int) -> None:
-        fields = model_fields(config)
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields, family = model_fields(config), ARCHITECTURES[config.architecture]
         epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
         self._attention_norm = RMSNorm(size, epsilon, context)
         self._attention = Attention(
             size,
             layer_attention(config, layer),
-            qkv_bias=traits.qkv_bias,
-            output_bias=traits.output_bias,
+            qkv_bias=family.query_bias.read(fields),
+            output_bias=family.output_bias.read(fields),
             context=context,
-            norm_epsilon=epsilon if traits.head_norms else None,
+            norm_epsilon=epsilon if family.head_norms else None,
         )
         self._mlp_norm = RMSNorm(size, epsilon, context)
         activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
         self._mlp = GatedMLP(
-            size, fields.integer("intermediate_size"), activation, bias=traits.mlp_bias, context=context
+            size, fields.integer("intermediate_size"), activation, bias=family.mlp_bias.read(fields), context=context
         )
 
     def __call__(self, x: Value, rotation: Any, attention: Any) -> Value:
@@ -119,23 +108,19 @@ class LlamaLayer:
 
 
 class LlamaLike(Decoder):
-    """Rotary positions, RMSNorm before each block, gated MLP, grouped heads. A family is this with its traits."""
+    """Rotary positions, RMSNorm before each block, gated MLP, grouped heads: LLaMA, Mistral, Qwen 2 and 3."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, traits: LlamaTraits) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         fields = model_fields(config)
         self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
-        tied = fields.boolean("tie_word_embeddings", False)
-        surplus = r"rotary_emb\.inv_freq$" + (r"|^lm_head\.weight$" if tied else "")
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._embedding, context, tied=tied),
-            CheckpointNames("model.", re.compile(surplus)),
+            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
         )
         self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context)
-        self._layers: Sequence[LlamaLayer] = [
-            LlamaLayer(config, context, traits, layer) for layer in range(config.num_layers)
-        ]
+        self._layers: Sequence[LlamaLayer] = [LlamaLayer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
         self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from quire.config.hf_config import model_fields
@@ -50,21 +49,17 @@ class GPT2Layer:
 
 
 class GPT2LMHeadModel(Decoder):
-    """Old checkpoints carry the causal mask as a tensor of each layer, which is passed over."""
-
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         fields = model_fields(config)
         if fields.boolean("add_cross_attention", False):
             raise fields.error("cross-attention (add_cross_attention) is not supported")
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         self._positions = Embedding(fields.integer("n_positions"), config.hidden_size, context.positions, context)
-        tied = fields.boolean("tie_word_embeddings", True)
-        surplus = r"\.attn\.(masked_)?bias$" + (r"|^lm_head\.weight$" if tied else "")
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._tokens, context, tied=tied),
-            CheckpointNames("transformer.", re.compile(surplus)),
+            VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
         )
         self._layers = [GPT2Layer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)

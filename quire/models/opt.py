@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from quire.config.hf_config import model_fields
@@ -65,13 +64,11 @@ class OPTForCausalLM(Decoder):
         self._tokens = Embedding(config.vocab_size, embedding_size, context.vocabulary, context)
         num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
         self._positions = Embedding(num_positions, size, context.positions, context)
-        tied = fields.boolean("tie_word_embeddings", True)
-        surplus = r"^lm_head\.weight$" if tied else r"(?!)"
         super().__init__(
             config,
             context,
-            VocabularyProjection(self._tokens, context, tied=tied),
-            CheckpointNames("model.", re.compile(surplus)),
+            VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
         )
         self._layers = [OPTLayer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = self._final_norm(config, context)

@@ -1,4 +1,4 @@
-"""Model classes by the architecture that config.json names. `config/hf_config.py` knows the same names."""
+"""Model classes by the architecture that config.json names. `config/families/` says which of them run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def model_architectures() -> Registry:
         "model architecture",
         {
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
-            "LlamaForCausalLM": "quire.models.llama:LlamaForCausalLM",
-            "MistralForCausalLM": "quire.models.mistral:MistralForCausalLM",
+            "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
+            "MistralForCausalLM": "quire.models.decoder:LlamaLike",
             "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
-            "Qwen2ForCausalLM": "quire.models.qwen:Qwen2ForCausalLM",
-            "Qwen3ForCausalLM": "quire.models.qwen:Qwen3ForCausalLM",
+            "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
         },
     )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+"""What kernels work on: NumPy arrays on the host, tensors on a device."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleBatch:
-    """R sampled rows, in result order. A row appears once.
+class SampleBatch(NamedTuple, Generic[Array]):
+    """R sampled rows, in result order.
 
-    rows: [R] int64, the row of each result. lengths: [R] int64, tokens of the sequence so far, the prompt included
-    (= position of the token being chosen). num_prompt_tokens: [R] int64. token_ids: [num_rows, capacity] int32, the
-    row table's tokens, of which the first `lengths` of a row are valid; read only.
+    rows_host: [R] int64, the row of each result, on the host. Where the kernels compute, integers: rows: [R], the same;
+    lengths: [R], tokens of the sequence so far, the prompt included (= position of the token being chosen);
+    num_prompt_tokens: [R]; token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are valid.
+    The sampler writes the chosen token behind them.
     """
 
-    rows: np.ndarray
-    lengths: np.ndarray
-    num_prompt_tokens: np.ndarray
-    token_ids: np.ndarray
+    rows_host: np.ndarray
+    rows: Array
+    lengths: Array
+    num_prompt_tokens: Array
+    token_table: Array
 
     @property
-    def num_generated(self) -> np.ndarray:
-        """[R] int64: tokens generated so far = index of the generated token that is being chosen."""
+    def num_generated(self) -> Array:
+        """[R]: tokens generated so far = index of the generated token that is being chosen."""
         return self.lengths - self.num_prompt_tokens

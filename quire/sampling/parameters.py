@@ -1,14 +1,22 @@
-"""The sampling parameters of every live row, as columns that a step gathers by row index."""
+"""The sampling parameters of every live row: which there are, how they are encoded, where kernels find them.
+
+`COLUMNS` is the one table of them. The host's columns, the words of a device's row and the numbers of the words that
+`quire.kernels.triton.sampling_words` reads all follow from it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from quire.sampling.bad_words import BadWordsColumn
-from quire.sampling.ragged import RaggedColumn, TokenLists
+from quire.sampling.draw import MIN_TEMPERATURE
+from quire.sampling.lists import RowLists
 from quire.step import SequenceSampling
 
 SEED_MASK = 2**64 - 1
+MAX_WORD = 2**31 - 1
 
 
 class Feature:
@@ -30,81 +38,9 @@ class Feature:
     CANDIDATES = 1 << 10
 
 
-EDITS = (
-    Feature.LOGIT_BIAS
-    | Feature.REPETITION_PENALTY
-    | Feature.OUTPUT_PENALTIES
-    | Feature.MIN_TOKENS
-    | Feature.BAD_WORDS
-    | Feature.ALLOWED_TOKENS
-)
+PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
+EDITS = PENALTIES | Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.ALLOWED_TOKENS
 """Features that change single scores before a token is chosen."""
-NEEDS_INDEX_OF_ROW = Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.ALLOWED_TOKENS
-
-
-class SamplingRows:
-    """Columns of shape [num_rows], indexed by row; ragged parameters in columns of their own."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.features = np.zeros(num_rows, np.int64)
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.ones(num_rows, np.float64)
-        self.min_p = np.zeros(num_rows, np.float32)
-        self.presence_penalty = np.zeros(num_rows, np.float32)
-        self.frequency_penalty = np.zeros(num_rows, np.float32)
-        self.repetition_penalty = np.ones(num_rows, np.float32)
-        self.min_tokens = np.zeros(num_rows, np.int64)
-        self.num_logprobs = np.zeros(num_rows, np.int64)
-        self.num_candidates = np.zeros(num_rows, np.int64)
-        self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
-        self.logit_bias = RaggedColumn()
-        self.stop_tokens = RaggedColumn()
-        self.allowed_tokens = TokenLists()
-        self.bad_words = BadWordsColumn()
-        self.rows_with_prompt_logprobs: set[int] = set()
-
-    def set(self, row: int, sampling: SequenceSampling) -> None:
-        """Write every column of `row`."""
-        params = sampling.params
-        self.features[row] = features_of(sampling)
-        self.seed[row] = sampling.seed & SEED_MASK
-        self.temperature[row] = 0 if params.is_greedy else params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.presence_penalty[row] = params.presence_penalty
-        self.frequency_penalty[row] = params.frequency_penalty
-        self.repetition_penalty[row] = params.repetition_penalty
-        self.min_tokens[row] = params.min_tokens
-        self.num_logprobs[row] = params.logprobs or 0
-        self.num_candidates[row] = sampling.num_candidates
-        self.num_prompt_logprobs[row] = params.prompt_logprobs or 0
-        self.logit_bias.set(row, params.logit_bias or {})
-        self.stop_tokens.set(row, sampling.stop_token_ids if params.min_tokens else ())
-        self.allowed_tokens.set(row, params.allowed_token_ids or ())
-        self.bad_words.set(row, sampling.bad_token_sequences)
-        self.rows_with_prompt_logprobs.discard(row)
-        if params.prompt_logprobs is not None:
-            self.rows_with_prompt_logprobs.add(row)
-
-    def clear(self, row: int) -> None:
-        """Drop what `row` owns beyond its fixed columns (those are overwritten by the next owner)."""
-        for column in (self.logit_bias, self.stop_tokens, self.allowed_tokens, self.bad_words):
-            column.clear(row)
-        self.rows_with_prompt_logprobs.discard(row)
-
-    def used(self, rows: np.ndarray) -> int:
-        """The union of `Feature` over `rows` ([R] int64)."""
-        return int(np.bitwise_or.reduce(self.features[rows]))
-
-    def index_of_row(self, rows: np.ndarray) -> np.ndarray:
-        """[num_rows] int64: the position of each row in `rows`, -1 where it is absent."""
-        index = np.full(self.num_rows, -1, np.int64)
-        index[rows] = np.arange(len(rows))
-        return index
 
 
 def features_of(sampling: SequenceSampling) -> int:
@@ -127,3 +63,103 @@ def features_of(sampling: SequenceSampling) -> int:
         if condition:
             wanted |= feature
     return wanted
+
+
+def _temperature(sampling: SequenceSampling) -> float:
+    """0 takes the best token; others are at least MIN_TEMPERATURE, so that none becomes 0 in float32."""
+    params = sampling.params
+    return 0.0 if params.is_greedy else max(params.temperature, float(MIN_TEMPERATURE))
+
+
+class Column(NamedTuple):
+    """A parameter: its type on the host, its type among a device's words (None: only the host needs it), its value."""
+
+    name: str
+    dtype: type[np.generic]
+    word_dtype: type[np.generic] | None
+    encode: Callable[[SequenceSampling], float]
+
+
+COLUMNS = (
+    Column("features", np.int64, np.int32, features_of),
+    Column("seed", np.uint64, np.uint64, lambda sampling: sampling.seed & SEED_MASK),
+    Column("top_p", np.float64, np.float64, lambda sampling: sampling.params.top_p),
+    Column("top_k", np.int64, np.int32, lambda sampling: min(max(sampling.params.top_k, 0), MAX_WORD)),
+    Column("temperature", np.float32, np.float32, _temperature),
+    Column("min_p", np.float32, np.float32, lambda sampling: sampling.params.min_p),
+    Column("presence_penalty", np.float32, np.float32, lambda sampling: sampling.params.presence_penalty),
+    Column("frequency_penalty", np.float32, np.float32, lambda sampling: sampling.params.frequency_penalty),
+    Column("repetition_penalty", np.float32, np.float32, lambda sampling: sampling.params.repetition_penalty),
+    Column("min_tokens", np.int64, np.int32, lambda sampling: min(sampling.params.min_tokens, MAX_WORD)),
+    Column("num_logprobs", np.int64, None, lambda sampling: sampling.params.logprobs or 0),
+    Column("num_candidates", np.int64, None, lambda sampling: sampling.num_candidates),
+    Column("num_prompt_logprobs", np.int64, None, lambda sampling: sampling.params.prompt_logprobs or 0),
+)
+"""top_k: 0 is off; at most 2**31 - 1, more than any vocabulary has. top_p: 1 is off."""
+
+ROW_DTYPE: np.dtype[Any] = np.dtype([(column.name, column.word_dtype) for column in COLUMNS if column.word_dtype])
+"""A row on a device: 32-bit words. A number of 64 bits takes two, the lower half first."""
+NUM_WORDS = ROW_DTYPE.itemsize // 4
+WORD_OF = {name: offset // 4 for name, (_, offset, *_) in (ROW_DTYPE.fields or {}).items()}
+"""The first word of each column of a device's row."""
+
+
+class Asked(NamedTuple):
+    """Rows of a batch that ask for results: their indices in the batch, [N] int64, and how many each of them wants."""
+
+    indices: np.ndarray
+    counts: list[int]
+
+
+class SamplingRows:
+    """Columns of shape [num_rows], indexed by row, with the types of `COLUMNS`; lists of tokens in `lists`."""
+
+    features: np.ndarray
+    seed: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    presence_penalty: np.ndarray
+    frequency_penalty: np.ndarray
+    repetition_penalty: np.ndarray
+    min_tokens: np.ndarray
+    num_logprobs: np.ndarray
+    num_candidates: np.ndarray
+    num_prompt_logprobs: np.ndarray
+
+    def __init__(self, num_rows: int) -> None:
+        for column in COLUMNS:
+            setattr(self, column.name, np.zeros(num_rows, column.dtype))
+        self.lists = RowLists(num_rows)
+        self.rows_with_prompt_logprobs: set[int] = set()
+
+    def set(self, row: int, sampling: SequenceSampling) -> None:
+        """Write every column of `row`."""
+        for column in COLUMNS:
+            getattr(self, column.name)[row] = column.encode(sampling)
+        self.lists.set(row, sampling)
+        self.rows_with_prompt_logprobs.discard(row)
+        if sampling.params.prompt_logprobs is not None:
+            self.rows_with_prompt_logprobs.add(row)
+
+    def clear(self, row: int) -> None:
+        """Drop what `row` owns beyond its columns (the next owner overwrites those)."""
+        self.lists.clear(row)
+        self.rows_with_prompt_logprobs.discard(row)
+
+    def words(self, row: int) -> np.ndarray:
+        """[NUM_WORDS] int32: the row as a device's kernels read it."""
+        words = np.zeros(1, ROW_DTYPE)
+        for name in WORD_OF:
+            words[name] = getattr(self, name)[row]
+        return words.view(np.int32)
+
+    def used(self, rows: np.ndarray) -> int:
+        """The union of `Feature` over `rows` ([R] int64)."""
+        return int(np.bitwise_or.reduce(self.features[rows]))
+
+    def asked(self, rows: np.ndarray, feature: int, counts: np.ndarray) -> Asked:
+        """Which of `rows` ([R] int64) have a feature. counts: [num_rows] int64, how many results each row wants."""
+        index = np.flatnonzero(self.features[rows] & feature)
+        return Asked(index, counts[rows[index]].tolist())

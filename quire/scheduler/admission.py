@@ -1,24 +1,73 @@
-"""Admission: which requests can ever run, which prefixes may be registered, and how much memory a waiting request needs
-before it starts.
-"""
+"""Admission: which requests can ever run, which prefixes may be registered, what a waiting request needs to start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from quire.decoding.parallel import num_shared_tokens
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduler.preemption import swapped_blocks
 
 WATERMARK = 0.01
 """Share of the pool kept free when a request is admitted beside others, so that it is not preempted at once."""
 
 
-def reject_impossible(
-    request: Request, kv: KVCacheManager, num_usable: int, *, max_num_seqs: int, max_chunk: int
-) -> None:
+class Limits(NamedTuple):
+    """What one step of the engine may hold."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_chunk: int
+    """Most tokens of one sequence in a step."""
+
+
+class Quote(NamedTuple):
+    """What a waiting request needs to start now, looked up once in a pass of `Scheduler.schedule` (and again after the
+    pass has changed the pool)."""
+
+    num_cached_tokens: int
+    """Its prefix hit; 0 when it is resumed."""
+    max_cached_tokens: int
+    """Longest hit that it could use."""
+    num_new_tokens: int
+    """Tokens for its first sequence to compute; 0 when it is resumed, because its blocks are copied first."""
+    num_blocks: int
+    """Blocks that the start takes from the pool: for all known tokens and one more per sequence. Counting the first
+    chunk alone would start requests that are preempted halfway through their prompt."""
+    num_slots: int
+    """Request slots: one per live sequence."""
+    room: int
+    """Blocks that the pool can give it; those reserved for deferred requests are taken off."""
+    is_resumed: bool
+    """Whether it is swapped in, and nothing of it recomputed."""
+
+
+def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blocks: int = 0) -> Quote:
+    """What a waiting request needs to start. num_reserved_blocks: those of the requests deferred before it."""
+    sequences, swapped, allocatable = request.live_sequences, request.swapped_blocks, kv.pool.num_allocatable
+    num_cached = max_cached = num_new = 0
+    if swapped:
+        free, held = kv.room_after_swap_in(swapped)
+    else:
+        leader, num_known = sequences[0], num_shared_tokens(request)
+        max_cached = num_known - 1
+        num_cached = kv.match_prefix(leader.chain, leader.token_ids, max_cached)
+        num_new = num_known - num_cached
+        free, held = kv.room_after_match(leader.chain, num_cached, leader.token_ids)
+    return Quote(
+        num_cached_tokens=num_cached,
+        max_cached_tokens=max_cached,
+        num_new_tokens=num_new,
+        num_blocks=allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held),
+        num_slots=len(sequences),
+        room=allocatable - num_reserved_blocks,
+        is_resumed=bool(swapped),
+    )
+
+
+def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
     """Raise PromptTooLongError when a request could not finish even alone in the pool.
 
     num_usable: blocks of the pool that registered prefixes neither hold nor reserve. A request that is accepted can
@@ -26,9 +75,9 @@ def reject_impossible(
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
-    if n > max_num_seqs:
-        raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {max_num_seqs}", param=name)
-    needed = blocks_at_most(request, kv, max_chunk)
+    if n > limits.max_num_seqs:
+        raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {limits.max_num_seqs}", param=name)
+    needed = blocks_at_most(request, kv, limits.max_chunk)
     if needed > num_usable:
         num_registered = kv.pool.num_usable - num_usable
         registered = f" (registered prefixes hold {num_registered} more)" if num_registered else ""
@@ -52,22 +101,6 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     if request.bypass_prefix_cache:
         return needed
     return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
-
-
-def blocks_to_start(request: Request, kv: KVCacheManager, num_cached_tokens: int, max_chunk: int) -> int:
-    """Blocks that a start takes from the pool: those for all known tokens of the request and one more per sequence.
-
-    Counting the first chunk alone would start requests that are preempted halfway through their prompt.
-    """
-    leader = request.live_sequences[0]
-    free, held = kv.room_after_match(leader.chain, num_cached_tokens, leader.token_ids)
-    return kv.pool.num_allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held)
-
-
-def blocks_to_resume(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
-    """Blocks that swapping a request in takes from the pool, counted as in `blocks_to_start`."""
-    free, held = kv.room_after_swap_in(swapped_blocks(request))
-    return kv.pool.num_allocatable - free + max(0, _blocks_in_use(request, kv, max_chunk) - held)
 
 
 def has_room(num_blocks: int, room: int, kv: KVCacheManager, *, is_alone: bool) -> bool:

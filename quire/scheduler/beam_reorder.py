@@ -1,11 +1,15 @@
-"""Beam reorders between two plans: what an update decided about beam slots, kept until the next plan carries it."""
+"""Beam searches between two plans: candidates of an update, and what it decided about beam slots, kept until the next
+plan carries it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from quire.decoding.beam import BeamSearch, BlockSharing, Child, follow
 from quire.outputs import SequenceUpdate
 from quire.request import FinishReason, Request, Sequence
-from quire.step import SequenceFork
+from quire.scheduler.running import RunningSet
+from quire.step import Candidates, SequenceFork
 
 
 class BeamReorder:
@@ -23,6 +27,29 @@ class BeamReorder:
         self._reorders.update({fork.child: fork for fork in followed.forks})
         self._token_overrides.update(followed.token_overrides)
         return dropped
+
+    def advance(
+        self, samples: list[Sequence], candidates: Mapping[int, Candidates], running: RunningSet, kv: BlockSharing
+    ) -> tuple[list[Request], list[int]]:
+        """Give the beams among a step's samples their candidates (by place in `samples`), and reorder the beams of each
+        search that has all of them. Returns the requests whose search has ended, and the beam slots to release."""
+        ended: list[Request] = []
+        released: list[int] = []
+        for position, sequence in enumerate(samples):
+            request, search = sequence.request, sequence.request.beam_search
+            if search is None:
+                continue
+            sequence.num_pending_tokens -= 1
+            if sequence.finish_reason is not None or not search.offer(sequence, candidates[position]):
+                continue
+            children = search.expand()
+            if search.is_done:
+                ended.append(request)
+                continue
+            former, num_reserved = search.running_sequences, len(request.pending_forks)
+            released += [dropped.seq_id for dropped in self.follow(search, children, kv)]
+            running.replace_beams(search, former, num_reserved)
+        return ended, released
 
     def forget(self, sequence: Sequence) -> bool:
         """Drop what is pending for a sequence that loses its slot. Returns whether the workers know the slot: False

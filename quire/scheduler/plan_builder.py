@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.kv_cache.manager import BlockAllocation, BlockTable
+from quire.decoding.parallel import fork_siblings
+from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 from quire.transfers import HostTransfers, Transfers
@@ -113,6 +114,18 @@ class PlanBuilder:
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
 
+    def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
+        """Fork the siblings of the last entry's sequence after this step's forward pass; those without output sample
+        from its logits."""
+        batch_index = len(self.sequences) - 1
+        children = []
+        for child, fork in fork_siblings(parent, kv):
+            self.forks.append(fork)
+            children.append(child)
+            if fork.token_ids is None:
+                self.sample(child, batch_index)
+        self.forked.append((parent, children))
+
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
         allocations, which the caller undoes in this order."""
@@ -135,6 +148,18 @@ class PlanBuilder:
             del self.block_copies[len(self.block_copies) - len(allocation.copies) :]
             del self.replaced_blocks[len(self.replaced_blocks) - len(allocation.replaced) :]
         return undone
+
+    def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
+        """Add what the KV connector orders, at the end of the pass. may_wait: the plan has nothing else, and none is in
+        flight. awaits_report: it is to wait for a report in any case."""
+        kv.transfer_blocks.release()
+        transfers = kv.connector.orders(may_allocate=not self.swap_in)
+        if may_wait and not (transfers is not None and transfers.swap_in):
+            awaits_report |= kv.awaits_transfers
+        if awaits_report:
+            transfers = transfers or HostTransfers()
+            transfers.awaits_report = True
+        self.transfers = transfers
 
     def build(
         self, released: list[int], beam_reorders: list[SequenceFork], token_overrides: list[tuple[int, int]]

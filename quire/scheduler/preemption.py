@@ -1,18 +1,33 @@
-"""How a preemption frees the KV blocks of a request: they are dropped and recomputed, or swapped to the host (§4.5).
+"""Preemption: how running requests give up their KV blocks, and which of them do for an earlier waiting request.
 
-Whole requests only: all sequences move together or none. When the host pool has no room for a victim, that victim is
-recomputed, whatever the mode.
+A preempted request's blocks are dropped and recomputed, or swapped to the host (paper §4.5): all its sequences together
+or none. When the host pool has no room for a victim, that victim is recomputed, whatever the mode.
+
+Priority preemption: a late request can come first in `Request.order_key` by its priority, and a preempted request comes
+before those that started after it. Such a request gets its share of the step's tokens before the running requests
+behind it. It may also preempt requests of a worse priority, under conditions that keep two requests from preempting
+each other in turns:
+
+- The victims come after it in the order and have a worse priority. Equal priorities never preempt each other.
+- It lacks request slots or blocks, and the preemption frees enough of both.
+- It can start in this very step: it is not deferred, no sample of it is in flight, and the running requests before it
+  leave it some of the token budget.
+
+A victim stays behind the request in the order and cannot preempt it in turn.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.decoding.parallel import num_shared_tokens
 from quire.kv_cache.host_pool import Footprint
-from quire.kv_cache.manager import BlockTable, KVCacheManager
-from quire.request import Request, Sequence
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import OrderKey, Request, Sequence
+from quire.scheduler.admission import Limits, Quote, has_room
+from quire.scheduler.running import RunningSet
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,20 @@ class Cheaper:
         return num_copies * self._costs.seconds_per_block < num_recomputed_tokens * self._costs.seconds_per_token
 
 
+def release_blocks(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
+    """Take a victim's blocks: move them to the host, or drop them, to be recomputed. Returns the copies for the plan,
+    or None when they were dropped."""
+    copies = swap_out(request, kv, prefers_swap)
+    if copies is None:
+        request.num_lost_tokens += computed_tokens(request)
+        for sequence in request.live_sequences:
+            if sequence.blocks is not None:
+                kv.free(sequence.blocks)
+                sequence.blocks = None
+            sequence.num_computed_tokens = 0
+    return copies
+
+
 def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list[tuple[int, int]] | None:
     """Move a victim's blocks to the host. Returns the copies for the plan, or None, having changed nothing, when the
     request is to be recomputed: it is cheaper, the host pool is too full, nothing is computed yet, or the update of a
@@ -81,15 +110,10 @@ def swap_out(request: Request, kv: KVCacheManager, prefers_swap: Choice) -> list
 def swap_in(request: Request, kv: KVCacheManager) -> tuple[list[Sequence], list[tuple[int, int]]]:
     """Bring a swapped request back: the sequences that own blocks again, and the copies for the plan."""
     sequences = [sequence for sequence in request.live_sequences if sequence.swapped is not None]
-    copies = kv.swap_in(swapped_blocks(request))
+    copies = kv.swap_in(request.swapped_blocks)
     for sequence in sequences:
         sequence.blocks, sequence.swapped = sequence.swapped, None
     return sequences, copies
-
-
-def swapped_blocks(request: Request) -> list[BlockTable]:
-    """The handles of those of a request's sequences that are in the host pool; none: it is not swapped."""
-    return [sequence.swapped for sequence in request.live_sequences if sequence.swapped is not None]
 
 
 def computed_tokens(request: Request) -> int:
@@ -97,3 +121,76 @@ def computed_tokens(request: Request) -> int:
     computed = [sequence.num_computed_tokens for sequence in request.live_sequences if sequence.blocks is not None]
     num_shared = num_shared_tokens(request) if len(computed) > 1 else 0
     return sum(computed) - num_shared * (len(computed) - 1)
+
+
+class PreemptionPlan(NamedTuple):
+    """The victims and tokens that let the first waiting request start."""
+
+    victims: list[Request]
+    """Running requests to preempt, the last in order first."""
+    num_tokens: int
+    """Tokens of the step that the running sequences behind the request leave to it."""
+
+
+NO_PREEMPTION = PreemptionPlan([], 0)
+
+
+def comes_before_running(request: Request, running: list[Sequence]) -> bool:
+    """Whether the first waiting request comes before a running one, and has no sample in flight."""
+    if not running or running[-1].request.order_key < request.order_key:
+        return False
+    return not any(sequence.num_pending_tokens for sequence in request.live_sequences)
+
+
+def plan_preemption(
+    request: Request, needs: Quote, running_set: RunningSet, kv: KVCacheManager, limits: Limits
+) -> PreemptionPlan:
+    """Plan how a waiting request that `comes_before_running` can start. `NO_PREEMPTION` when it cannot even so."""
+    running = running_set.sequences
+    if needs.is_resumed:
+        kept = kv.host.reused_blocks(request.swapped_blocks)
+    else:
+        leader = request.live_sequences[0]
+        kept = kv.hit_blocks(leader.chain, needs.num_cached_tokens, leader.token_ids)
+    candidates = _candidates(request, running)
+    num_slots = running_set.num_slots + needs.num_slots
+
+    def fits(num_victims: int) -> bool:
+        given_up = [s for victim in candidates[:num_victims] for s in victim.live_sequences]
+        blocks = [s.blocks for s in given_up if s.blocks is not None]
+        if num_slots - len(given_up) > limits.max_num_seqs:
+            return False
+        room = kv.pool.num_allocatable + kv.num_freed_by(blocks, kept)
+        return has_room(needs.num_blocks, room, kv, is_alone=len(blocks) == len(running))
+
+    num_victims = bisect.bisect_left(range(len(candidates) + 1), True, key=fits)
+    if num_victims > len(candidates):
+        return NO_PREEMPTION
+    victims = candidates[:num_victims]
+    others = [sequence for sequence in running if sequence.request not in victims]
+    if _num_tokens_before(others, request.order_key, limits.max_chunk) >= limits.max_num_tokens:
+        return NO_PREEMPTION
+    return PreemptionPlan(victims, min(needs.num_new_tokens, limits.max_chunk))
+
+
+def _candidates(request: Request, running: list[Sequence]) -> list[Request]:
+    """Distinct running requests that come after `request` and have a worse priority, the last in order first."""
+    found: list[Request] = []
+    for sequence in reversed(running):
+        other = sequence.request
+        if other.order_key < request.order_key:
+            break
+        if other.priority > request.priority and (not found or found[-1] is not other):
+            found.append(other)
+    return found
+
+
+def _num_tokens_before(running: list[Sequence], order_key: OrderKey, max_chunk: int) -> int:
+    """Most tokens of the next step that running sequences take before a request: all that sequences before it in the
+    order can use, and one for each sequence behind it."""
+    return sum(
+        min(max_chunk, len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens)
+        if s.request.order_key < order_key
+        else 1
+        for s in running
+    )

@@ -11,24 +11,24 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
+from collections.abc import Iterable
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
-from quire.decoding.parallel import create_sequences, fork_siblings, num_shared_tokens
+from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
-from quire.scheduler.admission import PrefixRegistration, blocks_to_resume, blocks_to_start, has_room, reject_impossible
+from quire.request import PENDING_PREFIX, EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
+from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
-from quire.scheduler.connector_loads import ConnectorLoads, must_wait, order_transfers, stop_waiting
-from quire.scheduler.deferred import DeferredRequests, waits_on
-from quire.scheduler.invariants import check_running, check_waiting
+from quire.scheduler.gates import Gate, Gates, default_gates
+from quire.scheduler.invariants import check_running, check_slots, check_waiting
 from quire.scheduler.kv_usage import InFlight, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.preemption import PreemptionCosts, choice, computed_tokens, swap_in, swap_out, swapped_blocks
-from quire.scheduler.priority_preemption import plan_preemption
+from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.scheduler.running import RunningSet
@@ -44,14 +44,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, preemption_costs: PreemptionCosts | None = None
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        preemption_costs: PreemptionCosts | None = None,
+        gates: list[Gate] | None = None,
     ) -> None:
-        """preemption_costs: as measured; needed by the preemption mode "auto"."""
+        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
-        self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._max_num_seqs = config.max_num_seqs
-        self._max_chunk = min(config.max_prefill_chunk or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        max_num_tokens = config.max_num_batched_tokens
+        self._max_chunk = min(config.max_prefill_chunk or max_num_tokens, max_num_tokens)
+        self._limits = Limits(config.max_num_seqs, max_num_tokens, self._max_chunk)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
@@ -60,9 +64,6 @@ class Scheduler:
         self._registration = PrefixRegistration(kv, self._max_chunk)
         self._released: list[int] = []
         self._beam_reorder = BeamReorder()
-        self._rejected: Request | None = None
-        """The waiting request that did not fit into `_rejected_room` blocks."""
-        self._rejected_room = 0
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
@@ -73,6 +74,8 @@ class Scheduler:
             num_blocks=kv.pool.num_usable,
             num_host_blocks=kv.host.blocks.num_usable,
         )
+        self._gates = Gates(default_gates(kv) if gates is None else gates)
+        self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -83,8 +86,7 @@ class Scheduler:
         if source.request_id in self._requests:
             raise UserError(f"request id {source.request_id!r} is in use", param="request_id")
         request = Request(source, now, arrival_number=next(self._arrivals), priority_seconds=self._priority_seconds)
-        num_usable = self._registration.num_usable
-        reject_impossible(request, self.kv, num_usable, max_num_seqs=self._max_num_seqs, max_chunk=self._max_chunk)
+        reject_impossible(request, self.kv, self._registration.num_usable, self._limits)
         if request.register_prefix:
             self._registration.check_registration(request, self._requests.values())
             self._registration.reserve(request)
@@ -118,7 +120,7 @@ class Scheduler:
 
     def _end(self, request: Request, ended: list[Sequence], reason: FinishReason) -> None:
         """End some or all sequences of a request before their time."""
-        self._rejected = None  # with one sequence fewer running, the waiting request may fit
+        self._admitter.forget_rejection()  # with one sequence fewer running, the waiting request may fit
         lost_leader = bool(request.pending_forks) and any(s.blocks is not None for s in ended)
         for sequence in ended:
             self._running.drop_reservation(sequence)
@@ -135,7 +137,7 @@ class Scheduler:
         an unknown name."""
         if not self.kv.is_registered(name):
             raise UserError(f"no prefix {name!r} is registered", param="prefix_id")
-        self._rejected = None
+        self._admitter.forget_rejection()
         return self.kv.unregister_prefix(name)
 
     def longest_sequence(self, limit: int) -> int:
@@ -152,11 +154,16 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
-        builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
         self.kv.transfer_blocks.begin_pass()
-        preempted = self._schedule_running(builder, self._preempt_for_first(builder, now))
-        if not preempted and self._waiting.first is not None:
-            self._admit_waiting(builder, now)
+        if self._waiting.first is None:
+            self._schedule_running(builder, 0)
+        else:
+            preemption = self._admitter.plan_preemption(now)
+            for victim in preemption.victims:
+                self._preempt(builder, victim)
+            if not self._schedule_running(builder, preemption.num_tokens):
+                self._admitter.admit(builder, now)
         return self._finish_plan(builder)
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
@@ -164,7 +171,7 @@ class Scheduler:
 
         awaits_report: return a plan in any case, whose result arrives when the connector's worker half has a report.
         """
-        builder = PlanBuilder(next(self._step_ids), self._max_num_batched_tokens)
+        builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
         self.kv.transfer_blocks.begin_pass()
         return self._finish_plan(builder, awaits_report=awaits_report)
 
@@ -175,12 +182,12 @@ class Scheduler:
     @property
     def has_transfers(self) -> bool:
         """Whether the KV connector has blocks to move or to release, even without live requests."""
-        return self.kv.connector.has_work or self.kv.transfer_blocks.is_holding
+        return self.kv.has_transfers
 
     @property
     def can_transfer(self) -> bool:
         """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
-        return self.has_transfers and not must_wait(self.kv)
+        return self.kv.has_transfers and not self.kv.awaits_transfers
 
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
@@ -191,7 +198,7 @@ class Scheduler:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
         is_idle = builder.is_idle
         may_wait = is_idle and not self._in_flight
-        builder.transfers = order_transfers(self.kv, builder.swap_in, may_wait=may_wait, awaits_report=awaits_report)
+        builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
         if is_idle and builder.transfers is None:
             # The slots of finished sequences stay taken until the next plan, which nothing needs before.
             return None
@@ -209,7 +216,7 @@ class Scheduler:
         )
         stats = self._stats
         stats.steps_total += not is_idle
-        stats.scheduled_tokens_total += self._max_num_batched_tokens - builder.budget
+        stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
         stats.copied_blocks_total += len(plan.block_copies)
         if builder.swap_out or builder.swap_in:
             stats.swapped_out_blocks_total += len(builder.swap_out)
@@ -225,20 +232,20 @@ class Scheduler:
         self._commit(in_flight)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
-        any_finished = False
+        sampled: Iterable[tuple[int, tuple[Sequence, int]]] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
+        if result.candidates:
+            ended = self._update_beams(samples, result.candidates, now)
+            num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
+            updates += ended
+            sampled = [entry for entry in sampled if entry[1][0].request.beam_search is None]
+        any_finished = bool(updates)
         all_logprobs = result.logprobs
-        for position, (sequence, token_id) in enumerate(zip(samples, result.token_ids, strict=True)):
+        for position, (sequence, token_id) in sampled:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
             request, token_ids = sequence.request, sequence.token_ids
-            if request.beam_search is not None:
-                ended = self._take_candidates(request, sequence, result.candidates[position], now)
-                any_finished |= bool(ended)
-                num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
-                updates += ended
-                continue
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
             token_ids.append(token_id)
@@ -262,35 +269,6 @@ class Scheduler:
         return updates
 
     # -- parts of a step --------------------------------------------------------------------------------------------
-
-    def _preempt_for_first(self, builder: PlanBuilder, now: float) -> int:
-        """Preempt running requests for the first waiting request, if it comes before them in the order
-        (quire/scheduler/priority_preemption.py).
-
-        Returns how many of the step's tokens the running sequences behind it in the order leave to it.
-        """
-        request = self._waiting.first
-        if request is None or waits_on(request, self.kv):
-            return 0
-        loads = ConnectorLoads(self.kv, DeferredRequests(self.kv), now)
-        if loads.waits_on(request):
-            return 0
-        preemption = plan_preemption(
-            request,
-            self._running.sequences,
-            self._running.num_reserved,
-            self.kv,
-            max_num_seqs=self._max_num_seqs,
-            max_num_tokens=self._max_num_batched_tokens,
-            max_chunk=self._max_chunk,
-        )
-        if preemption.victims and loads.load_before_preemption(request, self._max_chunk):
-            return 0
-        for victim in preemption.victims:
-            self._preempt(builder, victim)
-        if preemption.num_tokens or preemption.victims:
-            self._rejected = None  # it fits now
-        return preemption.num_tokens
 
     def _schedule_running(self, builder: PlanBuilder, num_reserved: int) -> bool:
         """Schedule tokens for the running sequences in order; preempt the last request when blocks run out.
@@ -338,122 +316,10 @@ class Scheduler:
                 builder.grow(sequence, allocation)
             builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
-                self._fork(builder, sequence)
+                builder.fork(sequence, kv)
             if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
-
-    def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Start waiting requests in order while token budget, request slots and blocks allow; stop at the first that
-        does not fit.
-
-        A request whose prefix is being computed, or loaded by the KV connector, is deferred: later requests may start
-        before it (quire/scheduler/deferred.py, quire/scheduler/connector_loads.py). While a preempted request is
-        deferred, no other request starts.
-        """
-        deferred = DeferredRequests(self.kv)
-        loads = ConnectorLoads(self.kv, deferred, now)
-        started = []
-        for request in self._waiting:
-            if deferred.has_preempted:
-                break
-            sequences = request.live_sequences
-            num_slots = self._running.num_slots + deferred.num_slots + len(sequences)
-            if builder.budget <= 0 or num_slots > self._max_num_seqs:
-                break
-            if any(sequence.num_pending_tokens for sequence in sequences):
-                break  # preempted with a sample in flight: the next update brings its token
-            if deferred.keeps_waiting(request) or loads.keeps_waiting(request):
-                continue
-            room = self.kv.pool.num_allocatable - deferred.num_blocks
-            if request is self._rejected and room <= self._rejected_room and self._running.sequences:
-                break  # nothing was freed since: skip the prefix look-up
-            if swapped_blocks(request):
-                num_blocks = blocks_to_resume(request, self.kv, self._max_chunk)
-                if not self._has_room(request, num_blocks, room):
-                    break
-                started.append(request)
-                self._resume(builder, request)
-                continue
-            leader = sequences[0]
-            end = num_shared_tokens(request)
-            num_cached = self.kv.match_prefix(leader.chain, leader.token_ids, end - 1)
-            num_blocks = blocks_to_start(request, self.kv, num_cached, self._max_chunk)
-            if deferred.defer(request, num_cached, end - 1, num_blocks):
-                self._stats.prefix_cache_waits_total += 1
-                continue
-            if loads.load_asynchronously(request, num_cached, end - 1, num_blocks):
-                continue
-            num_tokens = min(end - num_cached, self._max_chunk, builder.budget)
-            if deferred and num_cached + num_tokens < end:
-                break
-            if not self._has_room(request, num_blocks, room):
-                break
-            if loads.load_for_next_plan(request, num_cached, end - 1, num_blocks):
-                continue
-            started.append(request)
-            self._start(request, leader, num_cached, now)
-            self._grow_new(builder, leader, num_tokens)
-        for request in started:
-            self._waiting.remove(request)
-
-    def _has_room(self, request: Request, num_blocks: int, room: int) -> bool:
-        """Whether a waiting request that takes `num_blocks` fits into `room` blocks; remembers the request if not."""
-        fits = has_room(num_blocks, room, self.kv, is_alone=not self._running.sequences)
-        self._rejected, self._rejected_room = (None, 0) if fits else (request, room)
-        return fits
-
-    def _start(self, request: Request, leader: Sequence, num_cached: int, now: float) -> None:
-        """Move a request from the queue to the running set, with the blocks of its prefix hit."""
-        if request.beam_search is not None:
-            request.beam_search.forget_candidates()
-        self._running.enter(request, [leader])
-        request.was_loaded, request.num_prefix_loads = False, 0
-        leader.blocks = self.kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
-        leader.num_computed_tokens = num_cached
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
-            request.num_cached_tokens = num_cached
-            self._stats.prompt_tokens_total += request.num_prompt_tokens
-            if not request.bypass_prefix_cache and self.kv.enable_prefix_caching:
-                self._stats.prefix_cache_queries_total += request.num_prompt_tokens
-                self._stats.prefix_cache_hits_total += num_cached
-        else:
-            self._stats.recomputed_tokens_total += max(0, request.num_lost_tokens - num_cached)
-            request.num_lost_tokens = 0
-
-    def _resume(self, builder: PlanBuilder, request: Request) -> None:
-        """Move a swapped request from the queue to the running set. The workers copy its blocks back beside this step,
-        and the next step computes its next tokens."""
-        sequences, copies = swap_in(request, self.kv)
-        builder.swap_in += copies
-        for sequence in sequences:
-            builder.add_row(sequence)
-            builder.resumed.append((sequence, sequence.num_computed_tokens))
-        self._running.enter(request, sequences)
-
-    def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
-        """Schedule the first tokens of a sequence that has no request slot yet; admission made sure that they fit."""
-        assert leader.blocks is not None
-        start = leader.num_computed_tokens
-        allocation = self.kv.allocate_slots(leader.blocks, start, start + num_tokens)
-        assert allocation is not None, "admitted without room"
-        builder.block_copies += allocation.copies  # the last block of a registered prefix
-        builder.add_row(leader)
-        builder.schedule(leader, num_tokens)
-        if leader.num_computed_tokens == leader.request.fork_position:
-            self._fork(builder, leader)
-
-    def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
-        """Fork the siblings after this step's forward pass; those without output sample from the parent's logits."""
-        batch_index = len(builder.sequences) - 1
-        children = []
-        for child, fork in fork_siblings(parent, self.kv):
-            builder.forks.append(fork)
-            children.append(child)
-            if fork.token_ids is None:
-                builder.sample(child, batch_index)
-        builder.forked.append((parent, children))
 
     def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
         """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
@@ -466,17 +332,9 @@ class Scheduler:
         for sequence in request.live_sequences:
             if sequence.blocks is not None:
                 self._release_slot(sequence)
-        copies = swap_out(request, self.kv, self._prefers_swap)
-        if copies is not None:
-            builder.swap_out += copies
-            self._stats.swap_preemptions_total += 1
-        else:
-            request.num_lost_tokens += computed_tokens(request)
-            for sequence in request.live_sequences:
-                if sequence.blocks is not None:
-                    self.kv.free(sequence.blocks)
-                    sequence.blocks = None
-                sequence.num_computed_tokens = 0
+        copies = release_blocks(request, self.kv, self._prefers_swap)
+        builder.swap_out += copies or []
+        self._stats.swap_preemptions_total += copies is not None
         self._running.leave(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -524,7 +382,7 @@ class Scheduler:
             self._deadlines.discard(request)
             if request.register_prefix:
                 self._registration.release(request)
-            stop_waiting(request)
+            self._gates.forget(request)
             del self._requests[request.request_id]
             self._stats.finished_requests_total += 1
 
@@ -534,41 +392,35 @@ class Scheduler:
         if self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
 
-    def _take_candidates(
-        self, request: Request, beam: Sequence, candidates: Candidates, now: float
+    def _update_beams(
+        self, samples: list[Sequence], candidates: dict[int, Candidates], now: float
     ) -> list[SequenceUpdate]:
-        """Take the candidates of one beam; once all beams have theirs, reorder the beams or end the search.
-
-        Returns the updates of a search that ended, else none. The caller then removes its sequences from `_running`."""
-        search = request.beam_search
-        assert search is not None
-        if not search.offer(beam, candidates):
-            return []
-        children = search.expand()
-        if search.is_done:
+        """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
+        caller then removes their sequences from `_running`."""
+        ended, released = self._beam_reorder.advance(samples, candidates, self._running, self.kv)
+        self._released += released
+        updates = []
+        for request in ended:
             self._running.drop_reservations(request)
-            updates = hypothesis_updates(request)
-            for update in updates:
+            found = hypothesis_updates(request)
+            for update in found:
                 report_times(update, request, now)
             for sequence in request.sequences:
-                self._finish(sequence, updates[0].finish_reason or FinishReason.STOP)
-            return updates
-        former, num_reserved = search.running_sequences, len(request.pending_forks)
-        dropped = self._beam_reorder.follow(search, children, self.kv)
-        self._released += [sequence.seq_id for sequence in dropped]
-        self._running.replace_beams(search, former, num_reserved)
-        return []
+                self._finish(sequence, found[0].finish_reason or FinishReason.STOP)
+            updates += found
+        return updates
 
     # -- inspection -------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""
         stats = self._stats
+        stats.prefix_cache_waits_total = self._gates.num_deferrals.get(PENDING_PREFIX, 0)
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
         stats.num_waiting = len(self._waiting)
         stats.num_running = len(self._requests) - stats.num_waiting
         stats.num_preempted = self._waiting.num_returned
-        stats.num_swapped = sum(bool(swapped_blocks(request)) for request in self._waiting.returned())
+        stats.num_swapped = sum(bool(request.swapped_blocks) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def current_load(self) -> Load:
@@ -587,11 +439,8 @@ class Scheduler:
         self.kv.check()
         running = self._running.sequences
         self._beam_reorder.check(running)
-        with_blocks = [s for r in self._requests.values() for s in r.live_sequences if s.blocks is not None]
-        assert {s.seq_id for s in with_blocks} == {s.seq_id for s in running}, "request slots and blocks disagree"
-        assert self.kv.num_live_sequences == len(running), "the KV cache holds a sequence that does not run"
-        assert self._running.num_slots <= self._max_num_seqs
-        assert self._running.num_reserved == sum(len(r.pending_forks) for r in self._requests.values())
+        check_slots(self._requests.values(), self._running, self.kv)
+        assert self._running.num_slots <= self._limits.max_num_seqs
         num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
         assert len(self._deadlines) == num_timed, "the watched time limits are not those of the live requests"
         assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), (

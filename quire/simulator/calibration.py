@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.config.model_shape import ModelShape
 from quire.errors import UserError
 from quire.executors.step_log import StepRecord
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import CACHED, IDLE_SECONDS, Hardware
 from quire.simulator.jitter_fit import fit_jitter
 from quire.simulator.regression import not_negative
-from quire.simulator.shape import ModelShape
 from quire.simulator.work import StepWork, Windows
 from quire.step import StepPlan
 from quire.transfers import HostTransfers

@@ -25,13 +25,14 @@ docs/decisions/0018-cost-model.md says what is left out.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, AttentionShape, Matrix, ModelShape
 from quire.errors import UserError
-from quire.simulator.hardware import DTYPE_BYTES, Hardware
+from quire.simulator.hardware import Hardware
 from quire.simulator.parallel_config import ParallelConfig
-from quire.simulator.shape import QUANTIZED, ModelShape
 from quire.simulator.work import StepWork
 
 KERNELS_PER_LAYER = 10
@@ -40,6 +41,8 @@ KERNELS_PER_STEP = 12
 ROW_PASSES = 8
 """Times that a layer reads or writes a row of the residual stream outside its matrix products: two norms and two
 additions, each in and out."""
+STATE_CHUNK = 64
+"""Tokens of a chunk that a recurrent layer computes between two readings of its state."""
 BLOCK_TOKENS = 16
 """Tokens of a block, until a pool says otherwise."""
 LOGIT_BYTES = 4
@@ -70,7 +73,7 @@ class Precision:
         if kv not in DTYPE_BYTES or DTYPE_BYTES[kv] < 1:
             known = ", ".join(name for name, size in DTYPE_BYTES.items() if size >= 1)
             raise UserError(f"kv_cache_dtype must be one of {known}, not {kv!r}", param="kv_cache_dtype")
-        experts = dtype or shape.expert_dtype or weights
+        experts = dtype or shape.expert_dtype
         tables = activations if weights in QUANTIZED else weights
         return cls(weights, activations, kv, experts, tables)
 
@@ -88,7 +91,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of the layers of one window on one device: seconds at the peak for each pair of a chunk's token and a
+    """Attention of the layers of one kind on one device: seconds at the peak for each pair of a chunk's token and a
     position, and for each position that a single token reads; and of the bytes, for each position that a chunk or a
     single token reads and, of chunks, for each of their tokens."""
 
@@ -115,7 +118,7 @@ class CostModel:
         self.hardware = hardware
         self.layout = layout or ParallelConfig()
         self.precision = precision or Precision.of(shape)
-        self.windows = tuple(dict.fromkeys(shape.windows))
+        self.windows = tuple(each.reach for each in shape.attention_counts)
         self._block_tokens = BLOCK_TOKENS
         _check(shape, self.layout)
         self._bandwidth = hardware.bandwidth * hardware.factors.bandwidth
@@ -280,7 +283,8 @@ class CostModel:
 
     def _copies(self, work: StepWork) -> float:
         """Copy-on-write of blocks, read and written."""
-        block = self._block_tokens * self._layers * self.shape.kv_elements(self.layout.tp) * self._kv_size
+        elements = self.shape.kv_elements(self.layout.tp) * self._layers / self.shape.num_layers
+        block = self._block_tokens * elements * self._kv_size
         return 2 * work.num_copied_blocks * block / self._bandwidth
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -297,8 +301,11 @@ class CostModel:
 
     def _dense_products(self) -> Iterator[Product]:
         shape, tp, layers, dtype = self.shape, self.layout.tp, self._layers, self.precision.weights
-        for _, inputs, outputs in shape.attention_projections():
-            yield self._product("projections", inputs * outputs / tp, inputs + outputs / tp, layers, dtype)
+        counts: Counter[tuple[Matrix, ...]] = Counter(layer.projections for layer in shape.layers)
+        for projections, count in counts.items():
+            share = count * layers / shape.num_layers
+            for inputs, outputs in projections:
+                yield self._product("projections", inputs * outputs / tp, inputs + outputs / tp, share, dtype)
         dense = layers - self._moe_layers
         if dense:
             yield from self._mlp("mlp", shape.intermediate, dense)
@@ -349,31 +356,35 @@ class CostModel:
         return max(over_network, picks * (near - 1) / near * num_bytes / (hardware.link_bandwidth * factor))
 
     def _set_up_attention(self) -> None:
-        windows = self.shape.windows
-        self._attention = [self._attention_of(windows.count(window)) for window in self.windows]
+        self._attention = [self._attention_of(*each) for each in self.shape.attention_counts.items()]
         self._flat_decode = [self._decode_position(attention) for attention in self._attention]
 
-    def _attention_of(self, num_layers: int) -> Attention:
-        """Of the layers of one window; the largest stage has its share of them."""
-        shape, tp, factors = self.shape, self.layout.tp, self.hardware.factors
-        latent, layers = shape.latent, num_layers * self._layers / shape.num_layers
-        if latent is None:
-            chunk_pair = decode_pair = 4 * shape.head_dim
-            row, run = 2 * shape.head_dim, shape.head_dim
-        else:
-            run = latent.token_elements
-            row = latent.nope_dim + latent.rope_dim + latent.value_dim
-            chunk_pair, decode_pair = 2 * row, 2 * (latent.token_elements + latent.kv_rank)
-        heads = shape.num_heads / tp
+    def _attention_of(self, attention: AttentionShape, num_layers: int) -> Attention:
+        """Of the layers of one kind; the largest stage has its share of them."""
+        tp, factors, num_heads = self.layout.tp, self.hardware.factors, attention.num_heads
+        layers = num_layers * self._layers / self.shape.num_layers
+        row, run = attention.key_dim + attention.value_dim, (attention.key_dim + attention.value_dim) / 2
+        chunk_pair = decode_pair = 2 * row
+        kept_bytes = decode_bytes = attention.token_elements(tp) * self._kv_size
+        if attention.kind == "latent":
+            run = attention.latent_dim
+            decode_pair = 2 * (attention.latent_dim + attention.latent_rank)
+        elif attention.kind == "state":
+            # The state decays, is compared with the key, changed by the value and read by the query; a chunk reads and
+            # writes it once for STATE_CHUNK tokens.
+            num_heads, run = attention.num_kv_heads, math.inf
+            chunk_pair = decode_pair = 7 * attention.key_dim * attention.value_dim
+            decode_bytes = 2 * attention.state_bytes(self._row_size, tp)
+            kept_bytes = decode_bytes / STATE_CHUNK
+        heads = num_heads / tp
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
         bandwidth = self.hardware.bandwidth * factors.attention_bandwidth
-        kept = layers * shape.kv_elements(tp) * self._kv_size / bandwidth
         run_bytes = self._block_tokens * run * self._kv_size
         return Attention(
             chunk_pair=layers * heads * chunk_pair / rate,
             decode_pair=layers * heads * decode_pair / rate,
-            kept=kept,
-            decode_kept=kept * (1 + self.hardware.run_overhead / run_bytes),
+            kept=layers * kept_bytes / bandwidth,
+            decode_kept=layers * decode_bytes / bandwidth * (1 + self.hardware.run_overhead / run_bytes),
             chunk_row=layers * heads * row * self._row_size / bandwidth,
         )
 
@@ -454,15 +465,18 @@ def _share(work: StepWork, m: int) -> StepWork:
 
 def _check(shape: ModelShape, layout: ParallelConfig) -> None:
     """Raise UserError for a layout that the model cannot have."""
-    if shape.num_heads % layout.tp:
-        raise UserError(f"tp={layout.tp} does not divide the {shape.num_heads} heads of {shape.name}", param="tp")
-    fewer, more = sorted((layout.tp, shape.num_kv_heads))
-    if more % fewer and shape.latent is None:
-        raise UserError(
-            f"tp={layout.tp} neither divides the {shape.num_kv_heads} key-value heads of {shape.name} nor is a "
-            "multiple of them",
-            param="tp",
-        )
+    for attention in shape.attention_counts:
+        if attention.num_heads % layout.tp:
+            raise UserError(
+                f"tp={layout.tp} does not divide the {attention.num_heads} heads of {shape.name}", param="tp"
+            )
+        fewer, more = sorted((layout.tp, attention.num_kv_heads))
+        if more % fewer and attention.kind != "latent":
+            raise UserError(
+                f"tp={layout.tp} neither divides the {attention.num_kv_heads} key-value heads of {shape.name} nor is a "
+                "multiple of them",
+                param="tp",
+            )
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
     if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):

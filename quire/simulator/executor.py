@@ -24,7 +24,7 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import IDLE_SECONDS
 from quire.simulator.jitter import make_scatter
-from quire.simulator.memory import activation_bytes
+from quire.simulator.memory import activation_bytes, device_specs
 from quire.simulator.tokens import Streams
 from quire.simulator.work import StepWork
 from quire.step import Candidates, StepPlan, StepResult
@@ -71,7 +71,7 @@ class SimulatedExecutor:
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def load_model(self) -> list[LayerSpec]:
-        return self._cost.shape.layer_specs(self._cost.precision.kv, self._cost.layout)
+        return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """The device's memory without the weights, and an estimate of the activations. A run sizes its pool before

@@ -17,17 +17,8 @@ from quire.errors import UserError, nearest_name
 from quire.simulator.jitter import Jitter
 
 PROFILES = Path(__file__).with_name("hardware.json")
-DTYPE_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "float8": 1.0,
-    "int8": 1.0,
-    "int4": 0.5,
-    "mxfp4": 0.53125,
-}
-"""Bytes of an element (mxfp4: with its scales). Products of 4-bit weights are computed in 16 bits."""
 _COMPUTED_AS = {"int4": "float16", "mxfp4": "float16"}
+"""Products of 4-bit weights are computed in 16 bits."""
 
 
 IDLE_SECONDS = 0.005

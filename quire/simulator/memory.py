@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from quire.config.model_shape import DTYPE_BYTES, ModelShape
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
+from quire.kv_cache.spec import LayerSpec, layer_spec
 from quire.simulator.cost import CostModel
+from quire.simulator.parallel_config import ParallelConfig
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
@@ -13,16 +16,19 @@ NUM_LOGIT_COPIES = 3
 
 
 def activation_bytes(cost: CostModel, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """An estimate of the bytes of activations of a step at its full budget on a device: the residual stream three
-    times, the wider of attention and MLP, and the sampler's logits. The engine measures it."""
-    shape, tp = cost.shape, cost.layout.tp
+    """An estimate of the bytes of activations of a step at its full budget on a device, 16 bits each."""
+    return step_bytes(cost.shape, max_num_batched_tokens, max_num_seqs, tp=cost.layout.tp)
+
+
+def step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int, *, dtype_bytes: int = 2, tp: int = 1) -> int:
+    """An estimate of what a step keeps at once: the residual stream three times, the wider of attention and MLP, and
+    the sampler's float32 logits. The engine measures it."""
     width = shape.intermediate
     if shape.experts is not None:
         width = max(width, shape.experts.num_active * shape.experts.intermediate)
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    attention = max(2 * (each.num_heads + each.num_kv_heads) * each.key_dim for each in shape.attention_counts)
     row = 3 * shape.hidden + max(attention, 3 * width) / tp
-    logits = NUM_LOGIT_COPIES * max_num_seqs * shape.vocab * LOGIT_BYTES
-    return int(2 * max_num_batched_tokens * row + logits)
+    return int(dtype_bytes * num_tokens * row + NUM_LOGIT_COPIES * num_seqs * shape.vocab * LOGIT_BYTES)
 
 
 def kv_cache_bytes(cost: CostModel, *, utilization: float, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -61,5 +67,12 @@ def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, bl
     return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
 
 
+def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
+    """The KV specs of the layers of one device, for the largest pipeline stage. Raises UserError for a model whose
+    layers keep a state."""
+    stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
+    return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
+
+
 def _groups(cost: CostModel) -> tuple[tuple[KVGroup, ...], int]:
-    return group_layers(cost.shape.layer_specs(cost.precision.kv, cost.layout))
+    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout))

@@ -15,6 +15,7 @@ from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.model_shape import ModelShape
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import AddRequest
@@ -27,7 +28,6 @@ from quire.simulator.cost import CostModel
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.memory import check_pool, kv_cache_bytes, most_useful_bytes, pool_bytes
 from quire.simulator.metrics import Metrics, Moments
-from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
 
@@ -159,16 +159,10 @@ def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> Mod
         name=shape.name,
         path=Path(shape.name),
         architecture=SIMULATED,
+        shape=shape,
         dtype=cost.precision.activations,
         kv_cache_dtype=cost.precision.kv,
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         max_model_len=max_model_len,
-        sliding_windows=shape.windows,
         eos_token_ids=(),
         hf=MappingProxyType({}),
     )

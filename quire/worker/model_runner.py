@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.sampler import SampledTokens
+from quire.sampling.results import SampledTokens
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import build_input_batch, build_sample_rows
 from quire.worker.kv_transfer import BlockTransfers
@@ -37,7 +37,7 @@ class Launched:
         if self.copy is None:
             return result
         hosts = iter(self.copy.wait())
-        nonfinite: tuple[int, ...] = ()
+        nonfinite: Sequence[int] = ()
         if samples is not None:
             tokens = samples.assemble([next(hosts) for _ in samples.tensors()])
             result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite

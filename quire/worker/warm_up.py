@@ -10,7 +10,7 @@ import torch
 from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
-from quire.sampling.device.warm_up import warm_up as warm_up_sampler
+from quire.sampling.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.platform.device_inputs import DeviceInputs
@@ -71,5 +71,6 @@ def warm_up(
     them; overwritten."""
     for plan in plans:
         launch(plan)
-    warm_up_sampler(compute.sampler, compute.columns.sampling, compute.token_table, logits)
+    columns = compute.columns
+    warm_up_sampler(compute.sampler, columns.sampling, columns.arena.parameters, compute.token_table, logits)
     compute.streams.synchronize()

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.simulator import predict, scale
 from quire.cli import calibrate, plan, simulate
 from quire.clock import VirtualClock
+from quire.config.model_shape import ModelShape
 from quire.engine.core import EngineCore
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import CostModel, Precision
@@ -23,7 +24,7 @@ from quire.simulator.jitter import Jitter
 from quire.simulator.metrics import Metrics
 from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
-from quire.simulator.shape import ModelShape, find_shape
+from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest
 from quire.step import StepPlan, StepResult
 from tests.architecture.source import ROOT

@@ -388,3 +388,12 @@ def test_quantised_weights_are_counted_as_they_are_stored(
     assert found["weight_bytes"] == int(tables + (PARAMETERS - tables) * bytes_per_weight)
     assert main(["plan", model, "--memory", "64MiB", "--quantization", method]) == 0
     assert f"as {method}" in capsys.readouterr().out
+
+
+def test_a_model_whose_layers_keep_a_state_is_not_laid_out_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **sizes}))
+    assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 2
+    assert "layers that keep a state cannot be laid out yet" in capsys.readouterr().err

@@ -222,6 +222,8 @@ def test_options_are_the_engines_with_a_gpus_defaults() -> None:
     chosen = engine_settings({"kv_cache_memory": "1GiB", "max_num_seqs": 9000, "preemption_mode": "swap"})
     assert (chosen.kv_cache_memory, chosen.max_num_batched_tokens) == (2**30, 9000)
     assert chosen.swap_space == EngineSettings().swap_space
+    small = engine_settings({"max_num_batched_tokens": 10})
+    assert (small.max_num_seqs, small.max_num_batched_tokens) == (10, 10)
     with pytest.raises(ConfigError, match="must be at least max_num_seqs"):
         engine_settings({"max_num_seqs": 20, "max_num_batched_tokens": 10})
 

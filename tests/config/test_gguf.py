@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.families import GGUF
 from quire.config.gguf import hf_name, read_gguf_config
 from quire.config.hf_config import load_model_config, model_fields
 from quire.config.model import ModelConfig
@@ -263,4 +264,6 @@ def test_neutral_values_are_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_names(name: str, expected: str | None) -> None:
-    assert hf_name(name) == expected
+    names = GGUF["llama"].gguf
+    assert names is not None
+    assert hf_name(name, names) == expected

@@ -12,7 +12,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from quire.config.hf_config import FAMILIES, load_model_config
+from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
+from quire.config.hf_config import load_model_config
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
@@ -69,17 +70,13 @@ def test_llama(tmp_path: Path) -> None:
         architecture="LlamaForCausalLM",
         dtype="bfloat16",
         kv_cache_dtype="bfloat16",
-        vocab_size=97,
-        hidden_size=48,
-        num_layers=4,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
+        shape=read_shape(LLAMA, str(tmp_path)),
         max_model_len=256,
-        sliding_windows=(None,) * 4,
         eos_token_ids=(2,),
         hf=LLAMA,
     )
+    assert (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads) == (97, 48, 4, 6)
+    assert (config.num_kv_heads, config.head_dim, config.sliding_windows) == (2, 8, (None,) * 4)
 
 
 def test_gpt2_names_its_sizes_differently(tmp_path: Path) -> None:
@@ -207,7 +204,10 @@ def test_theta_of_the_first_llama() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLMM"]}, "unknown architecture 'LlamaForCausalLMM'; did you mean 'LlamaFor"),
+        (
+            {"architectures": ["LlamaForCausalLMM"]},
+            "unknown architecture 'LlamaForCausalLMM' .known: GPT2LMHeadModel, L",
+        ),
         ({"architectures": ["BertModel"]}, "known: GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, OPT"),
         ({"architectures": []}, "'architectures' must list"),
         ({"architectures": None}, "'architectures' must list"),
@@ -316,7 +316,14 @@ def test_hub_out_of_reach(error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_known_architectures_are_those_of_the_model_registry() -> None:
-    assert sorted(FAMILIES) == list(model_architectures())
+    assert list(RUNNABLE) == list(model_architectures())
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(RUNNABLE)))
+def test_a_family_with_a_shape_and_no_layers_is_for_planning(architecture: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=f"the engine cannot run {architecture} yet; `quire plan` and") as raised:
+        read(write(tmp_path, {**LLAMA, "architectures": [architecture]}))
+    assert all(name in str(raised.value) for name in RUNNABLE)
 
 
 def test_reading_a_config_imports_neither_torch_nor_the_hub(tmp_path: Path) -> None:

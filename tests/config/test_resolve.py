@@ -139,6 +139,12 @@ def test_each_running_sequence_must_get_its_token(model: str) -> None:
     assert resolved(model, max_num_seqs=5000).scheduler.max_num_batched_tokens == 5000
 
 
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(50, 50), (1, 1), (4096, 128)])
+def test_a_small_budget_lowers_the_default_of_max_num_seqs(model: str, budget: int, max_num_seqs: int) -> None:
+    scheduler = resolved(model, max_num_batched_tokens=budget).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (budget, max_num_seqs)
+
+
 def test_threads_come_from_the_option_then_the_environment_then_the_machine(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

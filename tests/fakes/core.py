@@ -12,6 +12,7 @@ from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.model_shape import AttentionShape, LayerShape, ModelShape
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.messages import Abort, AddRequest
@@ -29,6 +30,35 @@ from tests.fakes.ledger import SlotLedger
 from tests.fakes.remote import FakeRemote
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
+
+
+def _shape(windows: tuple[int | None, ...]) -> ModelShape:
+    """One layer for each window, with one head of eight elements."""
+    layers = [
+        LayerShape(
+            AttentionShape("full" if window is None else "sliding", 1, 1, 8, 8, window),
+            projections=((8, 24), (8, 8)),
+            intermediate=32,
+            experts=None,
+            is_gated=True,
+            num_vectors=16,
+        )
+        for window in windows
+    ]
+    return ModelShape(
+        name="fake",
+        family="fake",
+        layers=tuple(layers),
+        hidden=8,
+        vocab=97,
+        max_model_len=128,
+        dtype="float32",
+        expert_dtype="float32",
+        is_tied=False,
+        embedding_width=8,
+        positions=0,
+        num_vectors=8,
+    )
 
 
 def make_config(
@@ -52,14 +82,8 @@ def make_config(
             architecture="Fake",
             dtype="float32",
             kv_cache_dtype="float32",
-            vocab_size=97,
-            hidden_size=8,
-            num_layers=len(windows),
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
+            shape=_shape(windows),
             max_model_len=max_model_len,
-            sliding_windows=windows,
             eos_token_ids=(0,),
             hf=MappingProxyType({}),
         ),
@@ -188,8 +212,8 @@ class CoreDriver(CoreClient):
         disk: FakeDisk | None = None,
         *,
         remote: FakeRemote | None = None,
-        make_scheduler: SchedulerFactory = paged_scheduler,
         nonfinite_token: int | None = None,
+        make_scheduler: SchedulerFactory = paged_scheduler,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)

@@ -19,7 +19,7 @@ from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.sampling_shapes import SamplingShapes
-from quire.sampling.sampler import SampledTokens
+from quire.sampling.results import SampledTokens
 from quire.sampling_params import SamplingParams
 from tests.architecture.source import ROOT
 from tests.gpu.attention_rows import Sequence

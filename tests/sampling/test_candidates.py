@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from quire.sampling.plain import best_tokens
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling_params import SamplingParams
-from tests.sampling.helpers import Case, sample
+from tests.sampling.helpers import Case, beam, random_logits, sample
 
-pytestmark = pytest.mark.usefixtures("plain_and_native")
-
-
-def beam(num_candidates: int, **more: Any) -> Case:
-    case = {name: more.pop(name) for name in ("prompt", "output", "stop") if name in more}
-    made = Case(SamplingParams(use_beam_search=True, n=2, **more), **case)
-    made.sampling = msgspec.structs.replace(made.sampling, num_candidates=num_candidates)
-    return made
-
-
-def random_logits(rows: int, size: int) -> torch.Tensor:
-    return torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * 3
+pytestmark = pytest.mark.usefixtures("kernel_set")
 
 
 @pytest.mark.parametrize("num_candidates", [1, 5, 64, 80])
@@ -63,6 +50,12 @@ def test_rules_change_log_probabilities_which_are_not_normalised_again() -> None
     penalised = sample(logits, [beam(50, prompt=[order[1]], repetition_penalty=2.0)]).candidates[0]
     at = penalised.token_ids.index(order[1])
     assert penalised.scores[at] == pytest.approx(2 * float(logprobs[order[1]]), abs=1e-4)
+
+
+def test_more_candidates_than_tokens() -> None:
+    logits = random_logits(1, 9)
+    found = sample(logits, [beam(99)]).candidates[0]
+    assert found.token_ids == logits[0].argsort(descending=True).tolist()
 
 
 def test_forbidden_tokens_are_left_out_but_one_remains() -> None:
@@ -107,4 +100,4 @@ def test_the_plain_ranking_is_a_stable_sort() -> None:
     scores[scores == 0] = -np.inf
     for num_best in (1, 7, 89, 90, 200):
         expected = np.argsort(-scores, axis=1, kind="stable")[:, :num_best]
-        assert (best_tokens(scores, num_best) == expected).all()
+        assert (PlainKernels(SamplingRows(1))._best(scores, num_best) == expected).all()

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.triton import filters, sampling
-from quire.kernels.triton.sampling_shapes import SamplingShapes, allocate_buffers
+from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
 from quire.sampling.draw import MIN_TEMPERATURE, compute_weights, uniform
 from quire.sampling.filters import apply_filters
 from quire.sampling.parameters import Feature
 from quire.sampling_params import SamplingParams
-from tests.sampling.device_helpers import SMALL, prepare, sample_on
-from tests.sampling.helpers import Case, naive_probabilities, sample
-from tests.sampling.test_draw import chi_square_statistic
+from tests.sampling.device_helpers import SMALL, Device, sample_on
+from tests.sampling.helpers import Case, Prepared, naive_probabilities, sample
 
 ONE_SEGMENT = SamplingShapes(segment=64, lanes=32, tile=64, listed=64, ranked=24, num_warps=4)
 
@@ -44,40 +43,6 @@ def test_each_token_is_the_one_at_its_number(device: torch.device, options: dict
     assert drawn(device, logits, cases) == expected.tolist()
 
 
-def test_tokens_follow_the_distribution(device: torch.device) -> None:
-    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, -np.inf, 2.0, 0.0, -3.0])[None]
-    cases = [Case(SamplingParams(temperature=1.3), prompt=[1], seed=seed) for seed in range(100)]
-    counts = np.bincount(drawn(device, logits, cases), minlength=8)
-    probabilities = naive_probabilities(logits[0].numpy(), cases[0])
-    assert counts[4] == 0
-    statistic, freedom = chi_square_statistic(counts, probabilities)
-    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
-
-
-def test_the_number_depends_on_seed_and_index_alone(device: torch.device) -> None:
-    logits = torch.zeros(1, 200)
-    cases = [Case(SamplingParams(), prompt=[1] * n, output=[5, 6], seed=3) for n in (1, 4)]
-    cases += [Case(SamplingParams(), prompt=[1], output=[5] * n, seed=3) for n in range(6)]
-    tokens = sample_on(device, logits.expand(len(cases), -1), cases).token_ids
-    assert tokens[0] == tokens[1] == tokens[4]
-    assert len(set(tokens[2:].tolist())) > 4
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 100.0])
-def test_ends_of_the_temperatures(device: torch.device, temperature: float) -> None:
-    logits = torch.randn(4, 90, generator=torch.Generator().manual_seed(0)) * 10
-    logits[3] = -np.inf
-    logits[3, [17, 70]] = -4.0
-    cases = [Case(SamplingParams(temperature=temperature), prompt=[0], seed=seed) for seed in range(4)]
-    tokens = sample_on(device, logits, cases).token_ids.tolist()
-    assert tokens == sample(logits, cases).token_ids.tolist()
-    if temperature < 1:
-        assert tokens[:3] == logits[:3].argmax(dim=1).tolist()
-    others = [Case(SamplingParams(temperature=temperature), seed=seed) for seed in range(8)]
-    ties = sample_on(device, logits[3:].expand(8, -1), others, shapes=ONE_SEGMENT).token_ids.tolist()
-    assert set(ties) == {17, 70}, "equally likely, however low the temperature"
-
-
 def kept_on_host(logits: np.ndarray, params: SamplingParams) -> set[int]:
     """Tokens that can be drawn."""
     temperature = np.maximum(np.float32(params.temperature), MIN_TEMPERATURE)
@@ -92,14 +57,15 @@ def kept_on_device(
 ) -> list[set[int]]:
     """The same by the kernels: each of `params` with the same logits. Also checks that such tokens are drawn."""
     cases = [Case(some, seed=number) for number, some in enumerate(params)]
-    made = prepare(cases, device, shapes=shapes)
-    batch, words = made.batch, made.arena.rows.words
+    made = Prepared(cases, platform=Device(device, shapes))
+    batch, words = made.batch, made.kernels._words
+    histories = Histories(batch.lengths, batch.num_prompt_tokens, batch.token_table)
     scores = torch.from_numpy(logits).to(device).expand(len(cases), -1).contiguous()
     buffers = allocate_buffers(*scores.shape, shapes, device, filtered=True)
     sampling.scan(scores, batch.rows, words, buffers, shapes, random=False, filtered=Feature.FILTERS)
     filters.cutoff(batch.rows, words, len(logits), buffers, shapes, Feature.FILTERS)
     filters.collect(scores, batch.rows, words, buffers, shapes, Feature.FILTERS)
-    filters.pick_filtered(scores, batch.rows, words, batch.histories, buffers, shapes, Feature.FILTERS)
+    filters.pick_filtered(scores, batch.rows, words, histories, buffers, shapes, Feature.FILTERS)
     lowest = buffers.cutoffs[:, 2].cpu().numpy()
     kept = []
     for number, some in enumerate(params):

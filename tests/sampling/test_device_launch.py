@@ -11,14 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.triton.runtime import recorded_launches
-from quire.kernels.triton.sampling_words import NUM_WORDS
-from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.parameters import DeviceSamplingRows, pack_words
-from quire.sampling.device.sampler import DeviceSampler
-from quire.sampling.device.warm_up import warm_up
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import NUM_WORDS, SamplingRows
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
+from quire.sampling.warm_up import warm_up
 from quire.sampling_params import SamplingParams
-from tests.sampling.helpers import Case
-from tests.sampling.test_device_sampler import beam
+from tests.sampling.device_helpers import pageable
+from tests.sampling.helpers import Case, beam
 
 HARMLESS = {"empty", "zeros", "select", "slice", "_to_copy", "detach", "alias", "empty_strided", "lift_fresh"}
 """Operators that make memory, views and copies on the device: none waits, none gives the host a value."""
@@ -50,26 +50,21 @@ class OnlyEnqueues(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def on_no_device(cases: Sequence[Case]) -> tuple[DeviceSampler, DeviceSampleBatch]:
+def on_no_device(cases: Sequence[Case]) -> tuple[Sampler[torch.Tensor], SampleBatch[torch.Tensor]]:
     """Cases in rows of tensors that have no memory (torch's "meta"): reading a value from one is an error."""
     device, count = torch.device("meta"), len(cases)
-    rows = DeviceSamplingRows(count, torch.empty((count, NUM_WORDS), dtype=torch.int32, device=device), 0)
-
-    class Nowhere:
-        def write(self, offset: int, values: np.ndarray) -> None:
-            pass
-
+    rows = SamplingRows(count)
     for row, case in enumerate(cases):
-        rows.set(row, case.sampling, Nowhere())
+        rows.set(row, case.sampling)
+    words = torch.empty((count, NUM_WORDS), dtype=torch.int32, device=device)
     column = torch.empty(count, dtype=torch.int32, device=device)
     table = torch.empty((count, 64), dtype=torch.int32, device=device)
-    return DeviceSampler(rows), DeviceSampleBatch(np.arange(count), column, column, column, table)
+    sampler = Sampler(rows, TritonKernels(rows, words, pageable))
+    return sampler, SampleBatch(np.arange(count), column, column, column, table)
 
 
-def launched(cases: Sequence[Case], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[str]:
+def launched(cases: Sequence[Case], dtype: torch.dtype) -> list[str]:
     """Names of the kernels that sampling launches."""
-    # There is no pinned memory without a GPU.
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     sampler, batch = on_no_device(cases)
     logits = torch.empty((len(cases), 151936), dtype=dtype, device="meta")
     launches = Launches()
@@ -114,10 +109,8 @@ FILTERS = ["cutoff", "collect", "pick_filtered"]
     ],
     ids=["greedy", "random", "filtered", "mixed", "everything", "beam"],
 )
-def test_only_enqueues_what_the_rows_use(
-    cases: list[Case], kernels: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert launched(cases, monkeypatch, dtype) == kernels
+def test_only_enqueues_what_the_rows_use(cases: list[Case], kernels: list[str], dtype: torch.dtype) -> None:
+    assert launched(cases, dtype) == kernels
 
 
 @pytest.mark.parametrize(
@@ -141,15 +134,17 @@ def test_the_check_sees_each_kind(wait: Any) -> None:
 def test_warming_up_runs_every_kernel_and_leaves_nothing(num_rows: int) -> None:
     table = torch.zeros((num_rows, 8), dtype=torch.int32)
     words = torch.zeros((num_rows, NUM_WORDS), dtype=torch.int32)
-    rows = DeviceSamplingRows(num_rows, words, 40)
+    rows = SamplingRows(num_rows)
     launches = Launches()
     with recorded_launches(launches):
-        warm_up(DeviceSampler(rows), rows, table, torch.zeros(2, 64, dtype=torch.bfloat16))
+        sampler = Sampler(rows, TritonKernels(rows, words, pageable))
+        warm_up(sampler, rows, words, table, torch.zeros(2, 64, dtype=torch.bfloat16))
     assert set(launches.names) == {"scan", "pick", "normalize", "rank", *EDITS, *FILTERS}
-    assert rows.lists.tensor()[: num_rows * 8].tolist() == [0] * 8 * num_rows
+    assert rows.lists.words().tolist() == [0] * 8 * num_rows
     assert not rows.rows_with_prompt_logprobs
-    defaults = pack_words(Case(SamplingParams()).sampling)
-    assert (words.numpy() == defaults).all()
+    defaults = SamplingRows(1)
+    defaults.set(0, Case(SamplingParams()).sampling)
+    assert (words.numpy() == defaults.words(0)).all()
 
 
 def test_raw_logits_are_kept_where_log_probabilities_are_wanted() -> None:
@@ -161,7 +156,6 @@ def test_raw_logits_are_kept_where_log_probabilities_are_wanted() -> None:
         def launch(self, kernel: Any, grid: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
             taken.append(args[0])
 
-    sampler._rows.lists._tensor = batch.rows
     logits = torch.empty((1, 64), dtype=torch.float32, device="meta")
     with recorded_launches(Scores()):
         sampler.sample(logits, batch)

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.sampling.logprobs import log_probabilities, token_logprobs
 from quire.sampling_params import SamplingParams
 from tests.sampling.helpers import Case, sample
 
-pytestmark = pytest.mark.usefixtures("plain_and_native")
 
-
+@pytest.mark.usefixtures("kernel_set")
 def test_raw_whatever_the_sampling_does() -> None:
     logits = torch.randn(2, 60, generator=torch.Generator().manual_seed(0)) * 3
     params = SamplingParams(
@@ -31,6 +29,7 @@ def test_raw_whatever_the_sampling_does() -> None:
         assert entry.rank == order.tolist().index(token) + 1
 
 
+@pytest.mark.usefixtures("kernel_set")
 def test_only_rows_that_ask_get_them_and_only_as_many() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(1))
     counts = [None, 0, 3, None, 20]
@@ -43,10 +42,12 @@ def test_only_rows_that_ask_get_them_and_only_as_many() -> None:
         assert entry.logprobs[1:] == sorted(entry.logprobs[1:], reverse=True)
 
 
+@pytest.mark.usefixtures("plain_and_native")
 def test_equal_logits_come_in_the_same_order_whatever_others_ask_for() -> None:
     logits = torch.zeros(1, 200)
-    alone = token_logprobs(log_probabilities(logits), torch.tensor([3]), [2])[0]
-    together = token_logprobs(log_probabilities(logits.expand(3, -1)), torch.tensor([3, 4, 5]), [2, 20, 7])[0]
+    cases = [Case(SamplingParams(temperature=0, logprobs=count, logit_bias={3: 1.0})) for count in (2, 20, 7)]
+    alone = sample(logits, cases[:1]).logprobs[0]
+    together = sample(logits.expand(3, -1), cases).logprobs[0]
     assert alone == together
     assert alone.rank == 1
     assert alone.logprobs[0] == pytest.approx(-math.log(200))
@@ -55,6 +56,7 @@ def test_equal_logits_come_in_the_same_order_whatever_others_ask_for() -> None:
 DAMAGE = [math.nan, math.inf]
 
 
+@pytest.mark.usefixtures("plain_and_native")
 @pytest.mark.parametrize("value", DAMAGE)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"logprobs": 1}, {"logit_bias": {1: 1.0}}], ids=str)
@@ -73,6 +75,7 @@ def test_nonfinite_logits_name_their_rows(value: float, temperature: float, opti
     assert list(alone.logprobs.values()) == [entry for _, entry in sorted(found.logprobs.items())]
 
 
+@pytest.mark.usefixtures("plain_and_native")
 def test_nonfinite_logits_in_a_batch_of_greedy_and_random_rows() -> None:
     for row in range(4):
         logits = torch.randn(4, 10)
@@ -81,6 +84,7 @@ def test_nonfinite_logits_in_a_batch_of_greedy_and_random_rows() -> None:
         assert sample(logits, cases).nonfinite == (row,)
 
 
+@pytest.mark.usefixtures("plain_and_native")
 def test_all_minus_infinity_is_nonfinite_too() -> None:
     for temperature in (0.0, 1.0):
         found = sample(torch.full((1, 8), -math.inf), [Case(SamplingParams(temperature=temperature))])

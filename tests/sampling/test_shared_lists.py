@@ -12,7 +12,7 @@ import pytest
 
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.rules import keep_allowed
+from quire.sampling.rules import ban_sequences, keep_allowed
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
@@ -35,21 +35,21 @@ def siblings(bad: list[list[int]] | None = None, **params: Any) -> list[Sequence
     return [SequenceSampling(shared, seed, [], bad) for seed in range(NUM_ROWS)]
 
 
-def batch_of(generated: list[int]) -> SampleBatch:
+def batch_of(generated: list[int]) -> SampleBatch[np.ndarray]:
     """All rows have generated the same tokens behind a prompt."""
     tokens = np.array([[7] * PROMPT + generated] * NUM_ROWS, np.int32)
     lengths = np.full(NUM_ROWS, PROMPT + len(generated), np.int64)
-    return SampleBatch(np.arange(NUM_ROWS), lengths, np.full(NUM_ROWS, PROMPT, np.int64), tokens)
+    index = np.arange(NUM_ROWS)
+    return SampleBatch(index, index, lengths, np.full(NUM_ROWS, PROMPT, np.int64), tokens)
 
 
 def test_allowed_tokens_of_a_request_are_one_array(traced: None) -> None:
     rows, scores = SamplingRows(NUM_ROWS), np.zeros((NUM_ROWS, VOCAB), np.float32)
-    index = np.arange(NUM_ROWS)
     requests = siblings(allowed_token_ids=list(range(0, VOCAB, 2)))
     before, _ = tracemalloc.get_traced_memory()
     for row, sampling in enumerate(requests):
         rows.set(row, sampling)
-    keep_allowed(scores, rows.allowed_tokens, index)
+    keep_allowed(scores, rows.lists, batch_of([]))
     _, peak = tracemalloc.get_traced_memory()
     assert peak - before < 10 * (VOCAB // 2) * 8, "lists, one conversion and what a step needs for one row"
     assert (scores[:, ::2] == 0).all()
@@ -68,7 +68,7 @@ def test_bad_words_of_a_request_are_as_large_as_they_are_long(traced: None) -> N
     before, _ = tracemalloc.get_traced_memory()
     for row, sampling in enumerate(siblings(bad)):
         rows.set(row, sampling)
-    rows.bad_words.apply(scores, batch_of(list(range(200))), np.arange(NUM_ROWS))
+    ban_sequences(scores, rows.lists, batch_of(list(range(200))))
     _, peak = tracemalloc.get_traced_memory()
     assert peak - before < NUM_ROWS * num_tokens * 50
     assert (scores[:, [5, 9]] < -1e29).all()
@@ -81,13 +81,12 @@ def test_bad_words_of_a_request_are_as_large_as_they_are_long(traced: None) -> N
 
 def test_lists_of_other_requests_are_their_own() -> None:
     rows = SamplingRows(4)
-    index = np.arange(4)
     first, second = (SamplingParams(allowed_token_ids=tokens) for tokens in ([1], [2]))
     for row, params in enumerate((first, second, first)):
         rows.set(row, SequenceSampling(params, 0, [], []))
     rows.clear(0)
     rows.set(1, SequenceSampling(SamplingParams(), 0, [], []))
     scores = np.zeros((4, 5), np.float32)
-    keep_allowed(scores, rows.allowed_tokens, index)
+    keep_allowed(scores, rows.lists, SampleBatch(*[np.arange(4)] * 4, np.zeros((4, 9), np.int32)))
     assert np.isfinite(scores).sum(axis=1).tolist() == [5, 5, 1, 5]
     assert scores[2, 1] == 0

@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from quire.kv_cache.connectors.offload import RETRY
-from quire.scheduler.connector_loads import LOAD_SECONDS
+from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.disk import FakeDisk
 from tests.fakes.transfers import copies, disk_orders

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from quire.engine.core import LAST_TRANSFERS
 from quire.errors import UserError
-from quire.scheduler.connector_loads import LOAD_SECONDS
+from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.remote import FakeRemote, remote_scheduler
 from tests.scheduler.test_state_machine import EngineMachine
@@ -197,10 +197,10 @@ def test_what_is_forgotten_on_its_way_is_not_found(forget: str) -> None:
     driver.add("again", PROMPT)
     driver.step()
     kv, (request,) = driver.scheduler.kv, driver.scheduler._requests.values()
-    assert request.load_deferral.load.is_pending
+    assert request.deferral.is_pending()
     if forget == "reset":
         kv.reset_prefix_cache()
-        assert not request.load_deferral.load.is_pending
+        assert not request.deferral.is_pending()
         finish(driver)
     else:
         kv.evict(request.sequences[0].chain)

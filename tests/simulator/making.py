@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import cycle
 
+from quire.config.families import read_shape
+from quire.config.model_shape import ModelShape
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
-from quire.simulator.shape import ModelShape
 from quire.simulator.trace import TraceRequest
 
 LLAMA = {
@@ -30,7 +32,19 @@ SETTINGS = EngineSettings(
 
 
 def shape(**changes: object) -> ModelShape:
-    return ModelShape.from_config({**LLAMA, **changes}, "tiny")
+    return read_shape({**LLAMA, **changes}, "tiny")
+
+
+def with_attention(shape: ModelShape, windows: Sequence[int | None] = (None,), **changes: int) -> ModelShape:
+    """The same shape with these windows, layer by layer and over again, and other numbers in its attention."""
+    layers = [
+        replace(
+            layer,
+            attention=replace(layer.attention, kind="full" if window is None else "sliding", window=window, **changes),
+        )
+        for layer, window in zip(shape.layers, cycle(windows), strict=False)
+    ]
+    return replace(shape, layers=tuple(layers))
 
 
 def make_cost(gpu: str | Hardware = "a100-40g", layout: ParallelConfig | None = None, **changes: object) -> CostModel:

@@ -15,17 +15,19 @@ from quire.cli.calibrate import main
 from quire.cli.calibrate import run as fit_log
 from quire.cli.main import main as quire
 from quire.clock import VirtualClock
+from quire.config.model_shape import ModelShape
 from quire.errors import UserError
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.calibration import MIN_STEPS, Fit, calibrate, plan_of, samples_of, work_of
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Factors, Hardware, find, read_profile
-from quire.simulator.shape import ModelShape, find_shape
+from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
 from tests.fakes.core import CoreClient, make_config
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.transfers import copies
+from tests.simulator.making import with_attention
 
 BASE = find("cpu-2-core-avx512")
 TRUE = replace(
@@ -244,5 +246,5 @@ def test_logs_of_other_models_are_refused(log: Path) -> None:
 def test_windows_are_those_of_the_model(log: Path) -> None:
     """A log holds plans, so that one of a model with windows is counted with them."""
     header, records = read_step_log(log)
-    shape: ModelShape = replace(SHAPE, windows=(None, 64) * 6)
+    shape: ModelShape = with_attention(SHAPE, (None, 64))
     assert fit_log(shape, BASE, header, records).num_logged == 197

@@ -27,7 +27,6 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings, Replica
-from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.simulator.trace import TraceRequest
 from quire.step import StepPlan
@@ -108,7 +107,7 @@ def engine_request(number: int, request: TraceRequest, config: EngineConfig) -> 
 
 def simulated_plans(config: EngineConfig, settings: EngineSettings) -> list[StepPlan]:
     """The plans of the simulator, for the same model on a device that the engine never saw."""
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     cost = CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"))
     recorders: list[Recorder] = []
 

@@ -27,7 +27,6 @@ from quire.simulator.cost import CostModel, Precision
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings
-from quire.simulator.shape import ModelShape
 from quire.simulator.tokens import prompt_tokens
 from quire.step import Candidates, StepPlan, StepResult
 from tests.fakes.transfers import copies
@@ -155,7 +154,7 @@ def serve(core: EngineCore, clock: VirtualClock, vocabulary: int) -> dict[str, l
 
 def simulated_core(config: EngineConfig, settings: EngineSettings, scores: Scores) -> tuple[EngineCore, VirtualClock]:
     """The executor has a clock of its own: what steps cost moves nothing here."""
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     cost = CostModel(shape, find("h100"), precision=Precision.of(shape, "float32", "float32"))
     clock = VirtualClock()
     executor = Replaying(SimulatedExecutor(cost, VirtualClock(), queue_depth=settings.queue_depth), scores)

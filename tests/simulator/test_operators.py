@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.config.model_shape import ModelShape
 from quire.errors import UserError
 from quire.simulator.cost import (
     KERNELS_PER_LAYER,
@@ -21,9 +22,10 @@ from quire.simulator.cost import (
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
 from quire.simulator.parallel_config import ParallelConfig
-from quire.simulator.shape import ModelShape, find_shape
+from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
+from tests.simulator.making import with_attention
 
 GPU = replace(find("h100"), half_rows=3.0, token_overhead=2e-7, sequence_overhead=5e-7, new_sequence_overhead=1e-6)
 CASES = [
@@ -162,7 +164,7 @@ def test_attention_over_blocks_costs_what_their_runs_cost() -> None:
 
 def test_a_window_bounds_what_is_read() -> None:
     shape = find_shape("gemma-3-27b")
-    full = replace(shape, windows=(None,) * shape.num_layers)
+    full = with_attention(shape)
     short, long = [(500, 1)], [(100_000, 1)]
     for case, least, most in ((short, 0.99, 1.01), (long, 4.0, 6.5)):
         hybrid, plain = CostModel(shape, GPU), CostModel(full, GPU)
@@ -182,7 +184,9 @@ def test_sharing_layers_shares_the_work_and_costs_all_reduces(name: str) -> None
         steps[tp] = cost.breakdown(work_of(cost, [(500, 1)] * 32))
     assert "all-reduce" not in steps[1]
     for tp in (2, 4, 8):
-        assert steps[tp]["projections"] < 1.05 * steps[1]["projections"] / tp * (1.6 if shape.latent else 1)
+        assert steps[tp]["projections"] < 1.05 * steps[1]["projections"] / tp * (
+            1.6 if shape.attention.kind == "latent" else 1
+        )
         row = 32 * shape.hidden * 2
         link = GPU.link_bandwidth * GPU.factors.link
         reduces = 2 * shape.num_layers
@@ -295,7 +299,7 @@ def test_layouts_that_cannot_be(layout: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize("tp", [3, 6, 12])
 def test_key_value_heads_are_shared_out_evenly_or_copied(tp: int) -> None:
     """Of 8 heads three devices cannot have as many each; the heads of queries alone would divide."""
-    shape = replace(find_shape("llama-3-8b"), num_heads=24)
+    shape = with_attention(find_shape("llama-3-8b"), num_heads=24)
     with pytest.raises(UserError, match="8 key-value heads"):
         CostModel(shape, GPU, ParallelConfig(tp=tp))
 

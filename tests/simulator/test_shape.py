@@ -11,15 +11,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quire.config.hf_config import FAMILIES as ENGINE_FAMILIES
+from quire.cli.memory_plan import plan_devices, plan_engine
+from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
 from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
-from quire.simulator.families import ARCHITECTURES, FAMILIES
+from quire.simulator.cost import CostModel, Precision
+from quire.simulator.hardware import find
+from quire.simulator.memory import device_specs
 from quire.simulator.parallel_config import ParallelConfig
-from quire.simulator.shape import ModelShape, built_in, find_shape
+from quire.simulator.shape import built_in, find_shape
 
 LLAMA = {
     "vocab_size": 101,
@@ -38,6 +41,14 @@ LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10, "q_lora_rank": 24}
 FIRST_DENSE = {"first_k_dense_replace": 1, "num_key_value_heads": 6}
 CHUNKS = {"attention_chunk_size": 16}
+DELTA = HEADS | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
+KIMI = LLAMA | LATENT | LOCAL | {"num_key_value_heads": 6, "moe_intermediate_size": 20, "n_shared_experts": 1}
 OPT = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -93,6 +104,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "deepseek_v3",
         LLAMA | ROUTED | LATENT | {"attention_bias": True} | FIRST_DENSE,
     ),
+    ("qwen3_next", DELTA | MOE | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
+    ("qwen3_5_text", DELTA),
+    ("qwen3_5_moe_text", DELTA | MOE | {"shared_expert_intermediate_size": 28}),
+    ("kimi_linear", KIMI | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 5}),
     ("llama4_text", HEADS | LOCAL | {"intermediate_size_mlp": 90, "interleave_moe_layer_step": 2} | CHUNKS),
 ]
 
@@ -107,7 +122,7 @@ def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
     config = AutoConfig.for_model(kind, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = ModelShape.from_config({"model_type": kind, **fields})
+    shape = read_shape({"model_type": kind, **fields})
     assert shape.is_known
     assert shape.parameters() == sum(parameter.numel() for parameter in model.parameters())
     tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
@@ -117,35 +132,43 @@ def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
     if kinds is not None and any(shape.windows):
         assert [window is None for window in shape.windows] == [each == "full_attention" for each in kinds]
     # What Transformers writes into a config.json is read the same.
-    assert ModelShape.from_config(json.loads(config.to_json_string(use_diff=False))) == shape
+    assert read_shape(json.loads(config.to_json_string(use_diff=False))) == shape
 
 
 def test_every_family_is_compared() -> None:
     assert {kind for kind, _ in CASES} == set(FAMILIES)
-    assert set(ENGINE_FAMILIES) <= set(ARCHITECTURES)
+    assert all(name in ARCHITECTURES for name in RUNNABLE)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fields"),
-    [
-        ("LlamaForCausalLM", LLAMA | {"head_dim": 8}),
-        ("MistralForCausalLM", LLAMA | {"head_dim": 8, "sliding_window": 16}),
-        ("Qwen2ForCausalLM", LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
-        ("Qwen3ForCausalLM", LLAMA),
-        ("GPT2LMHeadModel", GPT2),
-        ("OPTForCausalLM", OPT),
-    ],
-)
-def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str, fields: dict[str, Any]) -> None:
+ENGINES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": LLAMA | {"head_dim": 8},
+    "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
+    "Qwen2ForCausalLM": LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    "Qwen3ForCausalLM": LLAMA,
+    "GPT2LMHeadModel": GPT2,
+    "OPTForCausalLM": OPT,
+}
+
+
+@pytest.mark.parametrize("architecture", RUNNABLE)
+def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str) -> None:
+    """Weights and what every layer keeps, of the shape, of `quire plan` and of the model itself."""
+    fields = ENGINES[architecture]
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "dtype": "float32", **fields}))
     options = EngineOptions(model=str(tmp_path), load_format="dummy", attention_backend="torch", max_model_len=40)
     config = resolve(options)
-    shape = ModelShape.from_config(config.model)
+    shape = config.model.resolved_shape()
     model = load_model(config.model, config.load)
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
-    specs = shape.layer_specs(config.model.kv_cache_dtype, ParallelConfig())
+    specs = device_specs(shape, config.model.kv_cache_dtype, ParallelConfig())
     assert specs == layer_specs(config.model) == model.kv_specs()
-    assert shape.kv_bytes_per_token("float32") == sum(spec.token_bytes for spec in specs)
+    kept = sum(spec.token_bytes for spec in specs)
+    assert shape.kv_bytes_per_token("float32") == kept == plan_engine(config, 2**30, [16]).kv_bytes_per_token
+    cost = CostModel(shape, find("h100"), ParallelConfig(), Precision.of(shape, "float32", "float32"))
+    assert plan_devices(cost, config, [16], None).kv_bytes_per_token == kept
+    for layer, spec in zip(shape.layers, specs, strict=True):
+        assert spec.token_bytes == 4 * layer.attention.token_elements()
+        assert getattr(spec, "window", None) == layer.attention.window
     assert (shape.max_model_len, shape.windows) == (40, config.model.sliding_windows)
 
 
@@ -195,12 +218,12 @@ def test_what_is_kept_of_a_token() -> None:
 
 
 def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
-    specs = find_shape("gemma-3-27b").layer_specs("bfloat16", ParallelConfig(tp=2, pp=2))
+    specs = device_specs(find_shape("gemma-3-27b"), "bfloat16", ParallelConfig(tp=2, pp=2))
     assert len(specs) == 31
     assert [isinstance(spec, FullAttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
     assert isinstance(specs[0], SlidingWindowSpec)
     assert (specs[0].window, specs[0].num_kv_heads, specs[0].token_bytes) == (1024, 8, 2 * 8 * 128 * 2)
-    assert find_shape("deepseek-v3").layer_specs("bfloat16", ParallelConfig(tp=8))[0].token_bytes == 576 * 2
+    assert device_specs(find_shape("deepseek-v3"), "bfloat16", ParallelConfig(tp=8))[0].token_bytes == 576 * 2
 
 
 @pytest.mark.parametrize(
@@ -213,8 +236,8 @@ def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
 )
 def test_quantised_checkpoints(quantization: dict[str, Any], layers: float, experts: float) -> None:
     fields = {"model_type": "mixtral", "torch_dtype": "bfloat16", **LLAMA, **LOCAL}
-    plain = ModelShape.from_config(fields)
-    shape = ModelShape.from_config(fields | {"quantization_config": quantization})
+    plain = read_shape(fields)
+    shape = read_shape(fields | {"quantization_config": quantization})
     tables = plain.parameters() - plain.dense_parameters - plain.routed_parameters
     assert plain.weight_bytes() == 2 * plain.parameters()
     assert shape.weight_bytes() == shape.dense_parameters * layers + shape.routed_parameters * experts + 2 * tables
@@ -224,35 +247,33 @@ def test_quantised_checkpoints(quantization: dict[str, Any], layers: float, expe
 def test_a_model_of_several_modalities_is_its_language_model() -> None:
     inner = HEADS | {"model_type": "gemma3_text", "sliding_window": 16}
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": inner}
-    assert ModelShape.from_config(whole).parameters() == ModelShape.from_config(inner).parameters()
+    assert read_shape(whole).parameters() == read_shape(inner).parameters()
 
 
 def test_an_unknown_family_is_read_by_its_keys_and_says_so() -> None:
-    shape = ModelShape.from_config(LLAMA | {"model_type": "new", "attention_bias": True})
+    shape = read_shape(LLAMA | {"model_type": "new", "attention_bias": True})
     assert not shape.is_known
-    known = ModelShape.from_config(LLAMA | {"model_type": "llama", "attention_bias": True})
+    known = read_shape(LLAMA | {"model_type": "llama", "attention_bias": True})
     assert shape.parameters() == known.parameters()
 
 
 def test_recurrent_layers_are_refused() -> None:
     with pytest.raises(ModelLoadError, match="recurrent layers"):
-        ModelShape.from_config(LLAMA | {"model_type": "jamba", "mamba_d_state": 16})
+        read_shape(LLAMA | {"model_type": "jamba", "mamba_d_state": 16})
 
 
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelLoadError, match="hidden_size"):
-        ModelShape.from_config({"model_type": "llama"}, "somewhere")
+        read_shape({"model_type": "llama"}, "somewhere")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         with pytest.raises(ModelLoadError, match=f"{key} must be an integer of at least 1, not 0"):
-            ModelShape.from_config(LLAMA | {"model_type": "llama", key: 0})
-    with pytest.raises(ModelLoadError, match="6 heads cannot share 4 key-value heads"):
-        ModelShape.from_config(LLAMA | {"model_type": "llama", "num_key_value_heads": 4})
+            read_shape(LLAMA | {"model_type": "llama", key: 0})
+    with pytest.raises(ModelLoadError, match=r"num_attention_heads .6. must be a multiple of num_key_value_heads .4."):
+        read_shape(LLAMA | {"model_type": "llama", "num_key_value_heads": 4})
     with pytest.raises(ModelLoadError, match="cannot pick 5 of 4 experts"):
-        ModelShape.from_config(LLAMA | LOCAL | {"model_type": "mixtral", "num_experts_per_tok": 5})
+        read_shape(LLAMA | LOCAL | {"model_type": "mixtral", "num_experts_per_tok": 5})
     with pytest.raises(ModelLoadError, match="5 layers"):
-        ModelShape.from_config(
-            LLAMA | {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]}
-        )
+        read_shape(LLAMA | {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]})
 
 
 def test_models_are_found_by_name_and_by_file(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     assert len(rows) == 0
     sampling = columns.sampling
     assert not sampling.rows_with_prompt_logprobs
-    assert len(sampling.logit_bias.select(np.arange(8))[0]) == 0
-    assert sampling.allowed_tokens.select(np.arange(8)) == []
+    assert all(len(sampling.lists.select(kind, np.arange(8))[0]) == 0 for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
 
 

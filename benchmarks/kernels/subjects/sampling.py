@@ -1,20 +1,24 @@
-"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain back end."""
+"""Choosing tokens and ranking log-probabilities over the vocabulary, beside the plain kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from benchmarks.kernels.cases import FLOAT_BYTES, Case
 from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.machine import Machine
-from quire.sampling.backend import SamplerBackend, make_sampler_backend
 from quire.sampling.batch import SampleBatch
+from quire.sampling.kernels import SamplingKernels
+from quire.sampling.native_kernels import NativeKernels
 from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain_kernels import PlainKernels
+from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from quire.step import SequenceSampling
+from quire.step import SequenceSampling, TokenLogprobs
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -39,17 +43,17 @@ class ChooseSubject:
         table, logits = SamplingRows(case.rows), _logits(case)
         for row in range(case.rows):
             table.set(row, SequenceSampling(PARAMS[case.shape], row, [], []))
-        ones = np.ones(case.rows, np.int64)
-        batch = SampleBatch(np.arange(case.rows), ones, ones, np.zeros((case.rows, 1), np.int32))
+        index, ones = np.arange(case.rows), np.ones(case.rows, np.int64)
+        batch: SampleBatch[np.ndarray] = SampleBatch(index, index, ones, ones, np.zeros((case.rows, 2), np.int32))
         used, is_greedy = table.used(batch.rows), case.shape == "greedy"
         scores = logits.copy()
 
-        def choose(backend: SamplerBackend) -> np.ndarray:
+        def choose(kernels: SamplingKernels[np.ndarray]) -> np.ndarray:
             if not is_greedy:
                 np.copyto(scores, logits)
-            return backend.choose(scores, batch, used)
+            return kernels.choose(scores, batch, used)[0]
 
-        native, plain = make_sampler_backend(table, self._machine.runtime), make_sampler_backend(table, None)
+        native, plain = NativeKernels(table, self._machine.runtime), PlainKernels(table)
         missed = float(np.mean(choose(native) != choose(plain)))
         return Prepared(
             natives={"f32": _once(lambda: choose(native))},
@@ -67,16 +71,17 @@ class LogprobsSubject:
         return 8 * case.rows * case.model.vocab * FLOAT_BYTES
 
     def prepare(self, case: Case) -> Prepared:
-        table, logits = SamplingRows(case.rows), _logits(case)
-        tokens, num_top = logits.argmax(axis=1), [NUM_TOP] * case.rows
-        native, plain = make_sampler_backend(table, self._machine.runtime), make_sampler_backend(table, None)
-        found, expected = (
-            np.array([entry.logprobs for entry in backend.logprobs(logits, tokens, num_top)])
-            for backend in (native, plain)
-        )
+        table, logits = SamplingRows(case.rows), torch.from_numpy(_logits(case))
+        tokens = logits.numpy().argmax(axis=1)
+
+        def logprobs(kernels: SamplingKernels[np.ndarray]) -> list[TokenLogprobs]:
+            return Sampler(table, kernels).logprobs(logits, tokens, NUM_TOP).assemble()
+
+        native, plain = NativeKernels(table, self._machine.runtime), PlainKernels(table)
+        found, expected = (np.array([entry.logprobs for entry in logprobs(kernels)]) for kernels in (native, plain))
         return Prepared(
-            natives={"f32": _once(lambda: native.logprobs(logits, tokens, num_top))},
-            twins={"f32": _once(lambda: plain.logprobs(logits, tokens, num_top))},
+            natives={"f32": _once(lambda: logprobs(native))},
+            twins={"f32": _once(lambda: logprobs(plain))},
             errors={"f32": float(np.abs(found - expected).max() / np.abs(expected).max())},
             tolerances={"f32": LOGPROB_TOLERANCE},
         )

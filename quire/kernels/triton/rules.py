@@ -1,10 +1,6 @@
 """Rules on single tokens, from lists: logit bias, bans before `min_tokens`, banned sequences, allowed tokens.
 
-The lists of all rows lie in one int32 tensor. It begins with a header of eight words for each row: the start and the
-size of its list of each kind. Starts count words from the tensor's beginning, sizes count entries:
-
-    bias: (token, bits of a float32); stop and allowed tokens: (token,);
-    banned sequences: (last token, length of the prefix, start of the prefix), the prefixes standing elsewhere.
+The lists of all rows lie in one int32 tensor, laid out as `quire.sampling.lists` says.
 
 Traffic is that of the lists' tokens, some kilobytes, except for allowed tokens, which write minus infinity to the whole
 row: 4 bytes per token, 156 MB and 36 us for 256 rows of 151,936 at 4.3 TB/s.
@@ -19,12 +15,13 @@ import triton.language as tl
 from quire.kernels.triton.runtime import launch
 from quire.kernels.triton.sampling_shapes import Histories
 from quire.kernels.triton.sampling_words import MIN_TOKENS, load_integer
+from quire.sampling import lists as layout
 
-HEADER_WORDS = tl.constexpr(8)
-BIAS = tl.constexpr(0)
-STOP = tl.constexpr(1)
-BANNED = tl.constexpr(2)
-ALLOWED = tl.constexpr(3)
+HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)
+BIAS = tl.constexpr(layout.BIAS)
+STOP = tl.constexpr(layout.STOP)
+BANNED = tl.constexpr(layout.BANNED)
+ALLOWED = tl.constexpr(layout.ALLOWED)
 BANNED_SCORE = tl.constexpr(-1e30)
 """`quire.sampling.rules.BANNED_SCORE`."""
 BLOCK = 256

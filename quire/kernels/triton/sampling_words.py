@@ -1,28 +1,22 @@
-"""A row's sampling parameters as the kernels read them: 32-bit words, one column each.
-
-A number of 64 bits takes two words, the lower half first; floats are written bit by bit.
-"""
+"""Loads of a row's sampling parameters: 32-bit words, laid out as `quire.sampling.parameters` says."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-FEATURES = tl.constexpr(0)
-SEED = tl.constexpr(1)
-"""uint64."""
-TOP_P = tl.constexpr(3)
-"""float64, 1 is off."""
-TOP_K = tl.constexpr(5)
-"""0 or less is off; at most 2**31 - 1, more than any vocabulary has."""
-TEMPERATURE = tl.constexpr(6)
-"""float32; 0 takes the best token, others are at least 1e-30."""
-MIN_P = tl.constexpr(7)
-PRESENCE_PENALTY = tl.constexpr(8)
-FREQUENCY_PENALTY = tl.constexpr(9)
-REPETITION_PENALTY = tl.constexpr(10)
-MIN_TOKENS = tl.constexpr(11)
-NUM_WORDS = 12
+from quire.sampling.parameters import WORD_OF
+
+FEATURES = tl.constexpr(WORD_OF["features"])
+SEED = tl.constexpr(WORD_OF["seed"])
+TOP_P = tl.constexpr(WORD_OF["top_p"])
+TOP_K = tl.constexpr(WORD_OF["top_k"])
+TEMPERATURE = tl.constexpr(WORD_OF["temperature"])
+MIN_P = tl.constexpr(WORD_OF["min_p"])
+PRESENCE_PENALTY = tl.constexpr(WORD_OF["presence_penalty"])
+FREQUENCY_PENALTY = tl.constexpr(WORD_OF["frequency_penalty"])
+REPETITION_PENALTY = tl.constexpr(WORD_OF["repetition_penalty"])
+MIN_TOKENS = tl.constexpr(WORD_OF["min_tokens"])
 
 
 @triton.jit

@@ -3,7 +3,7 @@ transfers, and takes the reports of the worker's half (quire/worker/kv_connector
 
 How a prefix is loaded: `lookup` says how far the connector can continue a hit; TransferBlocks allocates device blocks
 for that; `allocated` tells the connector which ones to fill, and its next `orders` carry it to the workers. Meanwhile
-the request waits (quire/scheduler/connector_loads.py). When the blocks are there they enter the prefix index, and the
+the request waits (quire/scheduler/gates.py). When the blocks are there they enter the prefix index, and the
 request starts with a plain prefix hit: the scheduler knows no other way to begin behind computed tokens.
 
 How a finished request's blocks are sent: `request_finished` answers True, and they keep an owner until the connector

@@ -43,7 +43,7 @@ class GGUFWeights:
             done, total = 0, sum(entry.num_bytes for entry in file.tensors.values())
             for entry in file.tensors.values():
                 if entry.name != ROPE_FACTORS:  # a part of the configuration, read with it
-                    name = hf_name(entry.name)
+                    name = hf_name(entry.name, layout.names)
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
                     yield name, _weight(file, entry, layout)
@@ -60,7 +60,7 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
     rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(entry.name.split(".")[-2])
-    if layout.interleaved and num_heads is not None:
+    if layout.names.interleaved and num_heads is not None:
         rows = _halves_apart(rows, num_heads, entry.name)
     dtype = _PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:

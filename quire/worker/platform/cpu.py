@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
@@ -15,8 +16,9 @@ from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
-from quire.sampling.backend import SamplerBackend, make_sampler_backend
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
+from quire.sampling.plain_kernels import PlainKernels
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
@@ -76,7 +78,7 @@ class CpuPlatform:
         return load_model(config.model, config.load, config.device.device, progress, self._runtime)
 
     def meter(self) -> CpuMeter:
-        return CpuMeter(self.make_attention, self._make_sampler_backend)
+        return CpuMeter(self.make_attention, self._make_sampling_kernels)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._config.model.kv_cache_dtype
@@ -106,7 +108,7 @@ class CpuPlatform:
             block_copier(pages, self._runtime),
             columns,
             tables,
-            self._make_sampler_backend(columns.sampling),
+            self._make_sampling_kernels(columns.sampling),
         )
 
     def offload_weights(self, model: CausalLM) -> None:
@@ -115,5 +117,9 @@ class CpuPlatform:
     def release_reserve(self) -> None:
         """Freed memory goes back to the system by itself."""
 
-    def _make_sampler_backend(self, rows: SamplingRows) -> SamplerBackend:
-        return make_sampler_backend(rows, self._runtime)
+    def _make_sampling_kernels(self, rows: SamplingRows) -> SamplingKernels[np.ndarray]:
+        if self._runtime is None:
+            return PlainKernels(rows)
+        from quire.sampling.native_kernels import NativeKernels
+
+        return NativeKernels(rows, self._runtime)

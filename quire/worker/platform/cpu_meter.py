@@ -11,8 +11,8 @@ from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
-from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
@@ -32,10 +32,12 @@ class CpuMeter:
     """Implements MemoryMeter."""
 
     def __init__(
-        self, make_attention: BackendFactory, make_sampler_backend: Callable[[SamplingRows], SamplerBackend]
+        self,
+        make_attention: BackendFactory,
+        make_sampling_kernels: Callable[[SamplingRows], SamplingKernels[np.ndarray]],
     ) -> None:
         self._make_attention = make_attention
-        self._make_sampler_backend = make_sampler_backend
+        self._make_sampling_kernels = make_sampling_kernels
 
     def free(self) -> int:
         return available_memory()
@@ -86,9 +88,9 @@ class CpuMeter:
         sampling = SequenceSampling(SamplingParams(top_p=0.9), seed=0, stop_token_ids=[], bad_token_sequences=[])
         for row in range(num_seqs):
             rows.set(row, sampling)
-        ones = np.ones(num_seqs, np.int64)
-        batch = SampleBatch(np.arange(num_seqs), ones, ones, np.zeros((num_seqs, 1), np.int32))
-        Sampler(rows, self._make_sampler_backend(rows)).sample(lambda: logits, batch)
+        index, ones = np.arange(num_seqs), np.ones(num_seqs, np.int64)
+        batch: SampleBatch[np.ndarray] = SampleBatch(index, index, ones, ones, np.zeros((num_seqs, 2), np.int32))
+        Sampler(rows, self._make_sampling_kernels(rows)).sample(logits, batch)
 
 
 def dummy_attention_batch(layout: KVCacheLayout, dummies: DummySequences) -> AttentionBatch:

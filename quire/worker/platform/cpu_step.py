@@ -4,53 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
 from quire.models.interface import CausalLM
-from quire.sampling.backend import SamplerBackend
 from quire.sampling.batch import SampleBatch
-from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.sampler import SampledTokens, Sampler
-from quire.step import SequenceSampling, StepPlan, TokenLogprobs
+from quire.sampling.results import Logprobs, Samples
+from quire.sampling.sampler import Sampler
+from quire.step import SequenceSampling, StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import prepare_inputs
 
 PROMPT_LOGITS_ELEMENTS = 2**22
-
-Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True)
-class Computed(Generic[Value]):
-    """A Pending whose value is there."""
-
-    value: Value
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return ()
-
-    def assemble(self, hosts: Sequence[torch.Tensor]) -> Value:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class NonFinite:
-    """A Pending whose logits had NaN or infinity."""
-
-    error: NonFiniteLogitsError
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return ()
-
-    def assemble(self, hosts: Sequence[torch.Tensor]) -> list[TokenLogprobs]:
-        raise self.error
 
 
 class NoCopy:
@@ -100,7 +71,7 @@ class CpuCompute:
         copy_blocks: BlockCopier,
         columns: CpuColumns,
         tables: BlockTables,
-        sampler_backend: SamplerBackend,
+        sampling_kernels: SamplingKernels[np.ndarray],
     ) -> None:
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
@@ -108,22 +79,15 @@ class CpuCompute:
         self.attention = attention
         self.copy_blocks = copy_blocks
         self.tables = tables
-        self.sampler = Sampler(columns.sampling, sampler_backend)
-        self._sampler_backend = sampler_backend
+        self.sampler = Sampler(columns.sampling, sampling_kernels)
         self._no_copy = NoCopy()
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> CpuStep:
         return CpuStep(self, plan, batch)
 
-    def score_prompt(
-        self, hidden: torch.Tensor, row: int, start: int, num_top: int
-    ) -> Computed[list[TokenLogprobs]] | NonFinite:
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         targets = self.columns.token_ids[row, start : start + len(hidden)].astype(np.int64)
-        logits = self.model.compute_logits(hidden).numpy()
-        try:
-            return Computed(self._sampler_backend.logprobs(logits, targets, [num_top] * len(targets)))
-        except NonFiniteLogitsError as error:
-            return NonFinite(error)
+        return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
 
     def copy_out(self, tensors: Sequence[torch.Tensor]) -> NoCopy:
         return self._no_copy
@@ -151,10 +115,8 @@ class CpuStep:
         token_ids, attention = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
         return compute.model.forward(token_ids, attention.positions, compute.attention.plan(attention))
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Computed[SampledTokens]:
-        compute, token_ids = self.compute, self.compute.columns.token_ids
-        last = hidden[torch.from_numpy(samples.last_index)]
-        batch = SampleBatch(samples.rows, samples.lengths, samples.num_prompt_tokens, token_ids)
-        sampled = compute.sampler.sample(lambda: compute.model.compute_logits(last), batch)
-        token_ids[samples.rows, samples.lengths] = sampled.token_ids
-        return Computed(sampled)
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
+        compute, rows = self.compute, samples.rows
+        logits = compute.model.compute_logits(hidden[torch.from_numpy(samples.last_index)])
+        batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
+        return compute.sampler.sample(logits, batch)

@@ -19,7 +19,7 @@ from quire.layers.device import DeviceLayers
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
-from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
@@ -120,8 +120,7 @@ class CudaPlatform:
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
         num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
-        arena = StateArena(num_rows, longest, block_size, len(layout.groups), DeviceSamplingRows.WIDTH, self._device)
-        sampling = DeviceSamplingRows(num_rows, arena.parameters, arena.parameters_offset)
+        arena = StateArena(num_rows, longest, block_size, len(layout.groups), NUM_WORDS, self._device)
         padded_seqs = max((num_rows, *settings.full_sizes))
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
         attention = self.make_attention(layout, pages)
@@ -129,7 +128,7 @@ class CudaPlatform:
             model=model,
             passes=self._make_passes(model, attention),
             settings=settings,
-            columns=StagedColumns(arena, sampling),
+            columns=StagedColumns(arena, SamplingRows(num_rows)),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages),

@@ -12,7 +12,7 @@ from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
-from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.parameters import NUM_WORDS
 from quire.worker.cuda_graphs import DeviceBackend
 from quire.worker.graph_dispatch import ExecutionSettings
 from quire.worker.platform.device_memory import DeviceMemory, arithmetic
@@ -130,7 +130,7 @@ def upload_bytes(limits: StepLimits, num_groups: int) -> int:
     as pairs, at most, which comes out of what gpu_memory_utilization leaves."""
     num_tokens = min(limits.max_num_tokens + limits.longest, limits.max_num_seqs * (limits.longest + 1))
     entries = num_groups * (num_tokens // limits.block_size + limits.max_num_seqs)
-    written = num_tokens + entries + limits.max_num_seqs * DeviceSamplingRows.WIDTH
+    written = num_tokens + entries + limits.max_num_seqs * NUM_WORDS
     num_words = 2 * written + COLUMNS_PER_SEQUENCE * limits.max_num_seqs
     return NUM_DEVICE_BUFFERS * 4 * buffer_capacity(num_words)
 

@@ -13,9 +13,11 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
-from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.parameters import DeviceSamplingRows
-from quire.sampling.device.sampler import DeviceLogprobs, DeviceSampler, DeviceSamples
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.results import Logprobs, Samples
+from quire.sampling.sampler import Sampler
+from quire.sampling.triton_kernels import TritonKernels
 from quire.step import SequenceSampling, StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
@@ -35,7 +37,7 @@ Launch = Callable[[StepPlan], object]
 class StagedColumns:
     """Implements RequestColumns: columns that lie in the arena, and are written by the step that takes `writes`."""
 
-    def __init__(self, arena: StateArena, sampling: DeviceSamplingRows) -> None:
+    def __init__(self, arena: StateArena, sampling: SamplingRows) -> None:
         self.arena = arena
         self.sampling = sampling
         self._writes = RowWrites()
@@ -60,7 +62,8 @@ class StagedColumns:
         self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_blocks)
 
     def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
-        self.sampling.set(row, sampling, self._writes)
+        self.sampling.set(row, sampling)
+        self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
 
     def clear_sampling(self, row: int) -> None:
         self.sampling.clear(row)
@@ -91,7 +94,8 @@ class DeviceCompute:
         self.upload = upload
         self.pages = pages
         self.streams = streams
-        self.sampler = DeviceSampler(columns.sampling)
+        kernels = TritonKernels(columns.sampling, columns.arena.parameters, streams.pinned)
+        self.sampler = Sampler(columns.sampling, kernels)
         self.token_table = columns.arena.token_ids
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> DeviceStep:
@@ -105,7 +109,7 @@ class DeviceCompute:
         writes.apply(upload, self.columns.arena.words)
         return DeviceStep(self, batch, copies, columns, sampled)
 
-    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> DeviceLogprobs:
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
         targets = self.token_table[row, start : start + len(hidden)]
         return self.sampler.logprobs(self.model.compute_logits(hidden), targets, num_top)
@@ -161,12 +165,12 @@ class DeviceStep:
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
         return compute.passes.run(execution, inputs, token_ids)
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> DeviceSamples:
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
         compute, sampled = self.compute, self.sampled
         assert sampled is not None, "the step was staged without samples"
         view = compute.upload.view
         logits = compute.model.compute_logits(hidden.index_select(0, view(sampled.last_index)))
-        batch = DeviceSampleBatch(
+        batch = SampleBatch(
             rows_host=samples.rows,
             rows=view(sampled.rows),
             lengths=view(sampled.lengths),

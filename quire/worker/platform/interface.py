@@ -18,7 +18,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
-from quire.sampling.sampler import SampledTokens
+from quire.sampling.results import SampledTokens
 from quire.step import SequenceSampling, StepPlan, TokenLogprobs
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows

@@ -39,8 +39,8 @@ class StateArena:
         blocks = num_rows * token_width
         group_words = num_rows * block_width
         self.tables = RowTables(token_width, blocks, group_words, block_width)
-        self.parameters_offset = blocks + num_groups * group_words
-        num_words = self.parameters_offset + num_rows * parameter_width
+        self._parameters = blocks + num_groups * group_words
+        num_words = self._parameters + num_rows * parameter_width
         if num_words > MAX_WORDS:
             raise ConfigError(
                 f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens need tables of "
@@ -51,9 +51,9 @@ class StateArena:
         self.token_ids = self.words[:blocks].view(num_rows, token_width)
         self.block_tables = tuple(
             self.words[start : start + group_words].view(num_rows, block_width)[:, :max_blocks]
-            for start in range(blocks, self.parameters_offset, group_words)
+            for start in range(blocks, self._parameters, group_words)
         )
-        self.parameters = self.words[self.parameters_offset :].view(num_rows, parameter_width)[:, :parameter_words]
+        self.parameters = self.words[self._parameters :].view(num_rows, parameter_width)[:, :parameter_words]
 
     def token_offset(self, row: int, position: int = 0) -> int:
         """Where in `words` a token of a row lies."""
@@ -63,6 +63,10 @@ class StateArena:
         """Where in `words` an entry of a row's block table lies."""
         tables = self.tables
         return tables.blocks + group * tables.group_words + row * tables.block_width + logical_index
+
+    def parameters_offset(self, row: int) -> int:
+        """Where in `words` the sampling parameters of a row start."""
+        return self._parameters + row * self.parameters.stride(0)
 
 
 def _aligned(words: int) -> int:

@@ -101,14 +101,13 @@ def test_the_shape_is_that_of_qwen3_8b() -> None:
     from tempfile import TemporaryDirectory
 
     from quire.config.hf_config import load_model_config
-    from quire.simulator.shape import ModelShape
 
     with TemporaryDirectory() as directory:
         path = str(QWEN3_8B.write(Path(directory)))
         config = load_model_config(path, dtype="auto", max_model_len=None, revision=None, config_only=True)
     assert config.dtype == "bfloat16"
     assert QWEN3_8B.layer_parameters + 2 * QWEN3_8B.head_parameters == 8_190_735_360
-    assert ModelShape.from_config(config).parameters() == 8_190_735_360
+    assert config.resolved_shape().parameters() == 8_190_735_360
     assert QWEN3_8B.kv_bytes * QWEN3_8B.num_layers == 147_456
 
 

@@ -9,8 +9,7 @@ import torch
 
 from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
-from quire.kernels.triton.sampling_words import NUM_WORDS
-from quire.sampling.parameters import Feature
+from quire.sampling.parameters import NUM_WORDS, Feature
 
 VOCAB, ROWS, FILTERED = 151936, 8, Feature.FILTERS
 

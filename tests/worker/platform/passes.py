@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
@@ -39,11 +40,9 @@ SETTINGS = {
 def tiny_config(bundled_model_path: Path) -> ModelConfig:
     """The bundled model's, made smaller."""
     config = resolve(EngineOptions(model=str(bundled_model_path), load_format="dummy", device="cpu")).model
-    sizes = {"num_layers": 2, "sliding_windows": (None, None), "vocab_size": 50, "hidden_size": 32}
     hf = {**config.hf, "intermediate_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-    return replace(
-        config, **sizes, num_heads=4, num_kv_heads=2, head_dim=8, max_model_len=LONGEST, dtype="float32", hf=hf
-    )
+    hf |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return replace(config, shape=read_shape(hf), max_model_len=LONGEST, dtype="float32", hf=hf)
 
 
 class Buffers:

@@ -15,7 +15,7 @@ from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
-from quire.sampling.device.parameters import DeviceSamplingRows
+from quire.sampling.parameters import NUM_WORDS
 from quire.worker.graph_dispatch import ExecutionSettings
 from quire.worker.memory_profile import measure_memory
 from quire.worker.platform.device_memory import HostMemory, allocate_device_pages, arithmetic, make_memory
@@ -154,7 +154,7 @@ def test_uploads_are_counted_twice_for_they_have_two_buffers_on_the_device() -> 
 def test_an_upload_of_the_largest_counted_step_has_the_counted_size() -> None:
     """The buffers that were counted are those that a step of new prompts takes."""
     upload, limits = Upload(HostStreams(), 2), StepLimits(16, max_num_tokens=8192, max_num_seqs=256, longest=131072)
-    writes, arena_width = RowWrites(), DeviceSamplingRows.WIDTH
+    writes, arena_width = RowWrites(), NUM_WORDS
     for row in range(256):
         length = 131072 if row == 0 else 32
         for values in (np.zeros(length, np.int32), np.zeros(length // 16, np.int32), np.zeros(arena_width, np.int32)):

@@ -12,7 +12,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequence, SequenceFork, StepPlan
+from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import build_input_batch
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
@@ -29,15 +29,16 @@ GREEDY = sampling_of(SamplingParams(temperature=0))
 
 
 class SamplingRows:
-    """Writes the seed and its complement, as words, and forgets nothing."""
+    """Of each row the words are zero, the seed and its complement; forgets nothing."""
 
-    def __init__(self, arena: StateArena) -> None:
-        self._offset = arena.parameters_offset
-        self._stride = arena.parameters.stride(0)
+    def __init__(self) -> None:
+        self._seeds: dict[int, int] = {}
 
-    def set(self, row: int, sampling, writes: RowWrites) -> None:  # type: ignore[no-untyped-def]
-        values = np.array([sampling.seed, ~sampling.seed], np.int32)
-        writes.write(self._offset + row * self._stride + 1, values)
+    def set(self, row: int, sampling: SequenceSampling) -> None:
+        self._seeds[row] = sampling.seed
+
+    def words(self, row: int) -> np.ndarray:
+        return np.array([0, self._seeds[row], ~self._seeds[row]], np.int32)
 
     def clear(self, row: int) -> None:
         """Nothing beyond the row."""
@@ -162,7 +163,7 @@ class Rows:
     def __init__(self, device: torch.device) -> None:
         self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
         tables = BlockTables(NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
-        self.columns = StagedColumns(self.arena, SamplingRows(self.arena))  # type: ignore[arg-type]
+        self.columns = StagedColumns(self.arena, SamplingRows())  # type: ignore[arg-type]
         self.requests = RequestState(NUM_ROWS, tables, self.columns)
         self.upload = Upload(make_streams(device), 2)
         self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)

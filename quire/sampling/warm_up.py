@@ -1,4 +1,4 @@
-"""Compiling the sampler's kernels before the first request needs them: it takes seconds, once for a machine."""
+"""Compiling a device's sampling kernels before the first request needs them: it takes seconds, once for a machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.sampling.device.batch import DeviceSampleBatch
-from quire.sampling.device.parameters import DeviceSamplingRows
-from quire.sampling.device.sampler import DeviceSampler
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
@@ -32,38 +32,37 @@ BATCHES: tuple[tuple[dict[str, Any], ...], ...] = (
 """Two rows each: every set of kernels that a step can need, over logits as the model gives them and over scores."""
 
 
-class _Words:
-    """Writes parameters to rows at once."""
-
-    def __init__(self, rows: DeviceSamplingRows) -> None:
-        self._rows = rows
-
-    def write(self, offset: int, values: np.ndarray) -> None:
-        row = self._rows.row_at(offset)
-        self._rows.words[row].copy_(torch.from_numpy(values))
-
-
-def warm_up(sampler: DeviceSampler, rows: DeviceSamplingRows, token_table: torch.Tensor, logits: torch.Tensor) -> None:
+def warm_up(
+    sampler: Sampler[torch.Tensor],
+    rows: SamplingRows,
+    words: torch.Tensor,
+    token_table: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
     """Sample dummy requests in the first slots, which must be free. The real tables are used, because kernels are
     compiled for their strides.
 
-    token_table: [num_rows, capacity] int32, the beginnings of its first two rows are overwritten. logits: [2,
-    vocab_size], in the type that the model gives; overwritten.
+    words: of the rows, on the device. token_table: [num_rows, capacity] int32, the beginnings of its first two rows are
+    overwritten. logits: [2, vocab_size], in the type that the model gives; overwritten.
     """
-    count = min(2, len(rows.words))
+    count = min(2, len(words))
     logits = logits[:count]
     column = torch.arange(count, dtype=torch.int32, device=logits.device)
     token_table[:count, :2] = 0
     lengths = torch.ones_like(column)
-    batch = DeviceSampleBatch(np.arange(count), column, lengths, lengths, token_table)
-    writer = _Words(rows)
+    batch = SampleBatch(np.arange(count), column, lengths, lengths, token_table)
+
+    def set_row(row: int, sampling: SequenceSampling) -> None:
+        rows.set(row, sampling)
+        words[row].copy_(torch.from_numpy(rows.words(row)))
+
     for options_of_rows in BATCHES:
         for row, options in enumerate(options_of_rows[:count]):
             params = SamplingParams(**options)
             num_candidates = 2 if params.use_beam_search else 0
-            rows.set(row, SequenceSampling(params, 0, [0], [[0]], num_candidates), writer)
+            set_row(row, SequenceSampling(params, 0, [0], [[0]], num_candidates))
         sampler.sample(logits, batch)
     sampler.logprobs(logits, token_table[0, :count], 1)
     for row in range(count):
-        rows.set(row, SequenceSampling(SamplingParams(), 0, [], []), writer)
+        set_row(row, SequenceSampling(SamplingParams(), 0, [], []))
         rows.clear(row)

@@ -1,0 +1,85 @@
+"""Families of models: one module a family, from its config.json to a ModelShape. Imports no torch.
+
+A family that the engine cannot run has a shape all the same: `quire plan` and `quire simulate` know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from quire.config.families.family import Family
+from quire.config.hf_json import Fields
+from quire.config.model_shape import ModelShape
+
+_MODULES = (
+    "cohere", "deepseek", "gemma", "glm", "gpt2", "gpt_neox", "gpt_oss", "granite", "kimi_linear", "llama", "llama4",
+    "minimax", "mistral", "olmo", "opt", "phi3", "qwen", "qwen_next", "seed_oss", "smollm3", "starcoder2",
+)  # fmt: skip
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for name in _MODULES for family in import_module(f"{__name__}.{name}").FAMILIES
+}
+"""By model_type."""
+ARCHITECTURES: Mapping[str, Family] = {name: each for each in FAMILIES.values() for name in each.architectures}
+"""By class: it decides, as it does for the engine, where config.json names one."""
+RUNNABLE = tuple(sorted(name for name, family in ARCHITECTURES.items() if family.is_runnable))
+"""The classes that the engine runs."""
+GGUF: Mapping[str, Family] = {each.gguf.architecture: each for each in FAMILIES.values() if each.gguf is not None}
+"""By the name that GGUF files have for it."""
+
+_ALIASES = {alias: family for family in FAMILIES.values() for alias in (family.model_type, *family.aliases)}
+_OTHER = Family(
+    "",
+    hidden_size=("hidden_size", "n_embd", "d_model"),
+    num_layers=("num_hidden_layers", "n_layer", "num_layers"),
+    num_heads=("num_attention_heads", "n_head"),
+    num_kv_heads=("num_key_value_heads", "num_kv_heads"),
+    max_positions=("max_position_embeddings", "n_positions", "max_seq_len"),
+    intermediate=("intermediate_size_mlp", "ffn_dim", "n_inner", "intermediate_size"),
+    embedding_width=("word_embed_proj_dim",),
+    head_norms="head",
+    head_norms_key="use_qk_norm",
+    windows="unless",
+    window=("sliding_window", "attention_chunk_size"),
+    layer_types=("full_attention", "sliding_attention", "chunked_attention"),
+)
+"""How a model of an unknown type is read: gated, with norms and no biases unless its config.json says so."""
+_RECURRENT_KEYS = (
+    "mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config",
+    "conv_L_cache", "layers_block_type", "rwkv", "lru_width",
+)  # fmt: skip
+"""Signs of layers that keep a state instead of keys and values, in families of which nothing is known here."""
+
+
+def by_class(values: Mapping[str, Any]) -> Family | None:
+    """The family of the first known class that `architectures` lists."""
+    names = values.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    return None
+
+
+def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
+    """The shape that the contents of any config.json describe. where: what errors call it (None: `name`).
+
+    A model of several modalities is its language model (`text_config`). Raises ModelLoadError that names the key which
+    is missing or wrong.
+    """
+    outer = fields = Fields(values, where or name)
+    family = by_class(values)
+    inner = values.get("text_config")
+    if isinstance(inner, Mapping) and not (family is not None and family.is_runnable):
+        fields = Fields(inner, f"{outer.where}: text_config")
+        family = family or by_class(inner)
+    kind = str(fields.values.get("model_type") or "")
+    family = family or _ALIASES.get(kind)
+    if family is None or not (family.is_runnable or family.state_layer):
+        for key in _RECURRENT_KEYS:
+            if fields.values.get(key) is not None:
+                raise fields.error(f"the shape of models with recurrent layers ({key}) is not known")
+    if family is not None:
+        return family.read(fields, outer, name)
+    return replace(_OTHER.read(fields, outer, name), family=kind, is_known=False)

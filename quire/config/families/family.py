@@ -1,0 +1,329 @@
+"""What a family of models says about itself, as data, and how a config.json becomes a shape with it.
+
+The sizes are in a model's config.json; a `Family` is what that file does not say, what it calls things, and what it
+means where it says nothing. Checked against Transformers' own models (tests/simulator/test_shape.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.config.hf_json import Fields
+from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH
+from quire.config.model_shape import DTYPE_BYTES, AttentionShape, Experts, Kind, LayerShape, Matrix, ModelShape
+
+Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
+"""Attention, its matrices, and the elements of its vectors."""
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Whether a linear layer has a bias: what `key` of config.json says, else `default`. No key: the default."""
+
+    key: str = ""
+    default: bool = False
+
+    def read(self, fields: Fields) -> bool:
+        return fields.boolean(self.key, self.default) if self.key else self.default
+
+
+ATTENTION_BIAS, MLP_BIAS = Bias("attention_bias"), Bias("mlp_bias")
+ALWAYS, NEVER = Bias(default=True), Bias()
+
+
+@dataclass(frozen=True)
+class GGUFNames:
+    """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
+    rotated pair side by side, where Hugging Face has them half a head apart. windowed: the class of a model with a
+    sliding window, where files have the same architecture for it; "": the window is not supported.
+    top, layer: tensors outside and inside the layers, and what Hugging Face calls them."""
+
+    architecture: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+    interleaved: bool = False
+    windowed: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type, aliases: what config.json calls it; architectures: its classes, of which the first is written.
+    is_runnable: the engine has its layers (quire/models/registry.py); else it can be planned and simulated.
+
+    hidden_size to intermediate, embedding_width, window: keys of sizes, the first that is there. intermediate_factor:
+    width of an MLP of which config.json says nothing, in hidden sizes (None: it must be there for a model that
+    runs, and is 4 for others). Without num_kv_heads there are as many as heads, as large as the hidden size allows.
+    gated: an MLP has three matrices, not two. tied: input and output embeddings are one table where config.json does
+    not say. norms: of a layer; affine: they have a bias besides. query_bias: also of keys and values. head_norms: norms
+    of queries and keys, "head" (a weight for each element of one head), "whole" (of all heads) or None; where
+    head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
+    head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
+    `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "qwen" (if
+    `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th. layer_types: what config.json may call
+    a layer.
+    position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
+    has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
+    shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
+    experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
+    state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
+    checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
+    that old checkpoints carry and no model needs.
+    """
+
+    model_type: str
+    architectures: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    is_runnable: bool = False
+    hidden_size: tuple[str, ...] = ("hidden_size",)
+    num_layers: tuple[str, ...] = ("num_hidden_layers",)
+    num_heads: tuple[str, ...] = ("num_attention_heads",)
+    num_kv_heads: tuple[str, ...] = ("num_key_value_heads",)
+    max_positions: tuple[str, ...] = ("max_position_embeddings",)
+    intermediate: tuple[str, ...] = ("intermediate_size",)
+    intermediate_factor: int | None = None
+    embedding_width: tuple[str, ...] = ()
+    gated: bool = True
+    tied: bool = False
+    norms: int = 2
+    affine: bool = False
+    query_bias: Bias = ATTENTION_BIAS
+    output_bias: Bias = ATTENTION_BIAS
+    mlp_bias: Bias = MLP_BIAS
+    head_norms: str | None = None
+    head_norms_key: str = ""
+    output_gate: bool = False
+    head_dim: int | None = None
+    windows: str | int = "none"
+    window: tuple[str, ...] = ("sliding_window",)
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    position_rows: int | None = None
+    expert_bias: bool = False
+    has_sinks: bool = False
+    has_shared_gate: bool = False
+    shares_expert: bool = False
+    sparse_from: int = 0
+    state_layer: Callable[[Fields, int], Layer] | None = None
+    state_layers: Callable[[Fields, int], tuple[bool, ...]] | None = None
+    checkpoint_base: str = "model."
+    checkpoint_surplus: str = r"rotary_emb\.inv_freq$"
+    gguf: GGUFNames | None = None
+
+    def read(self, fields: Fields, outer: Fields, name: str) -> ModelShape:
+        """The shape of the model that `fields` describes, which is a part of `outer` in a model of several modalities.
+        Raises ModelLoadError, naming file and key."""
+        hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
+        num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
+        factor = self.intermediate_factor or (None if self.is_runnable else 4)
+        usual = None if factor is None else factor * hidden
+        intermediate = first(fields, *self.intermediate, default=usual, maximum=MAX_WIDTH)
+        attention = self._attention(fields, hidden)
+        longest = first(fields, *self.max_positions, default=None if self.is_runnable else 2048, maximum=MAX_POSITIONS)
+        windows = self._windows(fields, num_layers)
+        states = self._states(fields, num_layers)
+        experts, sparse = self._experts(fields, num_layers)
+        norm, has_final_norm = hidden, True
+        if self.affine:
+            norm *= 2 if fields.boolean("layer_norm_elementwise_affine", True) else 0
+            removed = fields.boolean("_remove_final_layer_norm", False)
+            has_final_norm = fields.boolean("do_layer_norm_before", True) and not removed
+        biases = ((2 if self.gated else 1) * intermediate + hidden) if self.mlp_bias.read(fields) else 0
+        made: dict[tuple[int | None, bool, bool], LayerShape] = {}
+        for kind in zip(windows, states, sparse, strict=True):
+            if kind in made:
+                continue
+            window, is_state, is_sparse = kind
+            if is_state and self.state_layer is not None:
+                attends, projections, vectors = self.state_layer(fields, hidden)
+            else:
+                attends, projections, vectors = attention(window)
+            vectors += self.norms * norm + (self._expert_vectors(experts, hidden) if is_sparse and experts else biases)
+            made[kind] = LayerShape(
+                attends,
+                projections,
+                0 if is_sparse else intermediate,
+                experts if is_sparse else None,
+                self.gated,
+                vectors,
+            )
+        dtype, expert_dtype = _dtypes(outer)
+        return ModelShape(
+            name=name,
+            family=self.model_type,
+            layers=tuple(made[kind] for kind in zip(windows, states, sparse, strict=True)),
+            hidden=hidden,
+            vocab=first(fields, "vocab_size", maximum=MAX_WIDTH),
+            max_model_len=longest,
+            dtype=dtype,
+            expert_dtype=expert_dtype,
+            is_tied=outer.boolean("tie_word_embeddings", fields.boolean("tie_word_embeddings", self.tied)),
+            embedding_width=first(fields, *self.embedding_width, default=hidden, maximum=MAX_WIDTH),
+            positions=0 if self.position_rows is None else longest + self.position_rows,
+            num_vectors=norm if has_final_norm else 0,
+        )
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def _attention(self, fields: Fields, hidden: int) -> Callable[[int | None], Layer]:
+        """A layer of attention by its window."""
+        num_heads = first(fields, *self.num_heads, maximum=MAX_HEADS)
+        if fields.values.get("kv_lora_rank") is not None and not self.is_runnable:
+            latent = self._latent(fields, hidden, num_heads)
+            return lambda window: latent
+        num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads) if self.num_kv_heads else num_heads
+        if num_heads % num_kv_heads:
+            raise fields.error(
+                f"{self.num_heads[0]} ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
+            )
+        dim = fields.optional_integer("head_dim", maximum=MAX_HEAD_DIM) if self.num_kv_heads else None
+        dim = dim or self.head_dim
+        if dim is None:
+            if hidden % num_heads:
+                raise fields.error(
+                    f"{self.hidden_size[0]} ({hidden}) must be a multiple of {self.num_heads[0]} ({num_heads})"
+                )
+            dim = hidden // num_heads
+        query, key = num_heads * dim, num_kv_heads * dim
+        gate = query if self.output_gate else 0
+        vectors = num_heads if self.has_sinks else 0
+        if self.query_bias.read(fields):
+            vectors += query + gate + 2 * key
+        if self.output_bias.read(fields):
+            vectors += hidden
+        if self.head_norms and (not self.head_norms_key or fields.boolean(self.head_norms_key, False)):
+            vectors += 2 * dim if self.head_norms == "head" else query + key
+        projections = ((hidden, query + gate + 2 * key), (query, hidden))
+
+        def layer(window: int | None) -> Layer:
+            kind: Kind = "full" if window is None else "sliding"
+            return AttentionShape(kind, num_heads, num_kv_heads, dim, dim, window), projections, vectors
+
+        return layer
+
+    def _latent(self, fields: Fields, hidden: int, num_heads: int) -> Layer:
+        """Multi-head latent attention, with its own compression of queries where `q_lora_rank` says so."""
+        rank, rope_dim = fields.integer("kv_lora_rank"), fields.integer("qk_rope_head_dim")
+        nope_dim, value_dim = fields.integer("qk_nope_head_dim"), fields.integer("v_head_dim")
+        query_rank = fields.optional_integer("q_lora_rank")
+        query = num_heads * (nope_dim + rope_dim)
+        queries = ((hidden, query),) if query_rank is None else ((hidden, query_rank), (query_rank, query))
+        projections = (
+            *queries,
+            (hidden, rank + rope_dim),
+            (rank, num_heads * (nope_dim + value_dim)),
+            (num_heads * value_dim, hidden),
+        )
+        vectors = (query_rank or 0) + rank
+        if self.query_bias.read(fields):
+            vectors += (query_rank or 0) + rank + rope_dim
+        if self.output_bias.read(fields):
+            vectors += hidden
+        num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads)
+        attention = AttentionShape(
+            "latent",
+            num_heads,
+            num_kv_heads,
+            nope_dim + rope_dim,
+            value_dim,
+            latent_dim=rank + rope_dim,
+            latent_rank=rank,
+        )
+        return attention, projections, vectors
+
+    def _states(self, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+        """Which layers keep a state, by `layer_types` or else the family's rule."""
+        if self.state_layers is None:
+            return (False,) * num_layers
+        kinds = names(fields, "layer_types", num_layers, ("linear_attention", "full_attention"))
+        if kinds is None:
+            return self.state_layers(fields, num_layers)
+        return tuple(kind == "linear_attention" for kind in kinds)
+
+    def _windows(self, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+        """The attention window of each layer, None for full attention."""
+        full, rule = (None,) * num_layers, self.windows
+        if rule == "none":
+            return full
+        if rule in ("qwen", "unless") and not fields.boolean("use_sliding_window", rule == "unless"):
+            return full
+        sizes = [fields.optional_integer(key, minimum=1 if self.is_runnable else 0) for key in self.window]
+        window = next(filter(None, sizes), None)
+        if window is None:
+            return full
+        kinds = names(fields, "layer_types", num_layers, self.layer_types)
+        if kinds is not None:
+            return tuple(None if kind == "full_attention" else window for kind in kinds)
+        if rule == "qwen":
+            start = fields.integer("max_window_layers", 28, minimum=0)
+            return tuple(window if layer >= start else None for layer in range(num_layers))
+        every = rule if isinstance(rule, int) else num_layers + 1
+        for key in ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"):
+            every = fields.optional_integer(key) or every
+        return tuple(None if (layer + 1) % every == 0 else window for layer in range(num_layers))
+
+    # -- experts ----------------------------------------------------------------------------------------------------
+
+    def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
+        """What the family calls its experts, and which layers have them."""
+        num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
+        if not num_experts or self.is_runnable:
+            return None, (False,) * num_layers
+        active = first(fields, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+        if active > num_experts:
+            raise fields.error(f"a token cannot pick {active} of {num_experts} experts")
+        width = first(fields, "moe_intermediate_size", "intermediate_size")
+        shared = first(fields, "shared_expert_intermediate_size", default=0)
+        shared = shared or first(fields, "n_shared_experts", "num_shared_experts", default=0) * width
+        if self.shares_expert:
+            shared = width
+        kinds = names(fields, "mlp_layer_types", num_layers, ("dense", "sparse"))
+        if kinds is not None:
+            return Experts(num_experts, active, width, shared), tuple(kind == "sparse" for kind in kinds)
+        start = fields.optional_integer("first_k_dense_replace", minimum=0)
+        start = self.sparse_from if start is None else start
+        step = first(fields, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", default=1)
+        dense = fields.values.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise fields.error("mlp_only_layers must list layers")
+        sparse = tuple(n >= start and (n + 1) % step == 0 and n not in dense for n in range(num_layers))
+        return Experts(num_experts, active, width, shared), sparse
+
+    def _expert_vectors(self, experts: Experts, hidden: int) -> int:
+        biases = experts.num_experts * (2 * experts.intermediate + hidden + 1) if self.expert_bias else 0
+        return biases + (hidden if self.has_shared_gate else 0)
+
+
+def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
+    """The integer under the first of `keys` that is there; 0 only where that is the default."""
+    for key in keys:
+        if fields.values.get(key) is not None:
+            return fields.integer(key, minimum=0 if default == 0 else 1, maximum=maximum)
+    if default is None:
+        if len(keys) == 1:
+            return fields.integer(keys[0])
+        raise fields.error(f"none of the keys {', '.join(keys)} is there")
+    return default
+
+
+def names(fields: Fields, key: str, num_layers: int, known: tuple[str, ...]) -> list[str] | None:
+    """What a list of config.json calls each layer, one of `known`; None where the key is absent."""
+    kinds = fields.values.get(key)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise fields.error(f"{key} must name {num_layers} layers, each one of {', '.join(known)}")
+    return kinds
+
+
+def _dtypes(fields: Fields) -> tuple[str, str]:
+    """The dtypes that the matrices of the layers, and of their experts, are stored in."""
+    stored = fields.values.get("dtype") or fields.values.get("torch_dtype")
+    plain = stored if isinstance(stored, str) and stored in DTYPE_BYTES else "bfloat16"
+    quantization = fields.values.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return plain, plain
+    method, bits = quantization.get("quant_method"), quantization.get("bits") or quantization.get("w_bit")
+    if method == "mxfp4":
+        return plain, "mxfp4"
+    quantized = "float8" if method == "fp8" else {4: "int4", 8: "int8"}.get(bits if isinstance(bits, int) else 0, plain)
+    return quantized, quantized

@@ -1,0 +1,17 @@
+"""GPT-OSS: sinks, a window in every other layer, experts with biases."""
+
+from quire.config.families.family import NEVER, Bias, Family
+
+_BIAS = Bias("attention_bias", True)
+FAMILIES = (
+    Family(
+        "gpt_oss",
+        ("GptOssForCausalLM",),
+        query_bias=_BIAS,
+        output_bias=_BIAS,
+        mlp_bias=NEVER,
+        windows=2,
+        expert_bias=True,
+        has_sinks=True,
+    ),
+)

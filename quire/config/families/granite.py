@@ -1,0 +1,5 @@
+"""Granite 3 and its mixtures of experts."""
+
+from quire.config.families.family import NEVER, Family
+
+FAMILIES = (Family("granite"), Family("granitemoe", mlp_bias=NEVER))

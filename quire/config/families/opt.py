@@ -1,0 +1,23 @@
+"""OPT: learned positions, stored two rows after their number; embeddings may be narrower than the layers."""
+
+from quire.config.families.family import Bias, Family
+
+_BIAS = Bias("enable_bias", True)
+FAMILIES = (
+    Family(
+        "opt",
+        ("OPTForCausalLM",),
+        is_runnable=True,
+        num_kv_heads=(),
+        intermediate=("ffn_dim",),
+        embedding_width=("word_embed_proj_dim",),
+        gated=False,
+        tied=True,
+        affine=True,
+        query_bias=_BIAS,
+        output_bias=_BIAS,
+        mlp_bias=_BIAS,
+        position_rows=2,
+        checkpoint_surplus=r"(?!)",
+    ),
+)

@@ -1,0 +1,37 @@
+"""Qwen 2, 2.5 and 3, dense and mixtures of experts."""
+
+from quire.config.families.family import ALWAYS, NEVER, Bias, Family, GGUFNames
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
+
+FAMILIES = (
+    Family(
+        "qwen2",
+        ("Qwen2ForCausalLM",),
+        is_runnable=True,
+        query_bias=ALWAYS,
+        output_bias=NEVER,
+        mlp_bias=NEVER,
+        windows="qwen",
+        gguf=GGUFNames("qwen2", GGUF_TOP, GGUF_LAYER),
+    ),
+    Family(
+        "qwen2_moe",
+        ("Qwen2MoeForCausalLM",),
+        query_bias=Bias("qkv_bias", True),
+        output_bias=NEVER,
+        mlp_bias=NEVER,
+        windows="qwen",
+        has_shared_gate=True,
+    ),
+    Family(
+        "qwen3",
+        ("Qwen3ForCausalLM",),
+        is_runnable=True,
+        mlp_bias=NEVER,
+        head_norms="head",
+        head_dim=128,
+        windows="qwen",
+        gguf=GGUFNames("qwen3", GGUF_TOP, GGUF_LAYER),
+    ),
+    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), mlp_bias=NEVER, head_norms="head", windows="qwen"),
+)

@@ -1,0 +1,54 @@
+"""Qwen3-Next and Qwen 3.5: a gated delta rule in three of four layers, gated attention in the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.config.families.family import NEVER, Family, Layer, first
+from quire.config.hf_json import Fields
+from quire.config.model_shape import AttentionShape
+
+
+def _delta_rule(fields: Fields, hidden: int) -> Layer:
+    num_keys = first(fields, "linear_num_key_heads", default=16)
+    num_values = first(fields, "linear_num_value_heads", default=32)
+    key_dim = first(fields, "linear_key_head_dim", default=128)
+    value_dim = first(fields, "linear_value_head_dim", default=128)
+    kernel = first(fields, "linear_conv_kernel_dim", default=4)
+    value = num_values * value_dim
+    mixed = 2 * num_keys * key_dim + value
+    projections = ((hidden, mixed + value), (hidden, 2 * num_values), (value, hidden))
+    attention = AttentionShape("state", num_keys, num_values, key_dim, value_dim, conv_elements=mixed * (kernel - 1))
+    return attention, projections, mixed * kernel + 2 * num_values + value_dim
+
+
+def _delta_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    every = first(fields, "full_attention_interval", default=4)
+    return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+
+
+_NEXT = Family(
+    "",
+    mlp_bias=NEVER,
+    head_norms="head",
+    head_dim=256,
+    output_gate=True,
+    has_shared_gate=True,
+    state_layer=_delta_rule,
+    state_layers=_delta_layers,
+)
+FAMILIES = (
+    replace(_NEXT, model_type="qwen3_next", architectures=("Qwen3NextForCausalLM",)),
+    replace(
+        _NEXT,
+        model_type="qwen3_5_text",
+        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        aliases=("qwen3_5",),
+    ),
+    replace(
+        _NEXT,
+        model_type="qwen3_5_moe_text",
+        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        aliases=("qwen3_5_moe",),
+    ),
+)

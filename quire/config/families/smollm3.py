@@ -1,0 +1,5 @@
+"""SmolLM 3."""
+
+from quire.config.families.family import Family
+
+FAMILIES = (Family("smollm3", tied=True, windows="qwen"),)

@@ -1,0 +1,250 @@
+"""The sizes of a model, layer by layer: what the engine, `quire plan`, the simulator and its cost model know of it.
+
+`quire.config.families` reads it from a config.json. Nothing here names a family.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+DTYPE_BYTES: Mapping[str, float] = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "float8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5,
+    "mxfp4": 0.53125,
+}
+"""Bytes of an element of a weight as checkpoints store it (mxfp4: with its scales)."""
+QUANTIZED = ("float8", "int8", "int4", "mxfp4")
+"""Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
+STATE_BYTES = 4
+"""Of an element of a recurrent state: it is kept in float32, whatever the weights are."""
+
+Kind = Literal["full", "sliding", "latent", "state", "none"]
+Matrix = tuple[int, int]
+"""Inputs and outputs."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What one layer does with earlier tokens.
+
+    kind: "full" and "sliding" keep a key and a value for each token and head, "latent" one vector for each token that
+    all heads share (multi-head latent attention), "state" a state of fixed size for each sequence, "none" nothing.
+    num_heads, num_kv_heads: of queries, of keys. key_dim, value_dim: elements of a head's key (for "latent" with its
+    rotated part, as the head computes with it) and value.
+    window: of "sliding", in tokens; a chunk of attention counts as a window.
+    latent_dim: elements that "latent" keeps of a token: the compressed keys and values, and the rotated part.
+    latent_rank: of them, the compressed ones.
+    conv_elements: of "state", elements of the short convolution's inputs, kept besides the state itself: a matrix
+    key_dim x value_dim for each of the num_kv_heads heads of values.
+    """
+
+    kind: Kind
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    latent_dim: int = 0
+    latent_rank: int = 0
+    conv_elements: int = 0
+
+    @property
+    def reach(self) -> int | None:
+        """Positions that a token reads; None: all. A state stands for all earlier ones and is read as one position."""
+        return 1 if self.kind == "state" else self.window
+
+    def token_elements(self, tp: int = 1) -> int:
+        """Elements of KV cache of one token on one of `tp` ranks. Heads are shared out while there are enough;
+        what latent attention keeps belongs to all heads and is kept by each rank."""
+        if self.kind in ("state", "none"):
+            return 0
+        if self.kind == "latent":
+            return self.latent_dim
+        return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
+
+    def state_bytes(self, dtype_bytes: float, tp: int = 1) -> int:
+        """Bytes of one sequence's state on one rank; dtype_bytes: of an element of the convolution's inputs."""
+        if self.kind != "state":
+            return 0
+        state = self.num_kv_heads * self.key_dim * self.value_dim * STATE_BYTES
+        return -(-int(state + self.conv_elements * dtype_bytes) // tp)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of an MLP. num_active: of them for each token. intermediate: width of one.
+    shared_intermediate: width of the experts that every token passes besides, together; 0: there are none."""
+
+    num_experts: int
+    num_active: int
+    intermediate: int
+    shared_intermediate: int
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """projections: the attention's matrices. intermediate: width of the MLP; experts: what is in its place.
+    is_gated: an MLP (or an expert) has three matrices, not two. num_vectors: elements of norms, biases, sinks,
+    convolutions: what is no matrix."""
+
+    attention: AttentionShape
+    projections: tuple[Matrix, ...]
+    intermediate: int
+    experts: Experts | None
+    is_gated: bool
+    num_vectors: int
+
+    @property
+    def attention_parameters(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self.projections)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes, in elements. max_model_len: positions. dtype, expert_dtype: what the matrices of the layers, and of their
+    experts, are stored in. is_tied: input and output embeddings are one table; embedding_width: of its rows, which two
+    matrices project to `hidden` and back if that is another number. positions: rows of a table of learned positions.
+    num_vectors: elements of norms outside the layers. family: its name; is_known: whether its norms and biases are
+    known, else they are guessed from the configuration's keys."""
+
+    name: str
+    family: str
+    layers: tuple[LayerShape, ...]
+    hidden: int
+    vocab: int
+    max_model_len: int
+    dtype: str
+    expert_dtype: str
+    is_tied: bool
+    embedding_width: int
+    positions: int
+    num_vectors: int
+    is_known: bool = True
+
+    # -- layers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def layer_counts(self) -> Mapping[LayerShape, int]:
+        """How many layers there are of each shape, in the order of their first."""
+        return Counter(self.layers)
+
+    @cached_property
+    def attention_counts(self) -> Mapping[AttentionShape, int]:
+        """How many layers there are of each kind of attention, in the order of their first."""
+        return Counter(layer.attention for layer in self.layers)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Positions that a token of each layer reads, None for all."""
+        return tuple(layer.attention.reach for layer in self.layers)
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Of the first layer that keeps keys and values; all are alike in the models that the engine runs."""
+        return next((each for each in self.attention_counts if each.kind != "state"), self.layers[0].attention)
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """Of all layers that have experts."""
+        return next((layer.experts for layer in self.layer_counts if layer.experts is not None), None)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(layer.experts is not None for layer in self.layers)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.layers[0].is_gated
+
+    @property
+    def intermediate(self) -> int:
+        """The widest MLP's width."""
+        return max(layer.intermediate for layer in self.layer_counts)
+
+    def layers_per_stage(self, pp: int) -> int:
+        """Of the largest of `pp` pipeline stages."""
+        return -(-self.num_layers // pp)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def mlp_parameters(self, width: int) -> int:
+        """Elements of an MLP (or an expert) of a width."""
+        return (3 if self.is_gated else 2) * self.hidden * width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of one expert."""
+        return 0 if self.experts is None else self.mlp_parameters(self.experts.intermediate)
+
+    @cached_property
+    def dense_parameters(self) -> int:
+        """Elements of all matrices that every token passes in every step, the output projection not among them."""
+        total = 0 if self.embedding_width == self.hidden else 2 * self.embedding_width * self.hidden
+        for layer, count in self.layer_counts.items():
+            width, router = layer.intermediate, 0
+            if layer.experts is not None:
+                width, router = layer.experts.shared_intermediate, self.hidden * layer.experts.num_experts
+            total += count * (layer.attention_parameters + self.mlp_parameters(width) + router)
+        return total
+
+    @property
+    def routed_parameters(self) -> int:
+        """Elements of all experts that tokens are routed to."""
+        return 0 if self.experts is None else self.num_moe_layers * self.experts.num_experts * self.expert_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of one table of the vocabulary."""
+        return self.vocab * self.embedding_width
+
+    @property
+    def looked_up_parameters(self) -> int:
+        """Elements of tables of which a token reads one row: input embeddings that are not tied, learned positions."""
+        return self.positions * self.hidden + (0 if self.is_tied else self.embedding_parameters)
+
+    def parameters(self) -> int:
+        """Elements of all weights, tied ones once."""
+        vectors = self.num_vectors + sum(count * layer.num_vectors for layer, count in self.layer_counts.items())
+        tables = self.embedding_parameters + self.looked_up_parameters
+        return self.dense_parameters + self.routed_parameters + tables + vectors
+
+    def active_parameters(self) -> int:
+        """Elements that one token is multiplied by."""
+        active = 0 if self.experts is None else self.num_moe_layers * self.experts.num_active * self.expert_parameters
+        return self.dense_parameters + active + self.embedding_parameters
+
+    def weight_bytes(self, dtype: str | None = None) -> float:
+        """Bytes of all weights, in one dtype or (None) as stored: of a quantised checkpoint the matrices of the layers
+        are, its tables, norms and biases have 16 bits."""
+        if dtype is not None:
+            return self.parameters() * DTYPE_BYTES[dtype]
+        dense, routed = self.dense_parameters, self.routed_parameters
+        plain = 2 if self.dtype in QUANTIZED else DTYPE_BYTES[self.dtype]
+        rest = (self.parameters() - dense - routed) * plain
+        return dense * DTYPE_BYTES[self.dtype] + routed * DTYPE_BYTES[self.expert_dtype] + rest
+
+    # -- cache ------------------------------------------------------------------------------------------------------
+
+    def kv_elements(self, tp: int = 1) -> int:
+        """Elements of KV cache of one token in all layers, on one of `tp` ranks."""
+        return sum(count * each.token_elements(tp) for each, count in self.attention_counts.items())
+
+    def kv_bytes_per_token(self, dtype: str = "float16", tp: int = 1) -> int:
+        """Bytes that all layers keep of a token, on one of `tp` ranks."""
+        return int(self.kv_elements(tp) * DTYPE_BYTES[dtype])
+
+    def state_bytes(self, dtype_bytes: float = 2, tp: int = 1) -> int:
+        """Bytes of state that all layers keep of a sequence, however long it is."""
+        return sum(count * each.state_bytes(dtype_bytes, tp) for each, count in self.attention_counts.items())

@@ -1,0 +1,159 @@
+"""Per-row lists of tokens: logit bias, stop tokens, banned sequences, allowed tokens.
+
+All lists lie in one array of 32-bit words, which the kernels of every platform read. It begins with a header of
+`HEADER_WORDS` words for each row: of each kind of list, where its entries start and how many there are. Entries follow:
+bias (token, bits of the float32), stop and allowed tokens (token), banned sequences (last token, length of the prefix,
+where the prefix starts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.step import SequenceSampling
+
+BIAS, STOP, BANNED, ALLOWED = range(4)
+HEADER_WORDS = 8
+ENTRY_WORDS = (2, 1, 3, 1)
+
+
+class RowLists:
+    """The lists of `num_rows` rows. Most rows own none. The sequences of one request have the same list objects, which
+    are converted once and lie among the words once."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        converters = (_bias_words, _token_words, _banned_words, _token_words)
+        self._kinds = [SharedLists(convert) for convert in converters]
+        self._words: np.ndarray | None = None
+        self._selected: dict[int, tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]] = {}
+        """Of each kind the last selection, after its rows: most steps have the rows of the step before."""
+
+    def set(self, row: int, sampling: SequenceSampling) -> None:
+        """Give `row` the lists of a sequence, in place of what it had."""
+        params = sampling.params
+        sources: tuple[Collection[Any], ...] = (
+            params.logit_bias or {},
+            sampling.stop_token_ids if params.min_tokens else (),
+            sampling.bad_token_sequences,
+            params.allowed_token_ids or (),
+        )
+        for lists, source in zip(self._kinds, sources, strict=True):
+            if lists.set(row, source):
+                self._change()
+
+    def clear(self, row: int) -> None:
+        for lists in self._kinds:
+            if lists.clear(row):
+                self._change()
+
+    def words(self) -> np.ndarray:
+        """[N] int32. A new array when lists have changed, so that a step that still reads the last one may go on."""
+        if self._words is None:
+            self._words = self._flatten()
+        return self._words
+
+    def spans(self, kind: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where among the words each row's list of a kind starts, and its number of entries. rows, results: [R]."""
+        header = self.words()[: self._num_rows * HEADER_WORDS].reshape(self._num_rows, HEADER_WORDS)
+        spans = header[rows, 2 * kind : 2 * kind + 2].astype(np.int64)
+        return spans[:, 0], spans[:, 1]
+
+    def select(self, kind: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The entries of a kind that `rows` ([R] int64) have: the index in `rows` of each, and where among the words it
+        starts. Both [N] int64."""
+        last = self._selected.get(kind)
+        if last is not None and np.array_equal(last[0], rows):
+            return last[1]
+        starts, counts = self.spans(kind, rows)
+        index = np.repeat(np.arange(len(rows)), counts)
+        # Entry n of all is entry n - (entries of the rows before) of its row.
+        starts -= (np.cumsum(counts) - counts) * ENTRY_WORDS[kind]
+        selected = index, np.arange(len(index)) * ENTRY_WORDS[kind] + starts[index]
+        self._selected[kind] = rows.copy(), selected
+        return selected
+
+    def _change(self) -> None:
+        self._words = None
+        self._selected.clear()
+
+    def _flatten(self) -> np.ndarray:
+        header = np.zeros((self._num_rows, HEADER_WORDS), np.int32)
+        parts, start = [header.reshape(-1)], header.size
+        for kind, lists in enumerate(self._kinds):
+            for words, rows in lists:
+                count = int(words[0]) if kind == BANNED else len(words) // ENTRY_WORDS[kind]
+                part = _placed(words, start, count) if kind == BANNED else words
+                header[rows, 2 * kind : 2 * kind + 2] = start, count
+                parts.append(part)
+                start += len(part)
+        return np.concatenate(parts)
+
+
+class SharedLists:
+    """The converted lists of one kind. Rows with the same list object share one conversion, which is dropped with the
+    last of them."""
+
+    def __init__(self, convert: Callable[[Any], np.ndarray]) -> None:
+        self._convert = convert
+        self._key_of_row: dict[int, int] = {}
+        self._entries: dict[int, tuple[object, np.ndarray, set[int]]] = {}
+        """By the identity of the list, which is kept, so that no other list gets it."""
+
+    def set(self, row: int, source: Collection[Any]) -> bool:
+        """Give `row` this list, in place of what it had; an empty one clears it. Returns whether that is a change."""
+        had_one = self.clear(row)
+        if not source:
+            return had_one
+        key = id(source)
+        if key not in self._entries:
+            self._entries[key] = source, self._convert(source), set()
+        self._entries[key][2].add(row)
+        self._key_of_row[row] = key
+        return True
+
+    def clear(self, row: int) -> bool:
+        """Take the list of `row` away; returns whether it had one."""
+        key = self._key_of_row.pop(row, None)
+        if key is None:
+            return False
+        rows = self._entries[key][2]
+        rows.remove(row)
+        if not rows:
+            del self._entries[key]
+        return True
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """(converted list, its rows) for each different list."""
+        return ((words, list(rows)) for _, words, rows in self._entries.values())
+
+
+def _token_words(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def _bias_words(bias: Mapping[int, float]) -> np.ndarray:
+    pairs = np.empty((len(bias), 2), np.int32)
+    pairs[:, 0] = list(bias)
+    pairs[:, 1] = np.array(list(bias.values()), np.float32).view(np.int32)
+    return pairs.reshape(-1)
+
+
+def _banned_words(sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """The number of sequences; an entry for each, with the start of its prefix among what follows; the prefixes."""
+    entries: list[int] = []
+    prefixes: list[int] = []
+    for sequence in sequences:
+        entries += [sequence[-1], len(sequence) - 1, len(prefixes)]
+        prefixes += sequence[:-1]
+    return np.array([len(sequences), *entries, *prefixes], np.int32)
+
+
+def _placed(words: np.ndarray, start: int, count: int) -> np.ndarray:
+    """Entries and prefixes of `count` banned sequences, as they are when they start at `start`."""
+    placed = words[1:].copy()
+    placed[2 : 3 * count : 3] += start + 3 * count
+    return placed

@@ -1,0 +1,161 @@
+"""The plain kernels: NumPy on the scores, torch for log-probabilities; the reference for the other ones.
+
+On a CPU NumPy is several times faster here than the same torch operators, and every operator used gives a row the
+same bits whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.sampling import rules
+from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
+from quire.sampling.filters import apply_filters
+from quire.sampling.parameters import Asked, Feature, SamplingRows
+from quire.sampling.results import Best, Choice, Deferred, Ranking, ready
+from quire.sampling.rules import HostBatch
+from quire.sampling_params import MAX_LOGPROBS
+
+SLICE_ELEMENTS = 2**20
+"""Random rows are drawn by slices of about this many weights, which bounds memory and stays in the cache."""
+
+
+class PlainKernels:
+    """See `quire.sampling.kernels.SamplingKernels`: over NumPy views of tensors on the host."""
+
+    def __init__(self, rows: SamplingRows) -> None:
+        self._rows = rows
+
+    def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[np.ndarray, np.ndarray]:
+        """The logits themselves, and a copy of the rows that ask: [N, vocab_size]."""
+        scores = logits.numpy()
+        return scores, scores if asked is None else scores[asked.indices]
+
+    def normalize(self, scores: np.ndarray, batch: HostBatch, beams: Asked) -> None:
+        scores[beams.indices] = log_probabilities(scores[beams.indices]).numpy()
+
+    def add_logit_bias(self, scores: np.ndarray, batch: HostBatch) -> None:
+        rules.add_logit_bias(scores, self._rows.lists, batch)
+
+    def apply_penalties(self, scores: np.ndarray, batch: HostBatch, used: int) -> None:
+        rows, where = self._rows, batch.rows
+        if used & Feature.REPETITION_PENALTY:
+            rules.apply_repetition_penalty(scores, rows.repetition_penalty[where], batch)
+        if used & Feature.OUTPUT_PENALTIES:
+            rules.apply_output_penalties(scores, rows.presence_penalty[where], rows.frequency_penalty[where], batch)
+
+    def ban_stop_tokens(self, scores: np.ndarray, batch: HostBatch) -> None:
+        rules.ban_stop_tokens(scores, self._rows.lists, self._rows.min_tokens[batch.rows], batch)
+
+    def ban_sequences(self, scores: np.ndarray, batch: HostBatch) -> None:
+        rules.ban_sequences(scores, self._rows.lists, batch)
+
+    def keep_allowed(self, scores: np.ndarray, batch: HostBatch) -> None:
+        rules.keep_allowed(scores, self._rows.lists, batch)
+
+    def choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, Deferred[Choice]]:
+        token_ids, is_sound = self._choose(scores, batch, used)
+        nonfinite: Sequence[int] = ()
+        if not is_sound:
+            nonfinite = np.flatnonzero(token_ids < 0).tolist()
+            token_ids[nonfinite] = 0
+        batch.token_table[batch.rows, batch.lengths] = token_ids
+        return token_ids, ready(Choice(token_ids, nonfinite))
+
+    def rank(self, logits: np.ndarray, token_ids: np.ndarray, batch: HostBatch, asked: Asked) -> Deferred[Ranking]:
+        return ready(self._rank(logits, token_ids[asked.indices], max(asked.counts)))
+
+    def rank_tokens(self, logits: torch.Tensor, token_ids: np.ndarray, num_top: int) -> Deferred[Ranking]:
+        return ready(self._rank(logits.numpy(), token_ids, num_top))
+
+    def rank_beams(self, scores: np.ndarray, batch: HostBatch, beams: Asked) -> Deferred[Best]:
+        scores = scores[beams.indices]
+        scores[~np.isfinite(scores.max(axis=1))] = 0
+        token_ids = self._best(scores, max(beams.counts))
+        return ready(Best(token_ids, np.take_along_axis(scores, token_ids, axis=1)))
+
+    def _choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, bool]:
+        """[R] int64, the tokens, -1 for rows that are not sound; and whether there is no such row."""
+        if not used & Feature.RANDOM:
+            token_ids = _best_of_row(scores)
+        elif not used & Feature.GREEDY:
+            token_ids = self._draw(scores, np.arange(len(scores)), batch, used)
+        else:
+            is_random = (self._rows.features[batch.rows] & Feature.RANDOM) != 0
+            greedy, random = np.flatnonzero(~is_random), np.flatnonzero(is_random)
+            token_ids = np.empty(len(scores), np.int64)
+            token_ids[greedy] = _best_of_row(scores[greedy])
+            token_ids[random] = self._draw(scores, random, batch, used)
+        return token_ids, bool((token_ids >= 0).all())
+
+    def _rank(self, logits: np.ndarray, token_ids: np.ndarray, num_top: int) -> Ranking:
+        """logits: [N, vocab_size] float32; token_ids: [N] int64. The ranking of each, with `num_top` or more best
+        tokens."""
+        log_probs = log_probabilities(logits)
+        chosen = log_probs.gather(1, torch.from_numpy(token_ids)[:, None])
+        ranks = (log_probs > chosen).sum(dim=1) + 1
+        # One width whatever is asked for: which of several equal tokens comes first must not depend on the batch.
+        width = min(MAX_LOGPROBS, log_probs.shape[1]) if num_top else 0
+        values, tokens = log_probs.topk(width, dim=1)
+        logprobs = chosen[:, 0].numpy()
+        return Ranking(np.isfinite(logprobs), token_ids, logprobs, ranks.numpy(), Best(tokens.numpy(), values.numpy()))
+
+    def _best(self, scores: np.ndarray, num_best: int) -> np.ndarray:
+        """The `num_best` tokens of the highest scores of each row, best first, of several equal ones the lowest first.
+
+        scores: [N, vocab_size] float32, each row with a finite score and none with NaN or plus infinity. Returns [N,
+        min(num_best, vocab_size)] int64.
+        """
+        num_rows, vocab_size = scores.shape
+        width = min(num_best, vocab_size)
+        lowest = np.partition(scores, vocab_size - width, axis=1)[:, vocab_size - width]
+        best = np.empty((num_rows, width), np.int64)
+        for row in range(num_rows):
+            # Of those that equal the lowest one some may be too many, hence sorted and in order of their ids.
+            token_ids = np.flatnonzero(scores[row] >= lowest[row])
+            best[row] = token_ids[np.argsort(-scores[row, token_ids], kind="stable")[:width]]
+        return best
+
+    def _draw(self, scores: np.ndarray, index: np.ndarray, batch: HostBatch, used: int) -> np.ndarray:
+        """Draw a token for each of the batch's rows `index`. Returns [len(index)] int64, -1 for rows without a sum."""
+        uniforms = uniform(self._rows.seed[batch.rows[index]], batch.num_generated[index])
+        step = max(1, SLICE_ELEMENTS // scores.shape[1])
+        slices: Sequence[slice] = [slice(start, start + step) for start in range(0, len(index), step)]
+        parts = [self._draw_slice(scores, index[some], uniforms[some], batch, used) for some in slices]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _draw_slice(
+        self, scores: np.ndarray, index: np.ndarray, uniforms: np.ndarray, batch: HostBatch, used: int
+    ) -> np.ndarray:
+        rows, where = self._rows, batch.rows[index]
+        with np.errstate(all="ignore"):  # NaN and infinite scores are looked for below
+            weights = compute_weights(scores[index], rows.temperature[where])
+            cumulative = cumulative_blocks(weights)
+        bad = np.flatnonzero(~np.isfinite(cumulative[:, -1]))
+        if bad.size:
+            weights[bad] = 1
+            cumulative[bad] = cumulative_blocks(weights[bad])
+        if used & Feature.FILTERS:
+            filtered = np.flatnonzero(rows.features[where] & Feature.FILTERS)
+            some, at = weights[filtered], where[filtered]
+            apply_filters(some, cumulative[filtered, -1], rows.top_k[at], rows.top_p[at], rows.min_p[at])
+            weights[filtered], cumulative[filtered] = some, cumulative_blocks(some)
+        token_ids = draw(weights, cumulative, uniforms)
+        token_ids[bad] = -1
+        return token_ids
+
+
+def log_probabilities(logits: np.ndarray) -> torch.Tensor:
+    """logits: [N, vocab_size] float32. Returns a new tensor of that shape."""
+    return torch.log_softmax(torch.from_numpy(logits), dim=-1, dtype=torch.float32)
+
+
+def _best_of_row(scores: np.ndarray) -> np.ndarray:
+    """The token of the highest score per row, of several equal ones the lowest; -1 for rows that are not sound."""
+    token_ids = scores.argmax(axis=1)
+    # NumPy's argmax stops at a NaN, so looking at the winner is looking at the row.
+    token_ids[~np.isfinite(scores[np.arange(len(scores)), token_ids])] = -1
+    return token_ids

@@ -1,0 +1,145 @@
+"""Results of sampling: what kernels leave, on the device until it is read, and what a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from quire.sampling.errors import NonFiniteLogitsError
+from quire.sampling.parameters import Asked
+from quire.sampling.rules import BANNED_SCORE
+from quire.step import Candidates, TokenLogprobs
+
+LOWEST_SCORE = float(BANNED_SCORE) / 2
+"""Scores below this one belong to banned tokens: neither the model nor other rules produce one as low."""
+
+Result = TypeVar("Result")
+
+
+class Choice(NamedTuple):
+    """token_ids: [R] int64, a token that exists for every row. nonfinite: indices of rows with NaN or plus infinity, or
+    without any finite score, in order."""
+
+    token_ids: np.ndarray
+    nonfinite: Sequence[int] = ()
+
+
+class Best(NamedTuple):
+    """The best tokens of N rows, best first: token_ids and scores ([N, K])."""
+
+    token_ids: np.ndarray
+    scores: np.ndarray
+
+
+class Ranking(NamedTuple):
+    """One token of each of N rows: token_ids, logprobs, ranks (1 for the best), [N] each. is_sound: [N] bool. A row
+    that is not sound has NaN or plus infinity, or its token is impossible, and nothing else of it is valid. best: the
+    best tokens and their log-probabilities, at least as many as any row wants."""
+
+    is_sound: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    best: Best
+
+
+class Deferred(NamedTuple, Generic[Result]):
+    """What a kernel has enqueued. tensors: what must be copied to the host, none where it has been computed there.
+    read: takes the copies of these tensors from an iterator and returns the result."""
+
+    tensors: Sequence[torch.Tensor]
+    read: Callable[[Iterator[torch.Tensor]], Result]
+
+
+def ready(result: Result) -> Deferred[Result]:
+    """A result that is on the host already."""
+    return Deferred((), lambda _: result)
+
+
+class SampledTokens(NamedTuple):
+    """token_ids: [R] int64, aligned with the batch. logprobs, candidates: by batch index, where asked for.
+    nonfinite: indices of rows whose logits are NaN or infinite; they have some token, and neither of the others."""
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    candidates: dict[int, Candidates]
+    nonfinite: Sequence[int] = ()
+
+
+class Samples(NamedTuple):
+    """What sampling R rows leaves. ranking, candidates: of the rows that ask for log-probabilities and of beams, None
+    where no row asks."""
+
+    choice: Deferred[Choice]
+    ranking: Deferred[Ranking] | None
+    candidates: Deferred[Best] | None
+    logprobs_asked: Asked | None
+    candidates_asked: Asked | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What must be copied to the host."""
+        parts = (self.choice, self.ranking, self.candidates)
+        return [tensor for part in parts if part is not None for tensor in part.tensors]
+
+    def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> SampledTokens:
+        """hosts: `tensors` on the host."""
+        remaining = iter(hosts)
+        token_ids, nonfinite = self.choice.read(remaining)
+        logprobs: dict[int, TokenLogprobs] = {}
+        candidates: dict[int, Candidates] = {}
+        if self.ranking is not None and self.logprobs_asked is not None:
+            indices, counts = self.logprobs_asked
+            ranking = self.ranking.read(remaining)
+            logprobs = dict(zip(indices.tolist(), read_logprobs(ranking, counts), strict=True))
+            if not ranking.is_sound.all():
+                nonfinite = sorted({*nonfinite, *indices[~ranking.is_sound].tolist()})
+        if self.candidates is not None and self.candidates_asked is not None:
+            indices, counts = self.candidates_asked
+            best = self.candidates.read(remaining)
+            candidates = dict(zip(indices.tolist(), read_candidates(best, counts), strict=True))
+        for row in nonfinite:
+            logprobs.pop(row, None)
+            candidates.pop(row, None)
+        return SampledTokens(token_ids, logprobs, candidates, tuple(nonfinite))
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of given tokens, of which each asks for `num_top` alternatives."""
+
+    ranking: Deferred[Ranking]
+    num_top: int
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """What must be copied to the host."""
+        return self.ranking.tensors
+
+    def assemble(self, hosts: Sequence[torch.Tensor] = ()) -> list[TokenLogprobs]:
+        """hosts: `tensors` on the host. Raises NonFiniteLogitsError with the indices of rows that are not sound."""
+        ranking = self.ranking.read(iter(hosts))
+        bad = np.flatnonzero(~ranking.is_sound)
+        if bad.size:
+            raise NonFiniteLogitsError(bad.tolist())
+        return read_logprobs(ranking, [self.num_top] * len(ranking.token_ids))
+
+
+def read_logprobs(ranking: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """counts: [N], how many of the best tokens each row wants."""
+    columns = (ranking.token_ids, ranking.logprobs, ranking.ranks, *ranking.best)
+    entries = zip(*(column.tolist() for column in columns), counts, strict=True)
+    return [
+        TokenLogprobs([token, *tokens[:count]], [value, *values[:count]], rank)
+        for token, value, rank, tokens, values, count in entries
+    ]
+
+
+def read_candidates(best: Best, counts: Sequence[int]) -> list[Candidates]:
+    """counts: [N], how many each row wants at most. A row has one even if everything is forbidden."""
+    num_allowed = np.maximum(1, (best.scores > LOWEST_SCORE).sum(axis=1)).tolist()
+    columns = zip(best.token_ids.tolist(), best.scores.tolist(), counts, num_allowed, strict=True)
+    return [
+        Candidates(tokens[: min(wanted, allowed)], scores[: min(wanted, allowed)])
+        for tokens, scores, wanted, allowed in columns
+    ]

@@ -1,0 +1,156 @@
+"""The Triton kernels of a device: every pass is enqueued on the current stream, and nothing waits for it.
+
+Which rows a kernel concerns it finds out itself. Greedy rows take two launches and read the logits once.
+
+The memory that a batch takes: almost nothing without filters; 12 KiB for each row and 8,192 tokens of the vocabulary
+with them (58 MB for 256 rows of 151,936); float32 scores, 4 bytes per token of the vocabulary and row, where rules or
+penalties change logits of 16 bits, or logits that log-probabilities are wanted of. Penalties keep as much for good,
+from their first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
+from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
+from quire.sampling.batch import SampleBatch
+from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, SamplingRows
+from quire.sampling.results import Best, Choice, Deferred, Ranking
+from quire.sampling_params import MAX_LOGPROBS
+
+DeviceBatch = SampleBatch[torch.Tensor]
+Pinned = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes host memory, not initialised, that copies to the device can use beside the host's work."""
+
+
+class TritonKernels:
+    """See `quire.sampling.kernels.SamplingKernels`: over tensors on a device. rows, lengths and num_prompt_tokens of a
+    batch are int32."""
+
+    def __init__(
+        self,
+        rows: SamplingRows,
+        words: torch.Tensor,
+        pinned: Pinned,
+        shapes: SamplingShapes | None = None,
+        rank_lanes: int = logprobs.LANES,
+    ) -> None:
+        """words: [num_rows, NUM_WORDS] int32, on the device; the caller writes `SamplingRows.words` of each row that it
+        sets. shapes, rank_lanes: how kernels divide a row; a power of two each."""
+        assert words.shape == (len(rows.features), NUM_WORDS), f"{words.shape} words for {len(rows.features)} rows"
+        self._rows = rows
+        self._words = words
+        self._pinned = pinned
+        self._shapes = SamplingShapes() if shapes is None else shapes
+        self._rank_lanes = rank_lanes
+        self._lists: tuple[np.ndarray | None, torch.Tensor] = (None, words)
+        self._counts = torch.zeros((0, 0), dtype=torch.int32, device=words.device)
+
+    def set_aside(self, logits: torch.Tensor, used: int, asked: Asked | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores that change are a copy where log-probabilities are wanted of the logits, and in float32."""
+        changes = used & (EDITS | Feature.CANDIDATES)
+        if changes and (logits.dtype != torch.float32 or asked is not None):
+            return logits.to(torch.float32, copy=True), logits
+        return logits, logits
+
+    def normalize(self, scores: torch.Tensor, batch: DeviceBatch, beams: Asked) -> None:
+        logprobs.normalize(scores, batch.rows, self._words, Feature.CANDIDATES, self._rank_lanes)
+
+    def add_logit_bias(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
+        rules.add_logit_bias(scores, batch.rows, self._list_words())
+
+    def apply_penalties(self, scores: torch.Tensor, batch: DeviceBatch, used: int) -> None:
+        if self._counts.shape[0] < len(scores):
+            # The table of counts is all zeros between calls.
+            self._counts = torch.zeros(tuple(scores.shape), dtype=torch.int32, device=self._words.device)
+        penalties.apply_penalties(scores, batch.rows, self._words, _histories(batch), self._counts)
+
+    def ban_stop_tokens(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
+        rules.ban_stop_tokens(scores, batch.rows, self._words, _histories(batch), self._list_words())
+
+    def ban_sequences(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
+        rules.ban_sequences(scores, batch.rows, _histories(batch), self._list_words())
+
+    def keep_allowed(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
+        rules.keep_allowed(scores, batch.rows, self._list_words())
+
+    def choose(self, scores: torch.Tensor, batch: DeviceBatch, used: int) -> tuple[torch.Tensor, Deferred[Choice]]:
+        rows, words, shapes, histories = batch.rows, self._words, self._shapes, _histories(batch)
+        vocab_size = scores.shape[1]
+        filtered = used & Feature.FILTERS
+        features = self._rows.features[batch.rows_host]
+        plain = features[(features & Feature.FILTERS) == 0]
+        draws = bool((plain & Feature.RANDOM).any())
+        buffers = allocate_buffers(len(scores), vocab_size, shapes, scores.device, filtered=bool(filtered))
+        sampling.scan(scores, rows, words, buffers, shapes, random=draws, filtered=filtered)
+        if len(plain):
+            sampling.pick(scores, rows, words, histories, buffers, shapes, random=draws, filtered=filtered)
+        if filtered:
+            filters.cutoff(rows, words, vocab_size, buffers, shapes, filtered)
+            filters.collect(scores, rows, words, buffers, shapes, filtered)
+            filters.pick_filtered(scores, rows, words, histories, buffers, shapes, filtered)
+        return buffers.chosen[:, 0], Deferred((buffers.chosen,), _read_choice)
+
+    def rank(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, batch: DeviceBatch, asked: Asked
+    ) -> Deferred[Ranking]:
+        # One width whatever the requests ask for keeps the number of shapes small; 0 when none asks for alternatives.
+        num_top = MAX_LOGPROBS if any(asked.counts) else 0
+        result = self._rank(logits, token_ids, num_top, batch.rows, Feature.LOGPROBS)
+        return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[asked.indices]))
+
+    def rank_beams(self, scores: torch.Tensor, batch: DeviceBatch, beams: Asked) -> Deferred[Best]:
+        result = self._rank(scores, None, max(beams.counts), batch.rows, Feature.CANDIDATES)
+        return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()[beams.indices]).best)
+
+    def rank_tokens(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Deferred[Ranking]:
+        # Every row is wanted, whatever it is: no parameters are looked at.
+        result = self._rank(logits, token_ids, num_top, token_ids, 0)
+        return Deferred((result,), lambda hosts: _read_ranking(next(hosts).numpy()))
+
+    def _rank(
+        self, scores: torch.Tensor, targets: torch.Tensor | None, num_best: int, rows: torch.Tensor, feature: int
+    ) -> torch.Tensor:
+        """[R, words] int32, of `quire.kernels.triton.logprobs.rank`."""
+        count, vocab_size = scores.shape
+        width = min(num_best, vocab_size)
+        # Rows without the feature stay zero, so that uninitialised memory is not copied to the host.
+        shape, make = (count, logprobs.result_words(width)), torch.zeros if feature else torch.empty
+        result = make(shape, dtype=torch.int32, device=scores.device)
+        logprobs.rank(scores, targets, width, result, rows, self._words, feature, self._rank_lanes)
+        return result
+
+    def _list_words(self) -> torch.Tensor:
+        """The words of the rows' lists. Enqueues their copy to the device when they have changed. The tensor is never
+        written again: a step that runs may still read the one before."""
+        words = self._rows.lists.words()
+        source, tensor = self._lists
+        if source is not words:
+            host = self._pinned(words.shape, torch.int32)
+            host.numpy()[:] = words
+            tensor = host.to(self._words.device, non_blocking=True)
+            self._lists = words, tensor
+        return tensor
+
+
+def _histories(batch: DeviceBatch) -> Histories:
+    return Histories(batch.lengths, batch.num_prompt_tokens, batch.token_table)
+
+
+def _read_choice(hosts: Iterator[torch.Tensor]) -> Choice:
+    """From [R, 2] int32: each row's token, and whether its scores are sound."""
+    chosen = next(hosts).numpy()
+    return Choice(chosen[:, 0].astype(np.int64), tuple(np.flatnonzero(chosen[:, 1] == 0).tolist()))
+
+
+def _read_ranking(words: np.ndarray) -> Ranking:
+    """words: [N, words] int32, of `quire.kernels.triton.logprobs.rank`: whether the row is sound, the target's rank;
+    pairs of tokens and values, the target's first."""
+    pairs = words[:, logprobs.FIRST_PAIR :]
+    tokens, values = pairs[:, ::2], np.ascontiguousarray(pairs[:, 1::2]).view(np.float32)
+    best = Best(tokens[:, 1:], values[:, 1:])
+    return Ranking(words[:, 0] != 0, tokens[:, 0], values[:, 0], words[:, 1], best)

@@ -1,0 +1,162 @@
+"""The admitter: starts waiting requests, in order, beside the running sequences of one plan."""
+
+from __future__ import annotations
+
+from quire.kv_cache.manager import KVCacheManager
+from quire.request import Request, Sequence
+from quire.scheduler.admission import Limits, Quote, has_room, quote
+from quire.scheduler.gates import Gates, Reservations, Stage, is_deferred
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.preemption import NO_PREEMPTION, PreemptionPlan, comes_before_running, plan_preemption, swap_in
+from quire.scheduler.queue import RequestQueue
+from quire.scheduler.running import RunningSet
+from quire.stats import EngineStats
+
+
+class Admitter:
+    """Moves requests from the queue to the running set, which it shares with the scheduler."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        limits: Limits,
+        gates: Gates,
+        waiting: RequestQueue,
+        running: RunningSet,
+        stats: EngineStats,
+    ) -> None:
+        self._kv = kv
+        self._limits = limits
+        self._gates = gates
+        self._waiting = waiting
+        self._running = running
+        self._stats = stats
+        self._quoted: tuple[Request, Quote] | None = None
+        """The first waiting request and its quote, until this pass changes the pool."""
+        self._rejected: Request | None = None
+        """The waiting request that did not fit into `_rejected_room` blocks."""
+        self._rejected_room = 0
+
+    def forget_rejection(self) -> None:
+        """Look again at the request that did not fit: less is needed now, or more is free."""
+        self._rejected = None
+
+    def plan_preemption(self, now: float) -> PreemptionPlan:
+        """Plan which running requests the first waiting one preempts (quire/scheduler/preemption.py). Begins each pass:
+        `admit` uses the quote again unless the plan has changed the pool meanwhile."""
+        self._quoted = None
+        request = self._waiting.first
+        if request is None or is_deferred(request, now) or not comes_before_running(request, self._running.sequences):
+            return NO_PREEMPTION
+        needs = quote(request, self._kv, self._limits.max_chunk)
+        self._quoted = request, needs
+        if self._gates.check((Stage.LOOK_UP,), request, needs, now) is not None:
+            return NO_PREEMPTION
+        preemption = plan_preemption(request, needs, self._running, self._kv, self._limits)
+        if preemption.victims and self._gates.defer((Stage.BEGIN,), request, needs, now):
+            return NO_PREEMPTION
+        if preemption.victims:
+            self._quoted = None  # they leave more room
+        if preemption.num_tokens or preemption.victims:
+            self._rejected = None  # it fits now
+        return preemption
+
+    def admit(self, builder: PlanBuilder, now: float) -> None:
+        """Start waiting requests in order while token budget, request slots and blocks allow; stop at the first that
+        does not fit. Later requests may start before a deferred one (quire/scheduler/gates.py)."""
+        reserved = Reservations()
+        started = []
+        for request in self._waiting:
+            if reserved.has_preempted:
+                break
+            sequences = request.live_sequences
+            num_slots = self._running.num_slots + reserved.num_slots + len(sequences)
+            if builder.budget <= 0 or num_slots > self._limits.max_num_seqs:
+                break
+            if any(sequence.num_pending_tokens for sequence in sequences):
+                break  # preempted with a sample in flight: the next update brings its token
+            if is_deferred(request, now):
+                reserved.reserve(request)
+                continue
+            room = self._kv.pool.num_allocatable - reserved.num_blocks
+            if request is self._rejected and room <= self._rejected_room and self._running.sequences:
+                break  # nothing was freed since: skip the prefix look-up
+            needs = self._quote(request, builder, reserved)
+            if self._gates.defer((Stage.LOOK_UP, Stage.BEGIN), request, needs, now):
+                reserved.reserve(request)
+                continue
+            num_tokens = min(needs.num_new_tokens, self._limits.max_chunk, builder.budget)
+            if reserved and num_tokens < needs.num_new_tokens:
+                break
+            if not self._has_room(request, needs):
+                break
+            if self._gates.defer((Stage.START,), request, needs, now):
+                reserved.reserve(request)
+                continue
+            started.append(request)
+            self._gates.forget(request)
+            if needs.is_resumed:
+                self._resume(builder, request)
+            else:
+                self._start(builder, request, needs.num_cached_tokens, num_tokens, now)
+        for request in started:
+            self._waiting.remove(request)
+
+    def _quote(self, request: Request, builder: PlanBuilder, reserved: Reservations) -> Quote:
+        """The quote of `plan_preemption`, if it was for this request and still holds, or another."""
+        quoted, self._quoted = self._quoted, None
+        if quoted is not None and quoted[0] is request and not (builder.grown or builder.forked):
+            return quoted[1]
+        return quote(request, self._kv, self._limits.max_chunk, reserved.num_blocks)
+
+    def _has_room(self, request: Request, needs: Quote) -> bool:
+        """Whether the pool has the blocks that a request needs to start; remembers the request if not."""
+        fits = has_room(needs.num_blocks, needs.room, self._kv, is_alone=not self._running.sequences)
+        self._rejected, self._rejected_room = (None, 0) if fits else (request, needs.room)
+        return fits
+
+    def _start(self, builder: PlanBuilder, request: Request, num_cached: int, num_tokens: int, now: float) -> None:
+        """Run a request's first sequence, with the blocks of its prefix hit, and schedule `num_tokens` of it."""
+        leader = request.live_sequences[0]
+        if request.beam_search is not None:
+            request.beam_search.forget_candidates()
+        self._running.enter(request, [leader])
+        leader.blocks = self._kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
+        leader.num_computed_tokens = num_cached
+        self._count_start(request, num_cached, now)
+        self._grow_new(builder, leader, num_tokens)
+
+    def _count_start(self, request: Request, num_cached: int, now: float) -> None:
+        stats = self._stats
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            request.num_cached_tokens = num_cached
+            stats.prompt_tokens_total += request.num_prompt_tokens
+            if not request.bypass_prefix_cache and self._kv.enable_prefix_caching:
+                stats.prefix_cache_queries_total += request.num_prompt_tokens
+                stats.prefix_cache_hits_total += num_cached
+        else:
+            stats.recomputed_tokens_total += max(0, request.num_lost_tokens - num_cached)
+            request.num_lost_tokens = 0
+
+    def _resume(self, builder: PlanBuilder, request: Request) -> None:
+        """Run a swapped request. The workers copy its blocks back beside this step, and the next step computes its next
+        tokens."""
+        sequences, copies = swap_in(request, self._kv)
+        builder.swap_in += copies
+        for sequence in sequences:
+            builder.add_row(sequence)
+            builder.resumed.append((sequence, sequence.num_computed_tokens))
+        self._running.enter(request, sequences)
+
+    def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:
+        """Schedule the first tokens of a sequence that has no request slot yet; `_has_room` made sure that they fit."""
+        assert leader.blocks is not None
+        start = leader.num_computed_tokens
+        allocation = self._kv.allocate_slots(leader.blocks, start, start + num_tokens)
+        assert allocation is not None, "admitted without room"
+        builder.block_copies += allocation.copies  # the last block of a registered prefix
+        builder.add_row(leader)
+        builder.schedule(leader, num_tokens)
+        if leader.num_computed_tokens == leader.request.fork_position:
+            builder.fork(leader, self._kv)
