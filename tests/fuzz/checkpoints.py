@@ -12,6 +12,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -328,7 +329,7 @@ def change_values(rng: Random, directory: Path) -> None:
             if not isinstance(inner, dict | list) or not inner or rng.random() < 0.3:
                 break
             place = inner
-        place[key] = rng.choice(NASTY)
+        place[key] = deepcopy(rng.choice(NASTY))  # the next change may go into it
     write_json(directory / name, changed)
 
 
