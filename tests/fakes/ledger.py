@@ -40,7 +40,7 @@ class SlotLedger:
             self._filled_by |= {(self._HOST + host, offset): plan.step_id for offset in range(self._size)}
         if isinstance(plan.transfers, RemoteTransfers):
             for _, _, block in plan.transfers.loads:
-                self._filled_by |= {(block, offset): plan.step_id for offset in range(self._size)}
+                self._filled_by |= {(block, offset): -1 for offset in range(self._size)}  # no plan computes them
         starts = dict(zip(plan.seq_ids, plan.start_positions, strict=True))
         for new in plan.new_sequences:
             self._tables[new.seq_id] = [list(table) for table in new.block_ids]
