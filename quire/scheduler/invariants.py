@@ -28,8 +28,7 @@ def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
             assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed tokens without blocks"
             if sequence.swapped is not None:
                 num_swapped += 1
-                assert sequence.swapped.capacity - kv.block_size < sequence.num_computed_tokens
-                assert sequence.num_computed_tokens <= sequence.swapped.capacity
+                assert kv.groups.fits(sequence.swapped.tables, sequence.num_computed_tokens)
     return num_swapped
 
 
@@ -38,11 +37,10 @@ def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
     for sequence in sequences:
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
+        assert 0 <= sequence.num_pending_drafts <= sequence.num_pending_tokens
         assert sequence.blocks is not None
         assert sequence.swapped is None
-        assert sequence.num_computed_tokens <= sequence.blocks.capacity
-        waste = sequence.blocks.capacity - sequence.num_computed_tokens
-        assert waste < kv.block_size, f"{waste} slots reserved and unused"
+        assert kv.groups.fits(sequence.blocks.tables, sequence.num_computed_tokens), "too few slots, or unused blocks"
         if sequence.num_computed_tokens < sequence.fast_path_until:
             assert known == sequence.num_computed_tokens + 1, "more than one token is to be computed, or none"
             assert sequence.fast_path_until <= min(sequence.blocks.capacity, sequence.max_total_tokens - 1)

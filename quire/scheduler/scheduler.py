@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
+from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, Drafts, take_back_rejected, until_end
 from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
@@ -49,8 +50,10 @@ class Scheduler:
         kv: KVCacheManager,
         preemption_costs: PreemptionCosts | None = None,
         gates: list[Gate] | None = None,
+        drafter: Drafter = NO_DRAFTER,
     ) -> None:
-        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`."""
+        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
+        drafter: only for workers that verify drafts."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         max_num_tokens = config.max_num_batched_tokens
@@ -62,7 +65,10 @@ class Scheduler:
         self._running = RunningSet()
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
+        self._drafter = drafter
         self._released: list[int] = []
+        self._trimmed: dict[int, int] = {}
+        """See `StepPlan.trimmed_tables`."""
         self._beam_reorder = BeamReorder()
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
@@ -204,8 +210,8 @@ class Scheduler:
             return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
-        plan = builder.build(self._released, *self._beam_reorder.take())
-        self._released = []
+        plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
+        self._released, self._trimmed = [], {}
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
             sequences=builder.sequences,
@@ -232,7 +238,10 @@ class Scheduler:
         self._commit(in_flight)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
-        sampled: Iterable[tuple[int, tuple[Sequence, int]]] = enumerate(zip(samples, result.token_ids, strict=True))
+        if in_flight.plan.num_drafts:
+            self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
+        sampled: Iterable[tuple[int, tuple[Sequence, list[int]]]]
+        sampled = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
             ended = self._update_beams(samples, result.candidates, now)
@@ -241,18 +250,24 @@ class Scheduler:
             sampled = [entry for entry in sampled if entry[1][0].request.beam_search is None]
         any_finished = bool(updates)
         all_logprobs = result.logprobs
-        for position, (sequence, token_id) in sampled:
+        for position, (sequence, new_ids) in sampled:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            token_ids.append(token_id)
-            update = SequenceUpdate(request.request_id, sequence.index, [token_id])
+            if len(new_ids) > 1:
+                new_ids = until_end(sequence, new_ids)
+                num_more_tokens += len(new_ids) - 1
+            token_id = new_ids[-1]
+            token_ids += new_ids
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
-                update.logprobs = [all_logprobs[position]]
+                update.logprobs = all_logprobs[position][: len(new_ids)]
             num_known = len(token_ids)
+            if len(new_ids) > 1 and sequence.blocks is not None:
+                self.kv.cache_blocks(sequence.blocks, token_ids, num_known - 1)  # accepted drafts are computed tokens
             if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
                 any_finished = True
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)
@@ -277,6 +292,7 @@ class Scheduler:
         """
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
+        max_drafts = self._drafter.max_drafts
         preempted = False
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
@@ -302,8 +318,16 @@ class Scheduler:
                     num_tokens = min(num_tokens, request.fork_position - start)
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
-            if start + num_tokens > blocks.capacity or blocks.tail_shared:
-                allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+            drafts = NO_DRAFTS
+            if max_drafts and num_tokens == 1 and start + 1 == known:
+                drafts = self._propose(sequence, builder.budget - (len(running) - index) - num_reserved)
+            end = start + num_tokens + drafts.num_tokens
+            if end > blocks.capacity or blocks.tail_shared:
+                least_start = start - sequence.num_pending_drafts
+                allocation = kv.allocate_slots(blocks, least_start, end)
+                if allocation is None and drafts.num_tokens:
+                    drafts, end = NO_DRAFTS, start + num_tokens
+                    allocation = kv.allocate_slots(blocks, least_start, end)
                 while allocation is None:
                     victim = running[-1].request
                     preempted = True
@@ -312,14 +336,27 @@ class Scheduler:
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
-                    allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+                    allocation = kv.allocate_slots(blocks, least_start, end)
                 builder.grow(sequence, allocation)
             builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 builder.fork(sequence, kv)
-            if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+            if max_drafts:
+                builder.place_drafts(drafts)
+            elif start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
+
+    def _propose(self, sequence: Sequence, budget: int) -> Drafts:
+        """Drafts for a running sequence that computes its last token; `budget` includes that token."""
+        request = sequence.request
+        if request.beam_search is not None or request.fork_position is not None:
+            return NO_DRAFTS
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        # All that may be computed behind a known token counts as one chunk: sliding windows hold so many blocks.
+        num_free = min(budget, self._max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)
+        limit = min(self._drafter.max_drafts, num_free - 1)
+        return self._drafter.propose(sequence, limit) if limit > 0 else NO_DRAFTS
 
     def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
         """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
@@ -342,13 +379,14 @@ class Scheduler:
         self._waiting.put_back(request)
 
     def _commit(self, in_flight: InFlight) -> None:
-        """Offer the blocks that this step filled to the prefix index. All their tokens are known by now."""
+        """Offer the blocks that this step filled to the prefix index. All their tokens are known by now, but for the
+        step's own drafts."""
         for sequence, blocks, end in in_flight.filled:
             if sequence.blocks is blocks:
-                self.kv.cache_blocks(blocks, sequence.token_ids, end)
-        for sequence, num_computed in in_flight.resumed:
-            if sequence.blocks is not None:
-                self.kv.cache_blocks(sequence.blocks, sequence.token_ids, num_computed)
+                self.kv.cache_blocks(blocks, sequence.token_ids, min(end, len(sequence.token_ids)))
+        for sequence, blocks, num_computed in in_flight.resumed:
+            if sequence.blocks is blocks:
+                self.kv.cache_blocks(blocks, sequence.token_ids, num_computed)
 
     def _end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
         """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
@@ -389,6 +427,7 @@ class Scheduler:
     def _release_slot(self, sequence: Sequence) -> None:
         """Release a sequence's request slot on the workers with the next plan."""
         sequence.fast_path_until = 0
+        self._trimmed.pop(sequence.seq_id, None)
         if self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
 

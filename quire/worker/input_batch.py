@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from quire.worker.block_tables import BlockTables
     from quire.worker.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class InputBatch:
+class InputBatch(NamedTuple):
     """S scheduled sequences with T tokens in all, in the plan's order.
 
     rows, starts, counts, ends: [S] int64: request slot, first position computed in this step, number of positions, and
@@ -42,15 +39,6 @@ class InputBatch:
         """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
 
-    def written_blocks(self, tables: BlockTables) -> list[int]:
-        """The blocks that the model writes keys and values to in this step, of all KV groups."""
-        first, last = self.starts // tables.block_size, (self.ends - 1) // tables.block_size
-        counts = last - first + 1
-        logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        entries = tables.entries(np.repeat(self.rows, counts), logical)
-        blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
-        return blocks
-
 
 def build_input_batch(
     seq_ids: Sequence[int], start_positions: Sequence[int], num_tokens: Sequence[int], requests: RequestState
@@ -66,8 +54,7 @@ def build_input_batch(
     return InputBatch(rows, starts, counts, ends, query_start)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRows:
+class SampleRows(NamedTuple):
     """R sampled rows, in result order. All [R] int64.
 
     rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the

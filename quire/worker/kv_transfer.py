@@ -31,7 +31,8 @@ class BlockTransfers(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Return when every copy that was started has ended, so that the host may read and write its pool."""
+        """Return when every copy that was started has ended, so that the host may read and write its pool. Called
+        anywhere."""
         ...
 
 

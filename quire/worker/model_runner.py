@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
 
     plan: StepPlan
@@ -40,8 +39,9 @@ class Launched:
         nonfinite: Sequence[int] = ()
         if samples is not None:
             tokens = samples.assemble([next(hosts) for _ in samples.tensors()])
-            result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
-            result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
+            result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
+            result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
+            result.candidates = tokens.candidates
         nonfinite_prompts = []
         for scores in self.scores:
             try:
@@ -82,7 +82,7 @@ class ModelRunner:
         if not plan.seq_ids:
             return Launched(plan)
         swaps_out = plan.transfers is not None and plan.transfers.swap_out
-        if swaps_out and transfers.is_reading(batch.written_blocks(requests.tables)):
+        if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)

@@ -24,13 +24,16 @@ class PendingStep(Future[StepResult]):
         self._step_id = step_id
         self._collect = collect
         self._previous = previous
+        self._is_failed = False
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._is_failed = True
+        super().set_exception(exception)
 
     @property
     def has_failed(self) -> bool:
         """Whether it, or a step before it, is known to have failed."""
-        if self.done():
-            return super().exception() is not None
-        return self._previous is not None and self._previous.has_failed
+        return self._is_failed or (self._previous is not None and self._previous.has_failed)
 
     def result(self, timeout: float | None = None) -> StepResult:
         """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be

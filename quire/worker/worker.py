@@ -95,7 +95,7 @@ class Worker:
             if config.cache.offload_dir is not None:
                 code, host_pages = self.platform.code_identity(), self._host_pool.pages
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
-        tables = BlockTables(len(layout.groups), num_rows, model.max_model_len, layout.block_size)
+        tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
         compute = self.platform.make_compute(self._model, layout, pages, tables)
         requests = RequestState(num_rows, tables, compute.columns)
         self._layout = layout
@@ -193,7 +193,6 @@ class Worker:
         self._release_pools()
         self._drop_offloaded()
 
-    @_computes
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
         end_plan(self._connector, launched.plan, result)

@@ -11,10 +11,11 @@ import msgspec
 
 from quire.config.engine import EngineConfig
 from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.connectors.interface import KVConnector, Lookup, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from quire.step import StepPlan
@@ -42,7 +43,7 @@ class RemoteConnector(KVConnector):
 
     def __init__(self, pools: Pools, *, sends: bool) -> None:
         self._blocks = pools.blocks
-        self._num_groups = len(pools.indexes)
+        self._strides = pools.blocks._groups.strides
         self._sends = sends
         self._known: set[BlockKey] = set()
         self._doubted: set[BlockKey] = set()
@@ -70,13 +71,13 @@ class RemoteConnector(KVConnector):
         chain = blocks.chain
         if chain is None or not self._sends:
             return False
-        num_full = min(num_tokens // self._blocks.block_size, len(chain.hashes) - 1)
-        content: list[tuple[BlockKey | None, int]] = [
-            ((group, chain.block_hash(number)) if number < num_full else None, block)
-            for group, table in enumerate(blocks.tables)
-            for number, block in enumerate(table)
-            if block != NULL_BLOCK
-        ]
+        num_hashed = min(num_tokens // self._blocks.block_size, len(chain.hashes) - 1)
+        content: list[tuple[BlockKey | None, int]] = []
+        for group, (stride, table) in enumerate(zip(self._strides, blocks.tables, strict=True)):
+            for number, block in enumerate(table):
+                if block != NULL_BLOCK:
+                    last = (number + 1) * stride - 1
+                    content.append(((group, chain.block_hash(last)) if last < num_hashed else None, block))
         self._orders.sends.append((seq_id, content))
         return True
 

@@ -11,9 +11,10 @@ from quire.kv_cache.connectors.disk_index import DiskIndex
 from quire.kv_cache.connectors.interface import Pools
 from quire.kv_cache.connectors.offload import Fetch, OffloadConnector
 from quire.kv_cache.connectors.transfer_blocks import TransferBlocks
-from quire.kv_cache.groups import rules_for
+from quire.kv_cache.coordinator import Coordinator
+from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import PrefixIndex
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
 
 NUM_GROUPS = 2
@@ -31,8 +32,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.device = [PrefixIndex(NUM_DEVICE_BLOCKS) for _ in range(NUM_GROUPS)]
         indexes = [PrefixIndex(num_host_blocks + 1) for _ in range(NUM_GROUPS)]
         self.host = BlockPool(num_host_blocks + 1, indexes)
-        rules = [rules_for(FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4), 4)] * NUM_GROUPS
-        blocks = TransferBlocks(BlockPool(NUM_DEVICE_BLOCKS, self.device), self.device, rules, 4)
+        group = KVGroup(AttentionSpec(1, 8, 8, dtype_bytes=4), (0,), 4, 256)
+        groups = Coordinator([group] * NUM_GROUPS)
+        blocks = TransferBlocks(BlockPool(NUM_DEVICE_BLOCKS, self.device), self.device, groups)
         self.connector = OffloadConnector(Pools(self.device, self.host, indexes, blocks))
         self.files = set(stored)
         self.connector.update(OffloadReport(found=sorted(stored)))

@@ -32,7 +32,7 @@ def model(saved_model: Callable[[str], SavedModel]) -> NativeModel:
 
 
 def pool(model: NativeModel, num_blocks: int = 40) -> NativeAttention:
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.kv_specs(), BLOCK_SIZE)
     layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
     return NativeAttention(layout, allocate_pages(layout), "float32", 4, 2)
 
@@ -47,7 +47,7 @@ def forward(model: NativeModel, backend: NativeAttention, num_tokens: int, first
         positions,
         np.zeros(num_tokens, np.int64),
         (blocks,),
-        BLOCK_SIZE,
+        [BLOCK_SIZE],
     )
     token_ids = torch.from_numpy(positions * 7 % 97)
     return model.forward(token_ids, batch.positions, backend.plan(batch)).clone()

@@ -21,8 +21,8 @@ from quire.transfers import BlockKey, TransferReport, Transfers
 
 if TYPE_CHECKING:
     from quire.kv_cache.block_pool import BlockPool
+    from quire.kv_cache.block_table import BlockTable
     from quire.kv_cache.connectors.transfer_blocks import DeviceLoad, TransferBlocks
-    from quire.kv_cache.manager import BlockTable
     from quire.kv_cache.prefix_index import PrefixIndex
 
 
@@ -30,7 +30,7 @@ class Lookup(NamedTuple):
     """A prefix hit that continues in the KV connector."""
 
     num_blocks: int
-    """Leading blocks of the prompt, those on the device included."""
+    """Leading hash blocks of the prompt, those on the device included."""
     on_device: list[BlockKey]
     """Hits to be kept meanwhile."""
     to_load: list[BlockKey]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.connectors.interface import Lookup
-from quire.kv_cache.groups import FullAttentionRules, agreed_hit
+from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
 from quire.transfers import BlockKey
@@ -61,15 +61,14 @@ class _Arrival:
 
 
 class TransferBlocks:
-    """Shares the device's pool, prefix indexes and rules (one per KV group) with the KV manager."""
+    """Shares the device's pool, prefix indexes (one per KV group) and coordinator with the KV manager."""
 
-    def __init__(
-        self, pool: BlockPool, indexes: Sequence[PrefixIndex], rules: Sequence[FullAttentionRules], block_size: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, indexes: Sequence[PrefixIndex], groups: Coordinator) -> None:
         self._pool = pool
         self._indexes = indexes
-        self._rules = rules
-        self.block_size = block_size
+        self._groups = groups
+        self.block_size = groups.block_size
+        """Tokens of a hash block; of every block, where all groups have one size."""
         self._numbers = itertools.count()
         self._arrivals: dict[int, _Arrival] = {}
         """By the number of the load."""
@@ -101,17 +100,19 @@ class TransferBlocks:
         """
         if chain is None:
             return None
-        least, limit = num_cached_tokens // self.block_size + MIN_BLOCKS, max_tokens // self.block_size
+        size = self.block_size
+        least, limit = num_cached_tokens + MIN_BLOCKS * size, max_tokens - max_tokens % size
         if limit < least:
             return None
         views = [_View(self, group, is_stored) for group in range(len(self._indexes))]
-        num_blocks = agreed_hit(self._rules, views, chain.hashes[1:], limit)
-        if num_blocks < least:
+        num_tokens = self._groups.agreed_hit(views, chain.hashes, limit)
+        if num_tokens < least:
             return None
-        found = Lookup(num_blocks, [], [])
-        for group, (rules, index) in enumerate(zip(self._rules, self._indexes, strict=True)):
-            for number in range(rules.first_needed_block(num_blocks * self.block_size), num_blocks):
-                key = (group, chain.block_hash(number))
+        found = Lookup(num_tokens // size, [], [])
+        groups = zip(self._groups.managers, self._groups.strides, self._indexes, strict=True)
+        for group, (manager, stride, index) in enumerate(groups):
+            for number in range(manager.first_needed_block(num_tokens), num_tokens // manager.block_size):
+                key = (group, chain.block_hash((number + 1) * stride - 1))
                 (found.to_load if index.find(key[1]) is None else found.on_device).append(key)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -15,13 +17,16 @@ def prepare_inputs(
 ) -> tuple[torch.Tensor, AttentionBatch]:
     """token_table: [num_rows, capacity] int32. Returns the token ids, [T] int64, and the attention batch. At least one
     sequence is scheduled."""
-    query_start = batch.query_start
-    sequence_index = np.repeat(np.arange(len(batch.rows)), batch.counts)
-    positions = np.arange(query_start[-1]) + (batch.starts - query_start[:-1])[sequence_index]
-    token_ids = token_table[batch.rows[sequence_index], positions].astype(np.int64)
+    query_start, rows, positions = batch.query_start, batch.rows, batch.starts
+    sequence_index = np.arange(len(rows))
+    if batch.num_tokens != len(rows):  # otherwise each sequence has one token: most steps are decodes
+        sequence_index = np.repeat(sequence_index, batch.counts)
+        positions = np.arange(batch.num_tokens) + (batch.starts - query_start[:-1])[sequence_index]
+        rows = rows[sequence_index]
+    token_ids = token_table[rows, positions].astype(np.int64)
     block_tables = tables.gather(batch.rows, int(batch.ends.max()))
     attention = build_attention_batch(
-        query_start, batch.starts, positions, sequence_index, block_tables, tables.block_size
+        query_start, batch.starts, positions, sequence_index, block_tables, tables.block_sizes
     )
     return torch.from_numpy(token_ids), attention
 
@@ -32,11 +37,14 @@ def build_attention_batch(
     positions: np.ndarray,
     sequence_index: np.ndarray,
     block_tables: tuple[np.ndarray, ...],
-    block_size: int,
+    block_sizes: Sequence[int],
 ) -> AttentionBatch:
-    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch)."""
-    logical, offset = np.divmod(positions, block_size)
-    slots = (table[sequence_index, logical].astype(np.int64) * block_size + offset for table in block_tables)
+    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch). block_sizes: per KV group."""
+    places = {size: np.divmod(positions, size) for size in set(block_sizes)}
+    slots = (
+        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1]
+        for table, size in zip(block_tables, block_sizes, strict=True)
+    )
     return AttentionBatch(
         query_start=torch.from_numpy(query_start),
         start_positions=torch.from_numpy(start_positions),

@@ -71,7 +71,7 @@ class CpuMeter:
         return None
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs())
+        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
         num_blocks = 1 + -(-dummies.longest // limits.block_size)
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
@@ -102,5 +102,5 @@ def dummy_attention_batch(layout: KVCacheLayout, dummies: DummySequences) -> Att
         dummies.positions,
         dummies.sequence_index,
         (table,) * len(layout.groups),
-        layout.block_size,
+        [group.block_size for group in layout.groups],
     )

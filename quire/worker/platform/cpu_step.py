@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ class CpuCompute:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class CpuStep:
+class CpuStep(NamedTuple):
     """Implements ComputeStep."""
 
     compute: CpuCompute

@@ -78,7 +78,8 @@ class StreamTransfers:
 
     def synchronize(self) -> None:
         if self._done is not None:
-            self.wait()
+            with self._streams.computing():
+                self.wait()
             self._done.synchronize()
 
     def _check(self, swap_out: Pairs, swap_in: Pairs) -> None:
