@@ -112,8 +112,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     drafts: dict[int, list[int]] = {}
     """seq_id -> the drafts that the scheduler proposes. For a sequence with `num_drafts` that is not here the workers
     propose them."""
-    trimmed_tables: dict[int, int] = {}
-    """seq_id -> number of leading blocks that its table keeps in every KV group: rejected drafts need the others no
+    trimmed_tables: dict[int, list[int]] = {}
+    """seq_id -> per KV group the number of leading blocks that its table keeps: rejected drafts need the others no
     longer, and this plan may hand them out again."""
 
     @property

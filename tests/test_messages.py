@@ -132,7 +132,7 @@ EXAMPLES: list[msgspec.Struct] = [
         transfers=ORDERS,
         num_drafts=[1],
         drafts={8: [42]},
-        trimmed_tables={8: 3},
+        trimmed_tables={8: [3, 1]},
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,

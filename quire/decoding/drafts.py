@@ -49,11 +49,24 @@ class NoDrafter:
 NO_DRAFTER = NoDrafter()
 
 
+def propose_drafts(drafter: Drafter, sequence: Sequence, budget: int, max_chunk: int) -> Drafts:
+    """Drafts for a running sequence that computes its last token. budget: tokens of the step that it may have, that one
+    included."""
+    request = sequence.request
+    if request.beam_search is not None or request.fork_position is not None:
+        return NO_DRAFTS
+    known = len(sequence.token_ids) + sequence.num_pending_tokens
+    # All that may be computed behind a known token counts as one chunk: sliding windows hold blocks for that much.
+    num_free = min(budget, max_chunk - sequence.num_pending_drafts, sequence.max_total_tokens - known)
+    limit = min(drafter.max_drafts, num_free - 1)
+    return drafter.propose(sequence, limit) if limit > 0 else NO_DRAFTS
+
+
 def take_back_rejected(
     plan: StepPlan, samples: list[Sequence], token_ids: list[list[int]], kv: KVCacheManager
-) -> dict[int, int]:
+) -> dict[int, list[int]]:
     """Correct the counts of the sequences with drafts in a plan, now that its result says how many were accepted, and
-    free the blocks that they no longer need. Returns seq_id -> blocks kept, where some were freed.
+    free the blocks that they no longer need. Returns seq_id -> table entries kept per KV group, where some were freed.
 
     samples, token_ids: aligned with the plan's `sample_seq_ids`.
     """
@@ -66,13 +79,19 @@ def take_back_rejected(
         # Without blocks it has ended, or was preempted: then it computes all tokens again once none is in flight.
         if num_rejected and sequence.blocks is not None:
             sequence.num_computed_tokens -= num_rejected
-            if kv.trim(sequence.blocks, sequence.num_computed_tokens):
-                trimmed[sequence.seq_id] = sequence.blocks.capacity // kv.block_size
+            kept = kv.trim(sequence.blocks, sequence.num_computed_tokens)
+            if kept:
+                trimmed[sequence.seq_id] = kept
     return trimmed
 
 
-def until_end(sequence: Sequence, token_ids: list[int]) -> list[int]:
-    """The tokens of one step up to the first that ends the sequence, as `max_tokens` or as an end token."""
+def take_accepted(sequence: Sequence, token_ids: list[int], kv: KVCacheManager) -> list[int]:
+    """Append the tokens of a step with accepted drafts up to the first that ends the sequence, as `max_tokens` or as an
+    end token, and offer the blocks that they fill to the prefix index. Returns what was appended."""
     token_ids = token_ids[: sequence.max_total_tokens - len(sequence.token_ids)]
     ends = sequence.request.end_token_ids
-    return next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    token_ids = next((token_ids[: number + 1] for number, token in enumerate(token_ids) if token in ends), token_ids)
+    sequence.token_ids += token_ids
+    if sequence.blocks is not None:
+        kv.cache_blocks(sequence.blocks, sequence.token_ids, len(sequence.token_ids) - 1)
+    return token_ids

@@ -97,14 +97,17 @@ class Coordinator:
 
     def agreed_hit(self, indexes: Sequence[Findable], hashes: Sequence[bytes], num_tokens: int) -> int:
         """The longest hit, of at most `num_tokens` tokens, that all groups have. hashes[i + 1]: of hash block i."""
-        group_hashes = [hashes[stride::stride] for stride in self.strides]
+        if len(self.managers) == 1:
+            (manager,), (index,) = self.managers, indexes
+            return manager.longest_hit(index, hashes[1:], num_tokens // self.block_size) * self.block_size
         agreed, num_tokens = -1, num_tokens - num_tokens % self.hit_size
+        known_of = {stride: hashes[stride::stride] for stride in set(self.strides)}
         # The hits of windows and states are not closed under shortening, so repeat until all groups agree.
         while agreed != num_tokens:
             agreed = num_tokens
-            for manager, index, known in zip(self.managers, indexes, group_hashes, strict=True):
+            for manager, index, stride in zip(self.managers, indexes, self.strides, strict=True):
                 size = manager.block_size
-                num_tokens = manager.longest_hit(index, known, num_tokens // size) * size
+                num_tokens = manager.longest_hit(index, known_of[stride], num_tokens // size) * size
         return num_tokens
 
     def hit_tables(self, indexes: Sequence[PrefixIndex], hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:

@@ -41,6 +41,9 @@ class KVCacheManager:
         """Per group the sliding window in tokens, None for full attention."""
         managers = self.groups.managers
         self._sizes = tuple(manager.block_size for manager in managers)
+        has_one_size = len(set(self._sizes)) == 1 and not any(manager.has_snapshots for manager in managers)
+        self._uniform_size = self.block_size if has_one_size else 0
+        """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
         self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
@@ -162,7 +165,13 @@ class KVCacheManager:
         pool, tables = self.pool, blocks.tables
         if self._releasing:
             self._release_unneeded(blocks, start)
-        counts = [max(0, -(-end // size) - len(table)) for size, table in zip(self._sizes, tables, strict=True)]
+        uniform_size = self._uniform_size
+        if uniform_size:
+            num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
+            counts = taken = [num_new] * len(tables)
+        else:
+            counts = [max(0, -(-end // size) - len(table)) for size, table in zip(self._sizes, tables, strict=True)]
+            taken = self._blocks_taken(blocks, start, counts)
         copied_groups = []
         if blocks.tail_shared:
             copied_groups = [
@@ -170,7 +179,6 @@ class KVCacheManager:
                 for group, (size, table) in enumerate(zip(self._sizes, tables, strict=True))
                 if start // size < len(table) and pool.ref_counts[table[start // size]] > 1
             ]
-        taken = self._blocks_taken(blocks, start, counts) if self._snapshot_groups else counts
         needed = sum(taken) + len(copied_groups)
         if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
             return None
@@ -186,7 +194,7 @@ class KVCacheManager:
             self._place_states(tables, counts, allocation)
         for table, new in zip(tables, allocation.new_blocks, strict=True):
             table.extend(new)
-        blocks.capacity = self.groups.num_slots(tables)
+        blocks.capacity = blocks.capacity + counts[0] * uniform_size if uniform_size else self.groups.num_slots(tables)
         return allocation
 
     def _blocks_taken(self, blocks: BlockTable, start: int, counts: list[int]) -> list[int]:
@@ -233,17 +241,19 @@ class KVCacheManager:
         blocks.capacity = self.groups.num_slots(blocks.tables)
         blocks.tail_shared = allocation.tail_was_shared
 
-    def trim(self, blocks: BlockTable, num_tokens: int) -> bool:
-        """Give back the blocks behind those of the first `num_tokens` tokens; returns whether there were any."""
-        num_blocks = -(-num_tokens // self.block_size)
-        if num_blocks * self.block_size >= blocks.capacity:
-            return False
-        for table in blocks.tables:
-            for block in reversed(table[num_blocks:]):
+    def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
+        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, or
+        nothing when all are. A recurrent state cannot be taken back, so no group may hold states."""
+        assert not self._snapshot_groups, "a state cannot be trimmed"
+        kept = [-(-num_tokens // size) for size in self._sizes]
+        if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
+            return []
+        for table, num in zip(blocks.tables, kept, strict=True):
+            for block in reversed(table[num:]):
                 self.pool.release(block)
-            del table[num_blocks:]
-        blocks.capacity = num_blocks * self.block_size
-        return True
+            del table[num:]
+        blocks.capacity = self.groups.num_slots(blocks.tables)
+        return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
@@ -276,10 +286,12 @@ class KVCacheManager:
         for number in range(blocks.num_committed + 1, num_full + 1):
             block_hash = hashes[number]
             for group, index, table, stride in groups:
-                if number % stride or table[number // stride - 1] == NULL_BLOCK:
+                if number % stride:
                     continue
-                index.insert(block_hash, table[number // stride - 1])
-                offer((group, block_hash))
+                block = table[number // stride - 1]
+                if block != NULL_BLOCK:
+                    index.insert(block_hash, block)
+                    offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
             self._pending_blocks.renew(blocks)

@@ -6,16 +6,23 @@ from collections.abc import Iterable
 
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
+from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.running import RunningSet
 
 
-def check_slots(requests: Iterable[Request], running: RunningSet, kv: KVCacheManager) -> None:
-    """Check that exactly the running sequences of the live `requests` have blocks, and what is reserved."""
+def check_requests(
+    requests: Iterable[Request], waiting: RequestQueue, running: RunningSet, deadlines: Deadlines, kv: KVCacheManager
+) -> None:
+    """Check all live `requests`, which wait or run."""
     live = list(requests)
     with_blocks = {s.seq_id for request in live for s in request.live_sequences if s.blocks is not None}
     assert with_blocks == {s.seq_id for s in running.sequences}, "request slots and blocks disagree"
     assert kv.num_live_sequences == len(running.sequences), "the KV cache holds a sequence that does not run"
     assert running.num_reserved == sum(len(request.pending_forks) for request in live)
+    num_timed = sum(request.params.timeout_s is not None for request in live)
+    assert len(deadlines) == num_timed, "the watched time limits are not those of the live requests"
+    assert kv.host.num_sequences == check_waiting(waiting, kv), "the host pool holds a running sequence"
+    check_running(running.sequences, kv)
 
 
 def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:

@@ -24,6 +24,7 @@ from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
 from quire.step import StepPlan
 
@@ -44,6 +45,25 @@ class InFlight(NamedTuple):
     """Sequences that fork after this plan's forward pass, and their children."""
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
+
+    def commit(self, kv: KVCacheManager) -> None:
+        """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
+        all their tokens but for the step's own drafts."""
+        for sequence, blocks, end in self.filled:
+            if sequence.blocks is blocks:
+                kv.cache_blocks(blocks, sequence.token_ids, min(end, len(sequence.token_ids)))
+        for sequence, blocks, num_computed in self.resumed:
+            if sequence.blocks is blocks:
+                kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block_bytes: int) -> None:
+    """Count the blocks that a plan copies, on the device and for preempted requests to the host and back."""
+    stats.copied_blocks_total += len(plan.block_copies)
+    if builder.swap_out or builder.swap_in:
+        stats.swapped_out_blocks_total += len(builder.swap_out)
+        stats.swapped_in_blocks_total += len(builder.swap_in)
+        stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * block_bytes
 
 
 def describe_kv(

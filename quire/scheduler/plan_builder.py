@@ -149,6 +149,12 @@ class PlanBuilder:
                 self.sample(child, batch_index)
         self.forked.append((parent, children))
 
+    def undo(self, request: Request, kv: KVCacheManager) -> None:
+        """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
+        for sequence, allocation in self.rollback(request):
+            assert sequence.blocks is not None
+            kv.rollback(sequence.blocks, allocation)
+
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
         allocations, which the caller undoes in this order."""
@@ -193,7 +199,7 @@ class PlanBuilder:
         released: list[int],
         beam_reorders: list[SequenceFork],
         token_overrides: list[tuple[int, int]],
-        trimmed_tables: dict[int, int] | None = None,
+        trimmed_tables: dict[int, list[int]] | None = None,
     ) -> StepPlan:
         transfers = self.transfers
         if self.swap_out or self.swap_in:

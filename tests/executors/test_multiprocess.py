@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     """In a step, which the other rank is in the middle of; then nothing more is done."""
     ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
     executor = RankedExecutor(ranks)
-    groups, layers_per_group = group_layers(executor.load_model())
+    groups, layers_per_group = group_layers(executor.load_model(), 16)
     profile = executor.profile(128, 16)
     assert profile.available > 0
     assert profile.weights > 0

@@ -15,7 +15,7 @@ from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 
@@ -49,10 +49,10 @@ class FakeWorkers:
 
 
 def test_the_ranks_keep_the_same_in_the_cache() -> None:
-    specs = [FullAttentionSpec(2, 8, 4), SlidingWindowSpec(2, 8, 4, window=5)]
+    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5)]
     assert RankedExecutor(FakeWorkers(specs, list(specs))).load_model() == specs
     with pytest.raises(QuireError, match="the ranks disagree on what the layers keep"):
-        RankedExecutor(FakeWorkers(specs, [FullAttentionSpec(1, 8, 4), specs[1]])).load_model()
+        RankedExecutor(FakeWorkers(specs, [AttentionSpec(1, 8, 8, 4), specs[1]])).load_model()
 
 
 def test_the_host_has_the_memory_once() -> None:
@@ -98,7 +98,7 @@ def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
 
 def test_configurations_and_layouts_arrive_as_they_were() -> None:
     config = resolve(EngineOptions(tensor_parallel_size=2, step_log="log"))
-    groups, layers_per_group = group_layers([FullAttentionSpec(2, 8, 4), SlidingWindowSpec(2, 8, 4, window=5)])
+    groups, layers_per_group = group_layers([AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5)], 16)
     layout = KVCacheLayout(16, 9, groups, layers_per_group)
     profile = MemoryProfile(1, 2, 3, DeviceShare(1, 2, 3, 4, 5))
     for value in (config, layout, profile, [], (), {}, None, [1.5, True, b"x", "y", (2**70, -(2**70))]):

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
@@ -22,26 +21,19 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
-    Candidates,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
     SequenceSampling,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from quire.transfers import TransferReport
+from tests.fakes.token_rule import ChooseToken, TokenRule, mix
 from tests.fakes.transfers import copies
-
-_MASK = 2**63 - 1
-_GREEDY_SEED = 0x5EED
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
 """(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
-
-ChooseToken = Callable[[SequenceSampling, int, list[int]], int]
-"""(sampling, number of tokens generated before, all tokens so far) -> the next token."""
 
 
 class FakeWorkerConnector(Protocol):
@@ -56,11 +48,6 @@ class FakeWorkerConnector(Protocol):
 
 class ContractViolationError(AssertionError):
     """A plan broke the contract of quire/step.py."""
-
-
-def _mix(*values: int) -> int:
-    """A number that depends on all of `values` and is the same in every process."""
-    return hash(values) & _MASK
 
 
 def _require(condition: bool, message: str) -> None:
@@ -87,7 +74,7 @@ class _Row:
 
     def extend_chain(self) -> None:
         for position in range(len(self.chain), len(self.token_ids)):
-            self.chain.append(_mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
+            self.chain.append(mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
 
 
 class FakeExecutor:
@@ -112,11 +99,10 @@ class FakeExecutor:
         record: bool = False,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
-        self._vocab_size = vocab_size
+        self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
         self._fail_at_step = fail_at_step
         self._load_error = load_error
-        self._choose = choose
         self._verify = verify
         self._record = record
         self.propose_drafts: ProposeDrafts | None = None
@@ -227,8 +213,8 @@ class FakeExecutor:
         for seq_id in plan.released:
             _require(seq_id in self._rows, f"released sequence {seq_id} has no row")
             self._disown(self._rows.pop(seq_id))
-        for seq_id, num_blocks in plan.trimmed_tables.items():
-            self._trim(seq_id, num_blocks)
+        for seq_id, kept in plan.trimmed_tables.items():
+            self._trim(seq_id, kept)
         for new in plan.new_sequences:
             self._create(new)
         for fork in plan.beam_reorders:
@@ -375,7 +361,7 @@ class FakeExecutor:
         last = min(end, row.num_prompt_tokens - 1)
         if wanted is not None and start + 1 <= last:
             positions = range(start + 1, last + 1)
-            entries = [self._logprobs(row.token_ids[p], row.chain[p - 1], wanted) for p in positions]
+            entries = [self._rule.logprobs(row.token_ids[p], row.chain[p - 1], wanted) for p in positions]
             result.prompt_logprobs[seq_id] = PromptLogprobs(start=start + 1, entries=entries)
 
     def _fork(self, fork: SequenceFork) -> None:
@@ -424,9 +410,13 @@ class FakeExecutor:
                 f"sequence {seq_id} of {known} tokens is sampled after {read.num_computed} computed ones",
             )
             state = read.chain[known - 1]
-            token_ids = self._accept(row, read) if read is row else [self._pick(row, state, known)]
+            token_ids = (
+                self._accept(row, read)
+                if read is row
+                else [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
+            )
             if row.sampling.num_candidates:
-                result.candidates[index] = self._candidates(row, state)
+                result.candidates[index] = self._rule.candidates(row.sampling, known - row.num_prompt_tokens, state)
                 token_ids = [result.candidates[index].token_ids[0]]
             result.token_ids.append(token_ids)
             num_top = row.sampling.params.logprobs
@@ -437,7 +427,7 @@ class FakeExecutor:
             if num_top is not None:
                 states = read.chain[known - 1 :]
                 result.logprobs[index] = [
-                    self._logprobs(each, states[place], num_top) for place, each in enumerate(token_ids)
+                    self._rule.logprobs(each, states[place], num_top) for place, each in enumerate(token_ids)
                 ]
             if self.nonfinite_token is not None and self.nonfinite_token in read.token_ids[:known]:
                 result.nonfinite.append(seq_id)
@@ -460,10 +450,9 @@ class FakeExecutor:
 
     # Drafts.
 
-    def _trim(self, seq_id: int, num_blocks: int) -> None:
-        row = self._row(seq_id)
-        for table in row.tables:
-            _require(num_blocks < len(table), f"sequence {seq_id} is cut to {num_blocks} of {len(table)} blocks")
+    def _trim(self, seq_id: int, kept: list[int]) -> None:
+        for table, num_blocks in zip(self._row(seq_id).tables, kept, strict=True):
+            _require(num_blocks <= len(table), f"sequence {seq_id} is cut to {num_blocks} of {len(table)} blocks")
             if self._verify:
                 for block_id in table[num_blocks:]:
                     self._release_block(block_id)
@@ -498,53 +487,23 @@ class FakeExecutor:
         ahead = replace(row, token_ids=list(row.token_ids), chain=list(row.chain))
         for _ in range(count):
             ahead.extend_chain()
-            ahead.token_ids.append(self._pick(ahead, ahead.chain[-1], len(ahead.token_ids)))
+            ahead.token_ids.append(
+                self._rule.pick(row.sampling, ahead.token_ids, row.num_prompt_tokens, ahead.chain[-1])
+            )
         return ahead.token_ids[len(row.token_ids) :]
 
     def _accept(self, row: _Row, read: _Row) -> list[int]:
-        """The drafts that are what the model chooses, and the token behind them."""
+        """Those leading drafts of a row that are what the model chooses, and the token behind them."""
         known = len(row.token_ids)
         accepted: list[int] = []
         for place in range(len(row.drafts) + 1):
-            all_ids = row.token_ids + accepted
-            token_id = self._pick(replace(row, token_ids=all_ids), read.chain[known - 1 + place], len(all_ids))
+            state, all_ids = read.chain[known - 1 + place], row.token_ids + accepted if accepted else row.token_ids
+            token_id = self._rule.pick(row.sampling, all_ids, row.num_prompt_tokens, state)
             accepted.append(token_id)
             # Behind a token with non-finite logits nothing is accepted: the next step reports them.
             if place == len(row.drafts) or token_id != row.drafts[place] or token_id == self.nonfinite_token:
                 break
         return accepted
-
-    # Tokens.
-
-    def _pick(self, row: _Row, state: int, num_tokens: int) -> int:
-        sampling = row.sampling
-        index = num_tokens - row.num_prompt_tokens
-        if self._choose is not None:
-            return self._choose(sampling, index, row.token_ids)
-        seed = _GREEDY_SEED if sampling.params.is_greedy else sampling.seed
-        token_id = _mix(state, seed, index) % self._vocab_size
-        while index < sampling.params.min_tokens and token_id in sampling.stop_token_ids:
-            token_id = (token_id + 1) % self._vocab_size
-        return token_id
-
-    def _candidates(self, row: _Row, state: int) -> Candidates:
-        """Distinct tokens with falling scores, so close together that often the worse beam has the better child."""
-        banned: set[int] = set()
-        if len(row.token_ids) - row.num_prompt_tokens < row.sampling.params.min_tokens:
-            banned = set(row.sampling.stop_token_ids)
-        token_ids: dict[int, None] = {}
-        number = 0
-        while len(token_ids) < min(row.sampling.num_candidates, self._vocab_size - len(banned)):
-            token_id = _mix(state, number) % self._vocab_size
-            number += 1
-            if token_id not in banned:
-                token_ids[token_id] = None
-        gaps = [0.25 + _mix(state, number, 1) % 64 / 64 for number in range(len(token_ids))]
-        return Candidates(list(token_ids), [-gap for gap in accumulate(gaps)])
-
-    def _logprobs(self, token_id: int, state: int, num_top: int) -> TokenLogprobs:
-        top = [_mix(state, rank) % self._vocab_size for rank in range(num_top)]
-        return TokenLogprobs([token_id, *top], [-1.0 - 0.5 * rank for rank in range(num_top + 1)], rank=1)
 
     # Blocks.
 

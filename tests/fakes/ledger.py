@@ -37,8 +37,8 @@ class SlotLedger:
     def follow(self, plan: StepPlan) -> None:
         for seq_id in plan.released:
             del self._tables[seq_id]
-        for seq_id, num_blocks in plan.trimmed_tables.items():
-            for table in self._tables[seq_id]:
+        for seq_id, kept in plan.trimmed_tables.items():
+            for table, num_blocks in zip(self._tables[seq_id], kept, strict=True):
                 del table[num_blocks:]
         self.has_drafts |= bool(plan.num_drafts)
         for device, host in copies(plan).swap_out:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.simulator.parallel_config import ParallelConfig
 
+from quire.config.parallel import ParallelConfig
 from quire.kv_cache.coordinator import padding
 from quire.kv_cache.layout import block_bytes, group_layers
 from quire.simulator.memory import device_specs
