@@ -75,7 +75,7 @@ class PagedRunner:
         num_blocks = 1 + self.max_rows * len(groups) * self.blocks_per_row
         layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)
         dtype = {4: torch.float32, 2: torch.bfloat16}[specs[0].dtype_bytes]
-        shape = (num_blocks, 2, self.block_size, specs[0].num_kv_heads, specs[0].head_dim)
+        shape = (num_blocks, 2, self.block_size, specs[0].num_kv_heads, specs[0].key_dim)
         # Not zeros: what a former owner left behind must have no influence.
         self.pages = [torch.full(shape, 7.0, dtype=dtype) for _ in range(layers_per_group)]
         self.backend = TorchAttention(layout, self.pages)
