@@ -25,8 +25,8 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.utils.sizes import format_bytes
-from quire.worker.block_file import BlockLayout
-from quire.worker.disk_store import DiskStore
+from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.disk_store import DiskStore
 
 PAGES = 16
 BLOCK_BYTES = (16 << 10, 64 << 10, 512 << 10, 2 << 20)

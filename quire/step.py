@@ -14,16 +14,15 @@ the truth: a step starts behind the tokens whose keys and values the worker has 
 `num_tokens` are the drafts. The blocks of a plan suffice for the bound, so they do for the truth.
 
 Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
-`beam_reorders`; write
-`token_overrides`; run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`;
-run the model over the scheduled tokens; create `forks`; sample.
+`beam_reorders`; write `token_overrides`; start `transfers`; run `block_copies`; append `new_blocks` and apply
+`replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
 
-Swapping may run beside the rest, as long as the results are the same. A block in `swap_out` no longer belongs to its
-sequence, so this plan may allocate it again: a write to it (`swap_in`, `block_copies`, the model) waits until it is
-saved. This plan's copies and model neither read nor write what `swap_in` fills: its sequences get their request slots,
-and run from the next plan on. All swapping of a plan is done before the next plan begins. The same two columns copy
-what is cached: of a block that stays in use, or comes without a sequence. What is stored on disk and loaded from there
-touches host memory only: loads begin with the plan, stores behind its swapping.
+Transfers may run beside the rest, as long as the results are the same. Of the copies between the pools of device and
+host, those to the host come first. A block that is saved there may be allocated again by this very plan: a write to it
+(`block_copies`, the model) waits until it is saved. This plan's copies and model neither read nor write a block that a
+transfer fills: a sequence that is swapped in gets its request slot, and runs from the next plan on. All copies between
+the pools are done before the next plan begins. Longer transfers, which are the KV connector's own, end when a result
+reports it; until then no plan refers to the blocks that they fill.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.sampling_params import SamplingParams
+from quire.transfers import TransferReport, Transfers
 
 
 class NewSequence(msgspec.Struct, array_like=True):
@@ -99,23 +99,12 @@ class StepPlan(msgspec.Struct, array_like=True):
     forks: list[SequenceFork] = []
     released: list[int] = []
     """Sequences whose rows are dropped before anything else: finished, aborted, preempted, or beams that died."""
-    swap_out: list[tuple[int, int]] = []
-    """(device block, host block): whole blocks, every page tensor. Destinations are distinct, also in `swap_in`."""
-    swap_in: list[tuple[int, int]] = []
-    """(host block, device block)"""
     beam_reorders: list[SequenceFork] = []
     """Beams that begin as copies of others. A child may have the id of a sequence that this plan releases."""
     token_overrides: list[tuple[int, int]] = []
     """(seq_id, token): replaces the last known token of a row, which its step sampled and the scheduler overruled."""
-    disk_stores: list[tuple[int, int, bytes]] = []
-    """(host block, KV group, block hash): keep a copy on disk, behind this plan's swap_out. The host block keeps its
-    content until the result of this or a later plan names it as released."""
-    disk_loads: list[tuple[int, bytes, int]] = []
-    """(KV group, block hash, host block): bring a block from disk. Until a result names the host block as loaded (or
-    failed) no plan refers to it."""
-    awaits_disk: bool = False
-    """Nothing can be computed before disk transfers end: a plan without tokens, whose result comes when they have, or
-    after a short while."""
+    transfers: Transfers | None = None
+    """Blocks that are moved beside the model: preempted sequences, and what the KV connector orders."""
 
     num_drafts: list[int] = []
     """How many of `num_tokens` are drafts, the last ones; empty where no sequence has any. Only a sequence that is
@@ -160,32 +149,6 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     entries: list[TokenLogprobs]
 
 
-class DiskReport(msgspec.Struct, array_like=True):
-    """The transfers of the KV connector since the result before; each end is reported once, in any order."""
-
-    found: list[tuple[int, bytes]] = []
-    """(KV group, block hash) that are on disk: stored now, or found there at the start."""
-    gone: list[tuple[int, bytes]] = []
-    """Removed from disk to make room."""
-    loaded: list[int] = []
-    """Host blocks that now hold the content asked for, checked."""
-    failed: list[int] = []
-    """Host blocks whose load failed (the file is gone, or is not what it should be); their content is void."""
-    released: list[int] = []
-    """Host blocks whose store has ended, one way or the other."""
-    num_stored: int = 0
-    """Files written."""
-    num_store_failures: int = 0
-    num_bytes: int = 0
-    """In the directory, other models' and engines' files included, as far as known."""
-    load_seconds: float = 0.0
-    """What a block took to load lately, all loading threads at work; 0: not known."""
-    token_seconds: float = 0.0
-    """What a token of a long prompt took to compute lately; 0: not known."""
-    is_scanning: bool = False
-    """More of what the directory held at the start is to come."""
-
-
 class StepResult(msgspec.Struct, array_like=True):
     """What came out of one plan."""
 
@@ -199,8 +162,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
     candidates: dict[int, Candidates] = {}
     """Index into `token_ids` -> candidates, for sequences with `num_candidates`."""
-    disk: DiskReport | None = None
-    """Set when the worker's half of the KV connector has a report."""
+    transfers: TransferReport | None = None
+    """Set when the worker half of the KV connector has a report."""
     nonfinite: list[int] = []
     """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they
     asked for besides is left out."""

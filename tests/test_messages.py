@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire import outputs, request, stats, step
+from quire import outputs, request, stats, step, transfers
 from quire.engine import messages
 from quire.engine.messages import (
     Abort,
@@ -31,7 +31,6 @@ from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.step import (
     Candidates,
-    DiskReport,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
@@ -40,6 +39,7 @@ from quire.step import (
     StepResult,
     TokenLogprobs,
 )
+from quire.transfers import HostTransfers, OffloadReport, OffloadTransfers
 
 PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3: -1.5}, seed=-4, logprobs=2)
 SAMPLING = SequenceSampling(
@@ -90,7 +90,7 @@ SNAPSHOT = KVSnapshot(
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
 REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True)
-DISK_REPORT = DiskReport(
+REPORT = OffloadReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
     loaded=[3],
@@ -103,8 +103,14 @@ DISK_REPORT = DiskReport(
     token_seconds=0.25,
     is_scanning=True,
 )
+SWAPS = HostTransfers([(4, 2)], [(3, 5)], awaits_report=True)
+ORDERS = OffloadTransfers(
+    [(4, 2)], [(3, 5)], awaits_report=True, stores=[(2, 1, b"\x01" * 32)], loads=[(0, b"\xff" * 32, 7)]
+)
 EXAMPLES: list[msgspec.Struct] = [
-    DISK_REPORT,
+    SWAPS,
+    ORDERS,
+    REPORT,
     NEW_SEQUENCE,
     SAMPLING,
     FORK,
@@ -121,13 +127,9 @@ EXAMPLES: list[msgspec.Struct] = [
         block_copies=[(2, 6)],
         forks=[FORK],
         released=[3],
-        swap_out=[(4, 2)],
-        swap_in=[(3, 5)],
         beam_reorders=[SequenceFork(8, 10, SAMPLING)],
         token_overrides=[(8, 77), (10, 78)],
-        disk_stores=[(2, 1, b"\x01" * 32)],
-        disk_loads=[(0, b"\xff" * 32, 7)],
-        awaits_disk=True,
+        transfers=ORDERS,
         num_drafts=[1],
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
@@ -141,7 +143,7 @@ EXAMPLES: list[msgspec.Struct] = [
         logprobs={0: [LOGPROBS, LOGPROBS]},
         prompt_logprobs={8: PROMPT_LOGPROBS},
         candidates={0: CANDIDATES},
-        disk=DISK_REPORT,
+        transfers=REPORT,
         nonfinite=[42],
     ),
     UPDATE,
@@ -176,7 +178,7 @@ def name_of(example: msgspec.Struct) -> str:
 
 
 def test_there_is_an_example_of_every_struct() -> None:
-    modules = (step, outputs, stats, request, messages, snapshot)
+    modules = (step, transfers, outputs, stats, request, messages, snapshot)
     wanted = set().union(*map(structs, modules))
     assert wanted == {type(example) for example in EXAMPLES}
 
@@ -199,6 +201,14 @@ def test_round_trip(example: msgspec.Struct) -> None:
 def test_client_messages_are_told_apart(example: msgspec.Struct) -> None:
     decoded: Any = msgspec.msgpack.decode(msgspec.msgpack.encode(example), type=ClientMessage)
     assert decoded == example
+
+
+@pytest.mark.parametrize("orders", [SWAPS, ORDERS, None], ids=["copies alone", "offload", "none"])
+def test_the_orders_of_a_plan_keep_their_type(orders: HostTransfers | None) -> None:
+    plan = StepPlan(1, [], [], [], [], [], transfers=orders)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+    assert decoded == plan
+    assert type(decoded.transfers) is type(orders)
 
 
 @pytest.mark.parametrize("value", [STATS, 0, 3, None])

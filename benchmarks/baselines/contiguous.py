@@ -167,6 +167,8 @@ class ContiguousScheduler(ABC):
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    is_connector_ready = True
+
     @property
     def has_transfers(self) -> bool:
         """Never: nothing is cached below the device."""

@@ -33,16 +33,17 @@ from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.stats import EngineStats
-from quire.step import DiskReport, StepResult
+from quire.step import StepResult
 
 logger = get_logger(__name__)
 
 IDLE_CHECK_SECONDS = 10.0
 """Invariants are checked when the engine falls idle, at most this often: the check is linear in blocks."""
 FIRST_REPORTS = 50
-"""Reports of the KV connector that the start waits for, each for at most DISK_PATIENCE (quire/worker/disk_tier.py)."""
+"""Results that the start waits for until the KV connector is ready, each for at most PATIENCE
+(quire/worker/kv_connector/interface.py)."""
 LAST_TRANSFERS = 100
-"""Plans that store, at the end, what is not on disk yet."""
+"""Plans that move, at the end, what the KV connector has not stored or sent yet."""
 
 
 class EngineCore:
@@ -85,8 +86,7 @@ class EngineCore:
         allocated = clock.now()
         costs = executor.measure_preemption_costs() if config.scheduler.preemption_mode == "auto" else None
         self.scheduler: EngineScheduler = make_scheduler(config, layout, costs)
-        if config.cache.offload_dir is not None:
-            self._learn_what_is_stored()
+        self._await_connector()
         self._sleep = Sleep(executor, self.scheduler, self._finish_transfers)
         max_model_len = self.scheduler.longest_sequence(config.model.max_model_len)
         if max_model_len < 2:
@@ -173,29 +173,26 @@ class EngineCore:
         self._executor.shutdown()
 
     def _finish_transfers(self) -> bool:
-        """Store what is not on disk yet; returns whether nothing is left."""
+        """Store and send what the KV connector still has to; returns whether nothing is left."""
         for _ in range(LAST_TRANSFERS):
             if not self.scheduler.has_transfers:
                 return True
             self._transfer()
         return not self.scheduler.has_transfers
 
-    def _transfer(self, *, awaits_report: bool = False) -> DiskReport | None:
+    def _transfer(self, *, awaits_report: bool = False) -> None:
         """Run a plan that only moves cached blocks; nothing else is in flight."""
         plan = self.scheduler.schedule_transfers(awaits_report=awaits_report)
-        if plan is None:
-            return None
-        result = self._executor.execute(plan).result()
-        self.scheduler.update(result, self._clock.now())
-        return result.disk
+        if plan is not None:
+            self.scheduler.update(self._executor.execute(plan).result(), self._clock.now())
 
-    def _learn_what_is_stored(self) -> None:
-        """Ask the worker what the KV connector holds, so that the first request can hit it. A large directory is not
-        waited for: the rest is reported with the results of later steps."""
+    def _await_connector(self) -> None:
+        """Let the KV connector learn what it holds, so that the first request can hit it. The start waits for a while:
+        the rest is reported with the results of later steps."""
         for _ in range(FIRST_REPORTS):
-            report = self._transfer(awaits_report=True)
-            if report is not None and not report.is_scanning:
+            if self.scheduler.is_connector_ready:
                 break
+            self._transfer(awaits_report=True)
 
     def _call(self, call_id: int, method: str, argument: str) -> CallResult:
         try:

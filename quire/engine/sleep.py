@@ -38,7 +38,7 @@ class Sleep:
     """level: 0 awake, 1 or 2 asleep."""
 
     def __init__(self, executor: Executor, scheduler: Requests, finish_transfers: Callable[[], bool]) -> None:
-        """finish_transfers: stores what is not on disk yet; returns whether nothing is left."""
+        """finish_transfers: ends the transfers of the KV connector; returns whether nothing is left."""
         self.level = 0
         self._executor = executor
         self._scheduler = scheduler
@@ -79,5 +79,5 @@ class Sleep:
         if stats.num_registered_blocks:
             raise UserError("the engine cannot sleep while prefixes are registered: unregister them first")
         if not self._finish_transfers():
-            raise UserError("the engine cannot sleep yet: blocks are still on their way to disk")
+            raise UserError("the engine cannot sleep yet: KV blocks are still on their way")
         scheduler.kv.reset_prefix_cache()

@@ -163,6 +163,7 @@ class StepLog:
 
     def _end(self, plan: StepPlan, handed_over: float) -> None:
         now = self._clock.now()
+        transfers = plan.transfers
         if self._began is None:
             self._began = self._ended = handed_over
         record = StepRecord(
@@ -175,8 +176,8 @@ class StepLog:
             num_sampled=len(plan.sample_seq_ids),
             num_carried=_num_carried(plan),
             num_copies=len(plan.block_copies),
-            num_swapped_out=len(plan.swap_out),
-            num_swapped_in=len(plan.swap_in),
+            num_swapped_out=0 if transfers is None else len(transfers.swap_out),
+            num_swapped_in=0 if transfers is None else len(transfers.swap_in),
         )
         self._ended = now
         is_due = now >= self._next_flush

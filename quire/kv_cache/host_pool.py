@@ -43,7 +43,7 @@ class HostPool:
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
         """indexes: what is cached on the device, and strides: hash blocks of a block, both per KV group. host_indexes:
-        what is here, in blocks that no swapped sequence needs (quire/kv_cache/connector.py)."""
+        what is here, in blocks that no swapped sequence needs (quire/kv_cache/connectors/offload.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)

@@ -11,20 +11,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
-from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
+from quire.kv_cache.connectors.interface import ConnectorFactory, Pools, no_connector
+from quire.kv_cache.connectors.transfer_blocks import TransferBlocks
 from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PendingBlocks, PrefixIndex
-from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
 
 
 class KVCacheManager:
     """Allocates, shares, copies on write, caches and evicts the blocks of one pool."""
 
-    def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
-        """enable_offload: store the contents of the prefix index on the host and on disk as well."""
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        *,
+        enable_prefix_caching: bool,
+        make_connector: ConnectorFactory = no_connector,
+    ) -> None:
+        """make_connector: makes what stores the contents of the prefix index outside the device as well."""
         self.groups = Coordinator(layout.groups)
         self.block_size = self.groups.block_size
         """Tokens of a hash block; of every block, where all groups have one size."""
@@ -44,10 +50,8 @@ class KVCacheManager:
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
         self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, self.groups.strides, host_indexes)
-        self.connector: KVConnector = NoConnector()
-        if enable_offload:
-            self.connector = OffloadConnector(self._indexes, self.host.blocks, host_indexes)
-        self.loader = PrefixLoader(self.pool, self._indexes, self.groups, self.connector)
+        self.transfer_blocks = TransferBlocks(self.pool, self._indexes, self.groups)
+        self.connector = make_connector(Pools(self._indexes, self.host.blocks, host_indexes, self.transfer_blocks))
         self._live: dict[int, BlockTable] = {}
         self._pending_blocks = PendingBlocks(self.groups.hit_size // self.block_size)
         self._registered = RegisteredPrefixes(self.block_size)
@@ -176,7 +180,7 @@ class KVCacheManager:
                 if start // size < len(table) and pool.ref_counts[table[start // size]] > 1
             ]
         needed = sum(taken) + len(copied_groups)
-        if needed > pool.num_allocatable and not (self.loader.release() and needed <= pool.num_allocatable):
+        if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
             return None
         allocation = BlockAllocation([[pool.allocate() for _ in range(count)] for count in taken], blocks.tail_shared)
         blocks.tail_shared = False
@@ -340,6 +344,23 @@ class KVCacheManager:
         self._pending_blocks.drop(blocks)
         self._release_all(blocks)
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the KV connector has blocks to move or to release, even without live requests."""
+        return self.connector.has_work or self.transfer_blocks.is_holding
+
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether a request, or the KV connector's next order, waits for the end of a transfer."""
+        return self.connector.must_wait or self.transfer_blocks.is_transferring
+
+    def finish(self, request_id: str, seq_id: int, blocks: BlockTable, num_tokens: int) -> None:
+        """Free a sequence that has ended by itself, with the keys and values of `num_tokens` tokens. The blocks are
+        held where the KV connector sends them."""
+        if self.connector.request_finished(request_id, seq_id, blocks, num_tokens):
+            self.transfer_blocks.hold(seq_id, blocks.tables)
+        self.free(blocks)
+
     def evict(self, chain: HashChain | None) -> None:
         """Remove a sequence's blocks from the prefix cache, because their content may be invalid. Owners keep the
         blocks, and registered prefixes stay."""
@@ -348,6 +369,7 @@ class KVCacheManager:
                 block = index.find(block_hash)
                 if block is not None and not self._registered.holds(block):
                     self.pool.forget(block)
+                self.transfer_blocks.forget((group, block_hash))
                 self.connector.forget((group, block_hash))
 
     def reset_prefix_cache(self) -> int:
@@ -355,7 +377,8 @@ class KVCacheManager:
         # What is computed now will still be committed, but never be hit without the blocks before it.
         for blocks in self._live.values():
             self._pending_blocks.drop(blocks)
-        self.loader.reset()
+        self.transfer_blocks.reset()
+        self.connector.reset()
         num_dropped = self.pool.drop_cached()
         for prefix in self._registered:
             self._enter(prefix.blocks)
@@ -446,7 +469,7 @@ class KVCacheManager:
                 assert len(set(held)) == len(held), "a table names a block twice"
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
-        self.loader.check(owners)
+        self.transfer_blocks.check(owners)
         self.pool.check(owners)
         host_owners: dict[int, int] = {}
         self.connector.check(host_owners)

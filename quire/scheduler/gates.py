@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import PENDING_PREFIX, Deferral, Request, RequestStatus
 from quire.scheduler.admission import Quote
@@ -25,9 +26,9 @@ from quire.scheduler.admission import Quote
 MIN_SHARED_BLOCKS = 2
 """A wait for fewer blocks does not pay: a step reads all weights, which costs about as much as a block of tokens."""
 
-FETCH_SECONDS = 10.0
-"""Longest wait for loads to the host; a store that takes longer counts as failed."""
-MAX_SWAP_INS = 3
+LOAD_SECONDS = 10.0
+"""Longest wait for an asynchronous load. One that takes longer counts as failed; its blocks are freed when it ends."""
+MAX_LOADS = 3
 
 
 class Stage(enum.IntEnum):
@@ -148,15 +149,15 @@ class PendingPrefixGate:
         """Nothing is kept."""
 
 
-class HostLoadGate:
-    """Has the KV connector load the next blocks of a request's prefix to the host, if that pays.
+class AsynchronousLoadGate:
+    """Has the KV connector load the next blocks of a request's prefix, where that takes more than a plan and pays.
 
-    A request waits once for such loads, until they end and at most FETCH_SECONDS. Every load ends in success or
-    failure; the request computes the blocks that failed to load. When there is nothing else to compute, a plan carries
-    the transfers alone, and its result waits for them for a limited time, so that the engine does not spin.
+    A request waits once for such a load, until it ends and at most LOAD_SECONDS. Every load ends in success or failure;
+    the request computes the blocks that failed to load. When there is nothing else to compute, a plan carries the
+    transfers alone, and its result waits for them for a limited time, so that the engine does not spin.
     """
 
-    reason = "load to the host"
+    reason = "asynchronous load"
     stage = Stage.BEGIN
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -167,65 +168,65 @@ class HostLoadGate:
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
         if quote.is_resumed or request.request_id in self._tried:
             return None
-        loader, connector = self._kv.loader, self._kv.connector
-        chain, num_cached = request.live_sequences[0].chain, quote.num_cached_tokens
-        reach = loader.reach(chain, num_cached, quote.max_cached_tokens, fetch=True)
-        if reach is None or not reach.on_disk:
+        kv, chain = self._kv, request.live_sequences[0].chain
+        found = kv.connector.lookup(chain, quote.num_cached_tokens, quote.max_cached_tokens, asynchronous=True)
+        if found is None or not found.is_asynchronous:
             return None
         self._tried.add(request.request_id)
-        num_tokens = reach.num_blocks * self._kv.block_size - num_cached
-        if not connector.is_fetch_worthwhile(len(reach.on_disk), num_tokens):
+        # Blocks that are only staged need no room on the device yet.
+        num_taken = max(quote.num_blocks, kv.transfer_blocks.num_taken(found)) if found.to_load else 0
+        if not found.is_worthwhile or num_taken > quote.room:
             return None
-        fetch = connector.fetch([*reach.on_host, *reach.on_disk])
-        # Behind its end the fetched blocks are the most recently used ones of the host pool; the next quote finds them.
-        return Deferral(
-            self.reason,
-            quote.num_blocks,
-            is_pending=lambda: fetch.is_pending,
-            deadline=now + FETCH_SECONDS,
-            cancel=lambda: connector.drop(fetch),
-        )
+        # Behind its end the loaded blocks are the most recently used ones; the next quote finds them.
+        return _begin_load(self.reason, kv, found, quote, now)
 
     def forget(self, request: Request) -> None:
         self._tried.discard(request.request_id)
 
 
-class HostCopyGate:
-    """Orders host blocks of a request's prefix into this plan; the request waits for that plan.
+class NextPlanLoadGate:
+    """Orders the copies of a request's next blocks into this plan; the request waits for that plan.
 
     In the next pass it starts with a plain prefix hit; if it cannot start then, its blocks stay cached without an
-    owner. After MAX_SWAP_INS attempts it computes the prefix. No running request waits for it: the scheduler releases
-    the blocks held for it before it preempts a running request.
+    owner. After MAX_LOADS attempts it computes the prefix. No running request waits for it: the scheduler releases the
+    blocks held for it before it preempts a running request.
     """
 
-    reason = "copy from the host"
+    reason = "load for the next plan"
     stage = Stage.START
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
-        self._num_copies: Counter[str] = Counter()
-        """Request id -> times that blocks were copied for a waiting request."""
+        self._num_loads: Counter[str] = Counter()
+        """Request id -> times that blocks were loaded for a waiting request."""
 
     def check(self, request: Request, quote: Quote, now: float) -> Deferral | None:
-        if quote.is_resumed or self._num_copies.get(request.request_id, 0) >= MAX_SWAP_INS:
+        if quote.is_resumed or self._num_loads.get(request.request_id, 0) >= MAX_LOADS:
             return None
-        chain, loader = request.live_sequences[0].chain, self._kv.loader
-        reach = loader.reach(chain, quote.num_cached_tokens, quote.max_cached_tokens, fetch=False)
+        kv, chain = self._kv, request.live_sequences[0].chain
+        found = kv.connector.lookup(chain, quote.num_cached_tokens, quote.max_cached_tokens, asynchronous=False)
         # With sliding windows a longer hit shares fewer blocks than the one on the device, and may not fit.
-        if reach is None or loader.blocks_to_bring(reach) > quote.room:
+        if found is None or kv.transfer_blocks.num_taken(found) > quote.room:
             return None
-        self._num_copies[request.request_id] += 1
-        num_allocated = loader.bring(reach)
-        return Deferral(self.reason, max(0, quote.num_blocks - num_allocated), is_pending=lambda: False)
+        self._num_loads[request.request_id] += 1
+        return _begin_load(self.reason, kv, found, quote, now)
 
     def forget(self, request: Request) -> None:
-        self._num_copies.pop(request.request_id, None)
+        self._num_loads.pop(request.request_id, None)
+
+
+def _begin_load(reason: str, kv: KVCacheManager, found: Lookup, quote: Quote, now: float) -> Deferral:
+    """Load what a lookup has found, into blocks that are taken off what the request needs."""
+    num_before = kv.pool.num_allocatable
+    load = kv.connector.allocated(found, kv.transfer_blocks.allocate(found))
+    num_reserved = max(0, quote.num_blocks - (num_before - kv.pool.num_allocatable))
+    return Deferral(reason, num_reserved, lambda: load.is_pending, now + LOAD_SECONDS, load.release)
 
 
 def default_gates(kv: KVCacheManager) -> list[Gate]:
     """The product's own gates, in the order in which they are asked."""
     return [
         PendingPrefixGate(kv),
-        HostLoadGate(kv),
-        HostCopyGate(kv),
+        AsynchronousLoadGate(kv),
+        NextPlanLoadGate(kv),
     ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
+from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot
@@ -38,6 +39,11 @@ class EngineScheduler(Protocol):
     @property
     def has_requests(self) -> bool:
         """Whether any request lives, running or waiting."""
+        ...
+
+    @property
+    def is_connector_ready(self) -> bool:
+        """Whether the KV connector has learned what was stored before the engine started."""
         ...
 
     @property
@@ -110,6 +116,6 @@ def paged_scheduler(config: EngineConfig, layout: KVCacheLayout, costs: Preempti
     kv = KVCacheManager(
         layout,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        enable_offload=config.cache.offload_dir is not None,
+        make_connector=connector_factory(config.cache),
     )
     return Scheduler(config.scheduler, kv, costs)

@@ -8,7 +8,8 @@ A used block has `block_size` slots. Each is in one of three states:
 - wasted (internal fragmentation): no token has been assigned to it. These are the ends of last blocks, less than one
   block for each sequence and group.
 
-Blocks that the KV connector loads for a deferred request are used, and count as stored.
+Blocks that the KV connector loads for a deferred request, or sends for one that has ended, are used, and count as
+stored.
 
 There is no external fragmentation: every block is as good as any other, so free memory is never unusable. Blocks that
 are free but still hold a prefix (evictable) are not used, and are counted apart.

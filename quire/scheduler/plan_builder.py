@@ -5,10 +5,10 @@ from __future__ import annotations
 from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
 from quire.kv_cache.block_table import BlockAllocation, BlockTable
-from quire.kv_cache.connector import NO_ORDERS
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
+from quire.transfers import HostTransfers, Transfers
 
 
 class PlanBuilder:
@@ -38,9 +38,8 @@ class PlanBuilder:
         self.swap_in: list[tuple[int, int]] = []
         self.resumed: list[tuple[Sequence, BlockTable, int]] = []
         """Sequences that are swapped in, with their blocks, and how many of their tokens are computed."""
-        self.transfers = NO_ORDERS
-        """Copies of cached blocks."""
-        self.awaits_disk = False
+        self.transfers: Transfers | None = None
+        """The KV connector's."""
         self.forks: list[SequenceFork] = []
         self.forked: list[tuple[Sequence, list[Sequence]]] = []
 
@@ -183,6 +182,18 @@ class PlanBuilder:
             del self.replaced_blocks[len(self.replaced_blocks) - len(allocation.replaced) :]
         return undone
 
+    def order_transfers(self, kv: KVCacheManager, *, may_wait: bool, awaits_report: bool) -> None:
+        """Add what the KV connector orders, at the end of the pass. may_wait: the plan has nothing else, and none is in
+        flight. awaits_report: it is to wait for a report in any case."""
+        kv.transfer_blocks.release()
+        transfers = kv.connector.orders(may_allocate=not self.swap_in)
+        if may_wait and not (transfers is not None and transfers.swap_in):
+            awaits_report |= kv.awaits_transfers
+        if awaits_report:
+            transfers = transfers or HostTransfers()
+            transfers.awaits_report = True
+        self.transfers = transfers
+
     def build(
         self,
         released: list[int],
@@ -190,6 +201,11 @@ class PlanBuilder:
         token_overrides: list[tuple[int, int]],
         trimmed_tables: dict[int, list[int]] | None = None,
     ) -> StepPlan:
+        transfers = self.transfers
+        if self.swap_out or self.swap_in:
+            transfers = transfers or HostTransfers()
+            transfers.swap_out = self.swap_out + transfers.swap_out
+            transfers.swap_in = self.swap_in + transfers.swap_in
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
         return StepPlan(
@@ -205,13 +221,9 @@ class PlanBuilder:
             block_copies=self.block_copies,
             forks=self.forks,
             released=released,
-            swap_out=self.swap_out + self.transfers.swap_out,
-            swap_in=self.swap_in + self.transfers.swap_in,
             beam_reorders=beam_reorders,
             token_overrides=token_overrides,
-            disk_stores=self.transfers.disk_stores,
-            disk_loads=self.transfers.disk_loads,
-            awaits_disk=self.awaits_disk,
+            transfers=transfers,
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed_tables or {},

@@ -172,7 +172,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Plan the next step, or return None when nothing can be computed now (idle, or waiting for results)."""
         builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
-        self.kv.loader.arrive()
+        self.kv.transfer_blocks.begin_pass()
         if self._waiting.first is None:
             self._schedule_running(builder, 0)
         else:
@@ -189,37 +189,36 @@ class Scheduler:
         awaits_report: return a plan in any case, whose result arrives when the connector's worker half has a report.
         """
         builder = PlanBuilder(next(self._step_ids), self._limits.max_num_tokens)
-        builder.awaits_disk = awaits_report
-        self.kv.loader.arrive()
-        return self._finish_plan(builder)
+        self.kv.transfer_blocks.begin_pass()
+        return self._finish_plan(builder, awaits_report=awaits_report)
+
+    @property
+    def is_connector_ready(self) -> bool:
+        return self.kv.connector.is_ready
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the KV connector has blocks to store or to release, even without live requests."""
-        return self.kv.connector.has_backlog or self.kv.loader.is_holding
+        """Whether the KV connector has blocks to move or to release, even without live requests."""
+        return self.kv.has_transfers
 
     @property
     def can_transfer(self) -> bool:
         """Whether `has_transfers`, and the next transfer need not wait for an earlier one."""
-        return self.has_transfers and not self.kv.connector.must_wait
+        return self.kv.has_transfers and not self.kv.awaits_transfers
 
     def forget_rows(self) -> None:
         """Note that the workers have dropped all request slots, while no request lives."""
         assert not self.has_requests, "rows of live requests"
         self._released = []
 
-    def _finish_plan(self, builder: PlanBuilder) -> StepPlan | None:
+    def _finish_plan(self, builder: PlanBuilder, *, awaits_report: bool = False) -> StepPlan | None:
         """Add the KV connector's transfers and build the plan; None when it is still empty."""
-        connector = self.kv.connector
-        self.kv.loader.release()
-        builder.transfers = connector.orders(may_allocate=not builder.swap_in)
         is_idle = builder.is_idle
-        if is_idle:
-            if not builder.transfers.swap_in and not self._in_flight:
-                builder.awaits_disk |= connector.must_wait
-            if not (builder.transfers or builder.awaits_disk):
-                # The slots of finished sequences stay taken until the next plan, which nothing needs before.
-                return None
+        may_wait = is_idle and not self._in_flight
+        builder.order_transfers(self.kv, may_wait=may_wait, awaits_report=awaits_report)
+        if is_idle and builder.transfers is None:
+            # The slots of finished sequences stay taken until the next plan, which nothing needs before.
+            return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
@@ -234,7 +233,7 @@ class Scheduler:
         )
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        if plan.block_copies or plan.swap_out or plan.swap_in:
+        if plan.block_copies or plan.transfers is not None:
             count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
@@ -244,8 +243,8 @@ class Scheduler:
         sequences, samples = in_flight.sequences, in_flight.samples
         updates = self._end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
         in_flight.commit(self.kv)
-        if result.disk is not None:
-            self.kv.connector.update(result.disk)
+        if result.transfers is not None:
+            self.kv.connector.update(result.transfers)
         if in_flight.plan.num_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
@@ -386,6 +385,8 @@ class Scheduler:
             self._release_slot(sequence)
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
+            elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
+                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, len(sequence.token_ids) - 1)
             else:
                 self.kv.free(sequence.blocks)
             sequence.blocks = None

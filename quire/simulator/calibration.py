@@ -26,6 +26,7 @@ from quire.simulator.jitter_fit import fit_jitter
 from quire.simulator.regression import not_negative
 from quire.simulator.work import StepWork, Windows
 from quire.step import StepPlan
+from quire.transfers import HostTransfers
 
 Vector = npt.NDArray[np.float64]
 
@@ -145,8 +146,7 @@ def plan_of(record: StepRecord) -> StepPlan:
         sample_seq_ids=[0] * record.num_sampled,
         sample_from=[0] * record.num_sampled,
         block_copies=[(0, 0)] * record.num_copies,
-        swap_out=[(0, 0)] * record.num_swapped_out,
-        swap_in=[(0, 0)] * record.num_swapped_in,
+        transfers=HostTransfers([(0, 0)] * record.num_swapped_out, [(0, 0)] * record.num_swapped_in),
     )
 
 

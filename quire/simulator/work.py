@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.step import StepPlan
+from quire.transfers import HostTransfers
 
 Windows = Sequence[int | None]
 """The distinct attention windows of a model's layers, None for full attention."""
@@ -67,9 +68,10 @@ class StepWork(msgspec.Struct, kw_only=True):
             work.num_chunks = len(chunks)
             work.prefill_context = [sum(_chunk_context(*chunk, window) for chunk in chunks) for window in windows]
             work.prefill_pairs = [sum(_chunk_pairs(*chunk, window) for chunk in chunks) for window in windows]
-        if plan.swap_out or plan.swap_in:
-            work.num_swapped_out, work.num_swapped_in = len(plan.swap_out), len(plan.swap_in)
-            work.waits_for_swap = bool(plan.swap_out) and _hands_out_saved(plan)
+        if plan.transfers is not None:
+            swap_out, swap_in = plan.transfers.swap_out, plan.transfers.swap_in
+            work.num_swapped_out, work.num_swapped_in = len(swap_out), len(swap_in)
+            work.waits_for_swap = bool(swap_out) and _hands_out_saved(plan, plan.transfers)
         return work
 
 
@@ -97,11 +99,11 @@ def _chunk_pairs(start: int, count: int, window: int | None) -> int:
     return inside * start + inside * (inside + 1) // 2 + (count - inside) * window
 
 
-def _hands_out_saved(plan: StepPlan) -> bool:
+def _hands_out_saved(plan: StepPlan, transfers: HostTransfers) -> bool:
     """Whether something that this plan writes to is a block that it saves first."""
-    saved = {block for block, _ in plan.swap_out}
+    saved = {block for block, _ in transfers.swap_out}
     written = {block for groups in plan.new_blocks.values() for blocks in groups for block in blocks}
     written.update(block for new in plan.new_sequences for table in new.block_ids for block in table)
     written.update(block for _, block in plan.block_copies)
-    written.update(block for _, block in plan.swap_in)
+    written.update(block for _, block in transfers.swap_in)
     return not saved.isdisjoint(written)

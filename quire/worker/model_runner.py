@@ -81,7 +81,8 @@ class ModelRunner:
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
-        if plan.swap_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
+        swaps_out = plan.transfers is not None and plan.transfers.swap_out
+        if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)
@@ -98,7 +99,8 @@ class ModelRunner:
 
     def _move_blocks(self, plan: StepPlan, step: ComputeStep) -> None:
         """Swapping begins, and copy-on-write is done."""
-        self._transfers.start(plan.swap_out, plan.swap_in)
+        if plan.transfers is not None:
+            self._transfers.start(plan.transfers.swap_out, plan.transfers.swap_in)
         if plan.block_copies:
             if self._transfers.is_reading(destination for _, destination in plan.block_copies):
                 self._transfers.wait()

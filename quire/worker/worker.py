@@ -18,12 +18,10 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
-from quire.worker.block_file import BlockLayout
 from quire.worker.block_tables import BlockTables
-from quire.worker.cache_directory import require_writable
-from quire.worker.cache_identity import cache_namespace
-from quire.worker.disk_store import DiskStore
-from quire.worker.disk_tier import DiskTier, FileTier, HostBlocks, NoDiskTier
+from quire.worker.kv_connector.cache_directory import require_writable
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
+from quire.worker.kv_connector.offload import offload_worker
 from quire.worker.kv_transfer import BlockTransfers, NoTransfers
 from quire.worker.load_progress import LoadProgress
 from quire.worker.memory_profile import measure_memory
@@ -61,7 +59,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
         self._transfers: BlockTransfers = NoTransfers()
-        self._disk: DiskTier = NoDiskTier()
+        self._connector: WorkerConnector = NoWorkerConnector()
         self._last: PendingStep | None = None
 
     @_computes
@@ -89,13 +87,14 @@ class Worker:
     def allocate(self, layout: KVCacheLayout) -> None:
         """Create the pools' tensors and an empty request state. Raises InsufficientMemoryError."""
         assert self._model is not None, "load comes before allocate"
-        cache, model, num_rows = self._config.cache, self._config.model, self._config.scheduler.max_num_seqs
+        config, model, num_rows = self._config, self._config.model, self._config.scheduler.max_num_seqs
         pages = self.platform.allocate_pages(layout)
         if layout.num_host_blocks:
             self._host_pool = self.platform.allocate_host_pool(layout)
             self._transfers = self.platform.make_transfers(pages, self._host_pool)
-            if cache.offload_dir is not None:
-                self._disk = FileTier(self._open_store(layout, self._host_pool), self._transfers)
+            if config.cache.offload_dir is not None:
+                code, host_pages = self.platform.code_identity(), self._host_pool.pages
+                self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
         tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
         compute = self.platform.make_compute(self._model, layout, pages, tables)
         requests = RequestState(num_rows, tables, compute.columns)
@@ -136,7 +135,7 @@ class Worker:
                 plan.step_id, QuireError(f"step {plan.step_id} was not run, because an earlier step failed")
             )
         try:
-            self._disk.begin_transfers(plan)
+            begin_plan(self._connector, plan)
             launched = self._runner.launch(plan)
         except BaseException as error:
             self._last = failed_step(plan.step_id, error)
@@ -159,7 +158,7 @@ class Worker:
         self.platform.synchronize()
         if level == 1 and self._offloaded is None:
             self._offloaded = self.platform.offload_weights(self._model)  # first: it fails when the host lacks memory
-        self._disk.close()
+        self._connector.close()
         self._last = None
         self._release_pools()
         self._model.release_workspaces()
@@ -186,17 +185,17 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Wait for the plans that were started and the stores to disk. No plan may be launched afterwards.
+        """Wait for the plans that were started and the KV connector's stores. No plan may be launched afterwards.
         Idempotent."""
         self.platform.synchronize()
-        self._disk.close()
+        self._connector.close()
         self._last = None
         self._release_pools()
         self._drop_offloaded()
 
     def _collect(self, launched: Launched) -> StepResult:
         result = launched.collect()
-        result.disk = self._disk.end_transfers(launched.plan)
+        end_plan(self._connector, launched.plan, result)
         return result
 
     def _drop_offloaded(self) -> None:
@@ -207,15 +206,7 @@ class Worker:
     def _release_pools(self) -> None:
         """Free everything that holds keys and values."""
         self._runner = None
-        self._transfers, self._disk = NoTransfers(), NoDiskTier()
+        self._transfers, self._connector = NoTransfers(), NoWorkerConnector()
         if self._host_pool is not None:
             self._host_pool.close()
             self._host_pool = None
-
-    def _open_store(self, layout: KVCacheLayout, host_pool: HostPool) -> DiskStore:
-        config = self._config
-        assert config.cache.offload_dir is not None
-        code = self.platform.code_identity()
-        namespace = cache_namespace(config.model, config.load, config.device, layout, code)
-        files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
-        return DiskStore(config.cache.offload_dir, config.cache.offload_size, files, HostBlocks(host_pool.pages))

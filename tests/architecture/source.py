@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "quire"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "envs", "clock", "registry", "logging", "utils", "version", "bundled"),
-    ("config", "sampling_params", "beam_search_params", "request", "step", "outputs", "stats"),
+    ("config", "sampling_params", "beam_search_params", "request", "step", "transfers", "outputs", "stats"),
     ("kv_cache", "tokenization"),
     ("scheduler", "decoding"),
     ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),

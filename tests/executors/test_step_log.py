@@ -16,6 +16,7 @@ from quire.clock import VirtualClock
 from quire.errors import ConfigError, UserError
 from quire.executors.step_log import StepLog, StepRecord, read_step_log
 from quire.step import StepPlan, StepResult
+from quire.transfers import HostTransfers
 from tests.fakes.core import CoreClient, make_config
 from tests.fakes.executor import FakeExecutor
 
@@ -72,7 +73,7 @@ def test_steps_one_after_the_other(tmp_path: Path) -> None:
     clock, executor = VirtualClock(100.0), LateExecutor()
     log = StepLog(executor, make_config(), tmp_path / "log", clock)
     for step in (1, 2):
-        future = log.execute(plan(step, swap_out=[(1, 1), (2, 2)], swap_in=[(3, 3)]))
+        future = log.execute(plan(step, transfers=HostTransfers([(1, 1), (2, 2)], [(3, 3)])))
         clock.advance(0.5)
         executor.end()
         assert future.done()

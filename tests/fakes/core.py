@@ -27,6 +27,7 @@ from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.ledger import SlotLedger
+from tests.fakes.remote import FakeRemote
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
 
@@ -210,13 +211,14 @@ class CoreDriver(CoreClient):
         costs: PreemptionCosts | None = None,
         disk: FakeDisk | None = None,
         *,
+        remote: FakeRemote | None = None,
         nonfinite_token: int | None = None,
         make_scheduler: SchedulerFactory = paged_scheduler,
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
-        self.executor.disk = disk
+        self.executor.connector = disk or remote
         self.executor.nonfinite_token = nonfinite_token
         self.executor.queue_depth = config.scheduler.queue_depth
         self.executor.observe = self.ledger.follow

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quire.kv_cache.disk_index import BlockKey
-from quire.step import DiskReport, StepPlan
+from quire.step import StepPlan
+from quire.transfers import BlockKey, OffloadReport
+from tests.fakes.transfers import copies, disk_orders
 
 Slots: TypeAlias = list[int | None]
 
@@ -31,24 +32,24 @@ class FakeDisk:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._report: DiskReport | None = DiskReport(found=list(self.files))
+        self._report: OffloadReport | None = OffloadReport(found=list(self.files))
         self._storing: dict[int, tuple[int, BlockKey, Slots]] = {}
         self._loading: dict[int, tuple[int, BlockKey]] = {}
         self._num_plans = 0
 
-    def run(self, plan: StepPlan, host: dict[int, Slots]) -> DiskReport | None:
+    def run(self, plan: StepPlan, host: dict[int, Slots], device: dict[int, Slots]) -> OffloadReport | None:
         """The transfers of one plan, behind its swaps. Returns what has ended."""
         self._check_left_alone(plan, host)
         self._num_plans += 1
-        for block, group, block_hash in plan.disk_stores:
+        for block, group, block_hash in disk_orders(plan).stores:
             assert block in host, f"host block {block} is stored and was never written"
             assert block not in self._storing, f"host block {block} is stored twice at once"
             self._storing[block] = (self._due(), (group, block_hash), list(host[block]))
-        for group, block_hash, block in plan.disk_loads:
+        for group, block_hash, block in disk_orders(plan).loads:
             assert block not in self._storing.keys() | self._loading.keys(), f"host block {block} is in use"
             self._loading[block] = (self._due(), (group, block_hash))
             host.pop(block, None)  # void until the end
-        if plan.awaits_disk:
+        if copies(plan).awaits_report:
             self.num_waits += 1
             self._num_plans += self.delay
         if not self.is_hung:
@@ -64,13 +65,14 @@ class FakeDisk:
     def _check_left_alone(self, plan: StepPlan, host: dict[int, Slots]) -> None:
         for block, (_, key, content) in self._storing.items():
             assert host.get(block) == content, f"host block {block} changed while it was stored as {key}"
-        used = {host_block for _, host_block in plan.swap_out} | {host_block for host_block, _ in plan.swap_in}
+        used = {host_block for _, host_block in copies(plan).swap_out}
+        used |= {host_block for host_block, _ in copies(plan).swap_in}
         assert not used & self._loading.keys(), (
             f"host blocks {used & self._loading.keys()} are used while they are loaded"
         )
 
     def _finish(self, host: dict[int, Slots]) -> None:
-        report = self._report or DiskReport()
+        report = self._report or OffloadReport()
         for block, (due, key, content) in list(self._storing.items()):
             if due <= self._num_plans:
                 del self._storing[block]

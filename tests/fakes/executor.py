@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
@@ -27,11 +28,22 @@ from quire.step import (
     StepPlan,
     StepResult,
 )
-from tests.fakes.disk import FakeDisk
+from quire.transfers import TransferReport
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix
+from tests.fakes.transfers import copies
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
 """(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
+
+
+class FakeWorkerConnector(Protocol):
+    """The worker's half of a KV connector over the executor's numbers."""
+
+    def run(
+        self, plan: StepPlan, host: dict[int, list[int | None]], device: dict[int, list[int | None]]
+    ) -> TransferReport | None:
+        """The transfers of one plan, behind its copies and its model. Returns what has ended."""
+        ...
 
 
 class ContractViolationError(AssertionError):
@@ -98,8 +110,8 @@ class FakeExecutor:
         self.queue_depth = 1
         """How far a plan may be ahead of the results that the scheduler has seen."""
         self.num_drafts = self.num_accepted_drafts = 0
-        self.disk: FakeDisk | None = None
-        """The disk tier; set it before the first plan."""
+        self.connector: FakeWorkerConnector | None = None
+        """The worker's half of the KV connector; set it before the first plan."""
         self.nonfinite_token: int | None = None
         """A token behind which a sequence's logits are no numbers."""
         self.observe: Callable[[StepPlan], None] | None = None
@@ -209,7 +221,7 @@ class FakeExecutor:
             self._reorder_beam(fork)
         for seq_id, token_id in plan.token_overrides:
             self._overrule(seq_id, token_id)
-        self._save_to_host(plan.swap_out)
+        self._save_to_host(copies(plan).swap_out)
         self._copy_blocks(plan.block_copies)
         if self._verify:
             # What left a window is not read any more, so this very plan may give it to another sequence.
@@ -226,14 +238,14 @@ class FakeExecutor:
             self._draft(seq_id, num_drafts, plan.drafts.get(seq_id))
             self._compute(seq_id, start, plan.num_tokens[index], result)
         # The latest moment that the contract allows: a read of one of these blocks before it finds something else.
-        self._load_from_host(plan.swap_in)
+        self._load_from_host(copies(plan).swap_in)
         for fork in plan.forks:
             self._fork(fork)
         self._sample(plan, result)
-        if self.disk is not None:
-            result.disk = self.disk.run(plan, self._host_slots)
+        if self.connector is not None:
+            result.transfers = self.connector.run(plan, self._host_slots, self._slots)
         else:
-            _require(not plan.awaits_disk, "the plan waits for a disk that is not there")
+            _require(not copies(plan).awaits_report, "the plan waits for a KV connector that is not there")
         return result
 
     def _check_shape(self, plan: StepPlan) -> None:
@@ -301,7 +313,7 @@ class FakeExecutor:
 
     def _check_swapped_in_are_left_alone(self, plan: StepPlan) -> None:
         """The blocks may arrive at any time until the next plan."""
-        arriving = {block for _, block in plan.swap_in}
+        arriving = {block for _, block in copies(plan).swap_in}
         copied = {block for pair in plan.block_copies for block in pair}
         _require(not arriving & copied, f"blocks {arriving & copied} are copied while they arrive")
         for seq_id in plan.seq_ids if arriving else []:

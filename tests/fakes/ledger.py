@@ -12,6 +12,8 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats
 from quire.step import StepPlan
+from tests.fakes.remote import RemoteTransfers
+from tests.fakes.transfers import copies, disk_orders
 
 Tables = list[list[int]]
 
@@ -39,10 +41,13 @@ class SlotLedger:
             for table, num_blocks in zip(self._tables[seq_id], kept, strict=True):
                 del table[num_blocks:]
         self.has_drafts |= bool(plan.num_drafts)
-        for device, host in plan.swap_out:
+        for device, host in copies(plan).swap_out:
             self._copy(device, self._HOST + host)  # first of all: this plan may hand the block out again
-        for _, _, host in plan.disk_loads:
+        for _, _, host in disk_orders(plan).loads:
             self._filled_by |= {(self._HOST + host, offset): plan.step_id for offset in range(self._size)}
+        if isinstance(plan.transfers, RemoteTransfers):
+            for _, _, block in plan.transfers.loads:
+                self._filled_by |= {(block, offset): -1 for offset in range(self._size)}  # no plan computes them
         starts = dict(zip(plan.seq_ids, plan.start_positions, strict=True))
         for new in plan.new_sequences:
             self._tables[new.seq_id] = [list(table) for table in new.block_ids]
@@ -52,7 +57,7 @@ class SlotLedger:
                         self._clear(block)
         for branch in plan.beam_reorders:
             self._tables[branch.child] = [list(table) for table in self._tables[branch.parent]]
-        for host, device in plan.swap_in:
+        for host, device in copies(plan).swap_in:
             self._copy(self._HOST + host, device)
         for source, destination in plan.block_copies:
             self._copy(source, destination)
@@ -81,8 +86,12 @@ class SlotLedger:
             for block in table
             if block != NULL_BLOCK
         )
-        scheduler.kv.loader.check(owners)  # adds the blocks that are being fetched for requests to come
-        steps = [self._filled_by.get((block, offset)) for block in owners for offset in range(self._size)]
+        live = set(owners)
+        scheduler.kv.transfer_blocks.check(owners)  # adds the blocks that transfers own
+        sent = {block for blocks in scheduler.kv.transfer_blocks._sending.values() for block in blocks}
+        stored = {(block, offset): -1 for block in sent - live for offset in range(self._size)}
+        filled_by = self._filled_by | stored
+        steps = [filled_by.get((block, offset)) for block in owners for offset in range(self._size)]
         in_flight = set(scheduler._in_flight)
         stats = scheduler.stats()
         assert stats.num_used_blocks == len(owners)

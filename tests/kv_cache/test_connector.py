@@ -7,10 +7,15 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.connector import Fetch, OffloadConnector
-from quire.kv_cache.disk_index import BlockKey, DiskIndex
+from quire.kv_cache.connectors.disk_index import DiskIndex
+from quire.kv_cache.connectors.interface import Pools
+from quire.kv_cache.connectors.offload import Fetch, OffloadConnector
+from quire.kv_cache.connectors.transfer_blocks import TransferBlocks
+from quire.kv_cache.coordinator import Coordinator
+from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import PrefixIndex
-from quire.step import DiskReport
+from quire.kv_cache.spec import AttentionSpec
+from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
 
 NUM_GROUPS = 2
 NUM_DEVICE_BLOCKS = 1000
@@ -27,9 +32,12 @@ class TiersMachine(RuleBasedStateMachine):
         self.device = [PrefixIndex(NUM_DEVICE_BLOCKS) for _ in range(NUM_GROUPS)]
         indexes = [PrefixIndex(num_host_blocks + 1) for _ in range(NUM_GROUPS)]
         self.host = BlockPool(num_host_blocks + 1, indexes)
-        self.connector = OffloadConnector(self.device, self.host, indexes)
+        group = KVGroup(AttentionSpec(1, 8, 8, dtype_bytes=4), (0,), 4, 256)
+        groups = Coordinator([group] * NUM_GROUPS)
+        blocks = TransferBlocks(BlockPool(NUM_DEVICE_BLOCKS, self.device), self.device, groups)
+        self.connector = OffloadConnector(Pools(self.device, self.host, indexes, blocks))
         self.files = set(stored)
-        self.connector.update(DiskReport(found=sorted(stored)))
+        self.connector.update(OffloadReport(found=sorted(stored)))
         self.content: dict[int, BlockKey | None] = {}
         """What the worker's host memory holds; None: something else, or half of it."""
         self.storing: dict[int, BlockKey] = {}
@@ -80,26 +88,26 @@ class TiersMachine(RuleBasedStateMachine):
         wanted = data.draw(st.permutations(found))[:count]
         for number, key in enumerate(wanted):
             self.connector.bring(key, 300 + number)
-        orders = self.connector.orders(may_allocate=may_allocate)
+        orders = self.connector.orders(may_allocate=may_allocate) or OffloadTransfers()
         for device, host in orders.swap_out:
             assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
             self.content[host] = next(key for key in KEYS if self.device[key[0]].find(key[1]) == device)
         assert [self.content.get(host) for host, _ in orders.swap_in] == wanted
-        for host, group, block_hash in orders.disk_stores:
+        for host, group, block_hash in orders.stores:
             assert self.content.get(host) == (group, block_hash)
             assert host not in self.storing
             self.storing[host] = (group, block_hash)
-        for group, block_hash, host in orders.disk_loads:
+        for group, block_hash, host in orders.loads:
             assert host not in self.storing.keys() | self.loading.keys() | set(self.swapped)
             assert host not in {source for source, _ in orders.swap_in}
             self.loading[host] = (group, block_hash)
             self.content[host] = None
-        assert not (orders.disk_stores or orders.disk_loads) or may_allocate
+        assert not (orders.stores or orders.loads) or may_allocate
         type(self).num_hits += len(wanted)
 
     @rule(data=st.data(), fails=st.booleans(), gone=st.sets(st.sampled_from(KEYS), max_size=2))
     def report(self, data: st.DataObject, fails: bool, gone: set[BlockKey]) -> None:
-        report = DiskReport(gone=sorted(gone & self.files))
+        report = OffloadReport(gone=sorted(gone & self.files))
         self.files -= gone
         for host in [host for host in sorted(self.storing) if data.draw(st.integers(0, 3))]:
             key = self.storing.pop(host)
@@ -142,7 +150,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        if hasattr(self, "tiers"):
+        if hasattr(self, "connector"):
             owners = dict.fromkeys(self.swapped, 1)
             self.connector.check(owners)
             self.host.check(owners)
@@ -156,9 +164,9 @@ class TiersMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all transfers have ended and no request waits, no block has an owner."""
-        if not hasattr(self, "tiers"):
+        if not hasattr(self, "connector"):
             return
-        self.connector.update(DiskReport(released=sorted(self.storing), failed=sorted(self.loading)))
+        self.connector.update(OffloadReport(released=sorted(self.storing), failed=sorted(self.loading)))
         for fetch in self.fetches:
             assert not fetch.num_loading
             self.connector.drop(fetch)

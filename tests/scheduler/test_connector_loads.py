@@ -10,10 +10,11 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from quire.kv_cache.connector import RETRY
-from quire.scheduler.gates import FETCH_SECONDS
+from quire.kv_cache.connectors.offload import RETRY
+from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.disk import FakeDisk
+from tests.fakes.transfers import copies, disk_orders
 from tests.scheduler.test_state_machine import EngineMachine
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
@@ -124,7 +125,7 @@ def test_a_disk_that_hangs_is_given_up() -> None:
         driver.step()
     assert ("short", 0) in driver.finished
     assert ("again", 0) not in driver.tokens
-    driver.clock.advance(FETCH_SECONDS)
+    driver.clock.advance(LOAD_SECONDS)
     while driver.scheduler.has_requests:
         driver.step()
         driver.scheduler.check()
@@ -290,10 +291,10 @@ def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_aga
     for name, prompt in prompts.items():
         driver.add(name, prompt, max_tokens=requests[name][1])
     driver.run()
-    returns = next(plan for plan in driver.executor.plans if plan.swap_in)
+    returns = next(plan for plan in driver.executor.plans if copies(plan).swap_in)
     after = next(plan for plan in driver.executor.plans if plan.step_id > returns.step_id)
-    assert not returns.disk_stores
-    assert after.disk_stores, "nothing waited: the test shows nothing"
+    assert not disk_orders(returns).stores
+    assert disk_orders(after).stores, "nothing waited: the test shows nothing"
     for name, prompt in prompts.items():
         assert driver.tokens[name, 0] == generate_alone(prompt, max_tokens=requests[name][1])[0]
 

@@ -13,6 +13,7 @@ from quire.request import FinishReason
 from quire.scheduler.preemption import PreemptionCosts, choice
 from quire.step import StepPlan
 from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.transfers import copies
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -42,7 +43,7 @@ def step_until_swapped(driver: CoreDriver) -> StepPlan:
         driver.step()
         driver.scheduler.check()
         if driver.core.stats().num_swapped:
-            return next(plan for plan in reversed(driver.executor.plans) if plan.swap_out)
+            return next(plan for plan in reversed(driver.executor.plans) if copies(plan).swap_out)
     raise AssertionError("no request was swapped out")
 
 
@@ -73,13 +74,13 @@ def test_swapped_in_sequences_run_in_the_next_step() -> None:
         driver.add(name, prompt(8, start=i), max_tokens=24)
     driver.run()
     plans = driver.executor.plans
-    returned = [number for number, plan in enumerate(plans) if plan.swap_in]
+    returned = [number for number, plan in enumerate(plans) if copies(plan).swap_in]
     assert returned
     for number in returned:
         rows = {new.seq_id for new in plans[number].new_sequences}
         assert not rows & set(plans[number].seq_ids)
         assert rows <= set(plans[number + 1].seq_ids)
-        filled = {block for _, block in plans[number].swap_in}
+        filled = {block for _, block in copies(plans[number]).swap_in}
         assert filled == {b for new in plans[number].new_sequences for table in new.block_ids for b in table}
 
 
@@ -92,7 +93,9 @@ def test_siblings_move_together_and_share_what_they_shared(queue_depth: int) -> 
     assert set(plan.released) >= {1, 2, 3}
     swapped = [sequence.swapped for sequence in driver.scheduler._requests["trio"].sequences]
     held = [block for blocks in swapped for block in blocks.tables[0]]
-    assert len(plan.swap_out) == len(set(held)) == len(held) - 2 * 4, "the prompt's four blocks are shared by three"
+    assert len(copies(plan).swap_out) == len(set(held)) == len(held) - 2 * 4, (
+        "the prompt's four blocks are shared by three"
+    )
     driver.run()
     assert driver.core.stats().recomputed_tokens_total == 0
     expected = generate_alone(prompt(17, start=4), n=3, temperature=1.0, max_tokens=16)
@@ -164,17 +167,17 @@ def test_a_sample_in_flight_is_waited_for() -> None:
         driver.add(name, prompt(4, start=seq_id), max_tokens=4)
     plans = [scheduler.schedule(0.0) for _ in range(2)]
     assert [plan.seq_ids for plan in plans] == [[0, 1, 2], [0, 1]]
-    assert len(plans[1].swap_out) == 1
+    assert len(copies(plans[1]).swap_out) == 1
     scheduler.abort("b")
     plans.append(scheduler.schedule(0.0))
     assert plans[-1].seq_ids == [0]
-    assert not plans[-1].swap_in, "the third sequence's first token is not known"
+    assert not copies(plans[-1]).swap_in, "the third sequence's first token is not known"
     for plan in plans:
         scheduler.update(driver.executor.execute(plan).result(), 0.0)
         scheduler.check()
     plan = scheduler.schedule(0.0)
     assert [len(new.token_ids) for new in plan.new_sequences] == [5]
-    assert len(plan.swap_in) == 1
+    assert len(copies(plan).swap_in) == 1
 
 
 def test_the_end_may_come_while_a_sequence_is_swapped() -> None:
@@ -199,7 +202,7 @@ def test_abort_frees_host_blocks_at_once(index: int | None) -> None:
     driver.add("trio", prompt(17, start=4), n=3, temperature=1.0, max_tokens=16)
     plan = step_until_swapped(driver)
     used = driver.core.stats().num_used_host_blocks
-    assert used == len(plan.swap_out)
+    assert used == len(copies(plan).swap_out)
     driver.abort("trio", index)
     driver.scheduler.check()
     left = driver.core.stats().num_used_host_blocks
@@ -258,7 +261,7 @@ def test_what_was_copied_back_can_be_hit_from_the_next_step_on() -> None:
     while driver.core.has_work:
         driver.step()
         plan = driver.executor.plans[-1]
-        for new in plan.new_sequences if plan.swap_in else []:
+        for new in plan.new_sequences if copies(plan).swap_in else []:
             request = driver.scheduler._requests["abc"[new.seq_id]]
             (sequence,) = request.sequences
             num_full = sequence.num_computed_tokens // 4 * 4

@@ -13,6 +13,7 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.work import StepWork
 from quire.step import NewSequence, SequenceSampling, StepPlan
+from quire.transfers import HostTransfers
 from tests.simulator.making import make_cost
 from tests.simulator.test_work import make_plan
 
@@ -95,7 +96,7 @@ def test_a_slow_host_is_the_limit_even_with_two_in_flight() -> None:
 
 def test_swapping_runs_beside_the_model_and_delays_the_next_step() -> None:
     bench = Bench()
-    plan = make_plan([(10, 1)], swap_out=[(block, block) for block in range(1, 21)])
+    plan = make_plan([(10, 1)], transfers=HostTransfers([(block, block) for block in range(1, 21)]))
     swap = 20 * bench.block_copy
     assert swap > bench.model(plan)
     bench.executor.execute(plan).result()
@@ -110,14 +111,14 @@ def test_swapping_runs_beside_the_model_and_delays_the_next_step() -> None:
 
 def test_the_model_waits_for_what_it_overwrites() -> None:
     bench = Bench()
-    plan = make_plan([(10, 1)], swap_out=[(5, 1), (6, 2)], new_blocks={0: [[6]]})
+    plan = make_plan([(10, 1)], transfers=HostTransfers([(5, 1), (6, 2)]), new_blocks={0: [[6]]})
     bench.executor.execute(plan).result()
     assert bench.clock.now() == pytest.approx(HOST + EACH + 2 * bench.block_copy + bench.model(plan))
 
 
 def test_a_plan_that_only_swaps_in_ends_with_the_copies() -> None:
     bench = Bench()
-    bench.executor.execute(make_plan([], swap_in=[(1, 5), (2, 6), (3, 7)])).result()
+    bench.executor.execute(make_plan([], transfers=HostTransfers(swap_in=[(1, 5), (2, 6), (3, 7)]))).result()
     assert bench.clock.now() == pytest.approx(HOST + 3 * bench.block_copy)
 
 

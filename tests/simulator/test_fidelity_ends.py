@@ -29,6 +29,7 @@ from quire.simulator.hardware import find
 from quire.simulator.replica import EngineSettings
 from quire.simulator.tokens import prompt_tokens
 from quire.step import Candidates, StepPlan, StepResult
+from tests.fakes.transfers import copies
 from tests.simulator.test_fidelity import (
     BUDGET,
     MAX_NUM_SEQS,
@@ -196,5 +197,5 @@ def test_plans_are_the_engines(depth: int, mode: str) -> None:
     assert any(plan.token_overrides for plan in found)
     assert any(plan.block_copies for plan in found)
     assert core.stats().preemptions_total > 0
-    assert any(plan.swap_in for plan in found) == (mode == "swap")
+    assert any(copies(plan).swap_in for plan in found) == (mode == "swap")
     assert core.stats().prefix_cache_hits_total > 0

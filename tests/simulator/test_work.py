@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quire.sampling_params import SamplingParams
 from quire.simulator.work import StepWork
 from quire.step import NewSequence, SequenceSampling, StepPlan
+from quire.transfers import HostTransfers
 
 
 def make_plan(entries: list[tuple[int, int]], **columns: object) -> StepPlan:
@@ -50,6 +51,9 @@ def test_counts_are_those_of_every_token(entries: list[tuple[int, int]], windows
         )
 
 
+SAVED = [(7, 1), (8, 2)]
+
+
 @pytest.mark.parametrize(
     ("columns", "waits"),
     [
@@ -57,7 +61,7 @@ def test_counts_are_those_of_every_token(entries: list[tuple[int, int]], windows
         ({"new_blocks": {0: [[7]]}}, True),
         ({"block_copies": [(3, 7)]}, True),
         ({"block_copies": [(7, 3)]}, False),
-        ({"swap_in": [(1, 7)]}, True),
+        ({"transfers": HostTransfers(SAVED, [(1, 7)])}, True),
         (
             {"new_sequences": [NewSequence(9, [1], 1, [[5, 7]], SequenceSampling(SamplingParams(), 0, [], []))]},
             True,
@@ -65,6 +69,6 @@ def test_counts_are_those_of_every_token(entries: list[tuple[int, int]], windows
     ],
 )
 def test_who_writes_a_block_that_is_being_saved_waits(columns: dict[str, object], waits: bool) -> None:
-    work = StepWork.of(make_plan([(5, 1)], swap_out=[(7, 1), (8, 2)], **columns))
+    work = StepWork.of(make_plan([(5, 1)], **{"transfers": HostTransfers(SAVED), **columns}))
     assert work.waits_for_swap is waits
     assert work.num_swapped_out == 2

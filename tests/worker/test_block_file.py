@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from quire.worker.block_file import HEADER_BYTES, BlockFileError, BlockLayout, read_block, write_block
+from quire.worker.kv_connector.block_file import HEADER_BYTES, BlockFileError, BlockLayout, read_block, write_block
 
 LAYOUT = BlockLayout(namespace=bytes(range(32)), num_pages=3, page_bytes=40)
 HASH = bytes(range(100, 132))

@@ -14,8 +14,8 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
-from quire.worker import cache_identity
-from quire.worker.cache_identity import cache_namespace
+from quire.worker.kv_connector import cache_identity
+from quire.worker.kv_connector.cache_identity import cache_namespace
 
 CODE = {"isa": "avx2", "build": "b"}
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from quire.errors import ConfigError
-from quire.kv_cache.disk_index import BlockKey
-from quire.step import DiskReport
-from quire.worker import cache_directory, disk_store
-from quire.worker.block_file import BlockLayout
-from quire.worker.disk_store import NUM_LOADERS, DiskStore
+from quire.transfers import BlockKey, OffloadReport
+from quire.worker.kv_connector import cache_directory, disk_store
+from quire.worker.kv_connector.block_file import BlockLayout
+from quire.worker.kv_connector.disk_store import NUM_LOADERS, DiskStore
 from tests.fakes.panic import Panic
 
 LAYOUT = BlockLayout(namespace=b"n" * 32, num_pages=2, page_bytes=64)
@@ -33,7 +32,7 @@ class Host:
     def __init__(self, directory: Path, limit: int = 2**30, layout: BlockLayout = LAYOUT) -> None:
         self.blocks = [[bytearray(layout.page_bytes) for _ in range(layout.num_pages)] for _ in range(200)]
         self.store = DiskStore(directory, limit, layout, self.blocks.__getitem__)
-        self.total = DiskReport()
+        self.total = OffloadReport()
         self.wait(lambda: not self.total.is_scanning, first=True)
 
     def wait(self, done: Callable[[], bool], *, first: bool = False) -> None:

@@ -17,6 +17,8 @@ from quire.executors.local import LocalExecutor
 from quire.kernels.cpu import paged_attention
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.step import NewSequence, StepPlan
+from quire.transfers import HostTransfers, OffloadReport, OffloadTransfers
+from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector
 from quire.worker.kv_transfer import NoTransfers, Pairs
 from quire.worker.platform import cpu_blocks
 from quire.worker.platform.cpu_blocks import BlockMover, ThreadTransfers, move_blocks
@@ -206,9 +208,9 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
     else:
         # Nothing is in blocks 7 and 8: what they are copied over must have been saved.
         first = {"new_sequences": [row(1, PROMPTS[1], [1, 2, 3])], "block_copies": [(7, 4), (8, 5)]}
-    run(plan(1, {1: (0, 6)}, released=[2], swap_out=[(4, 6), (5, 2)], **first))
+    run(plan(1, {1: (0, 6)}, released=[2], transfers=HostTransfers([(4, 6), (5, 2)]), **first))
     back = row(2, [*PROMPTS[2], *found[2]], [7, 8, 6])
-    run(plan(2, {1: (6, 1)}, swap_in=[(6, 7), (2, 8)], new_sequences=[back]))
+    run(plan(2, {1: (6, 1)}, transfers=HostTransfers(swap_in=[(6, 7), (2, 8)]), new_sequences=[back]))
     run(plan(3, {1: (7, 1), 2: (6, 1)}))
     run(plan(4, {2: (7, 1)}))
     assert len(timers) == 2
@@ -219,9 +221,11 @@ def test_a_plan_may_hold_nothing_but_swaps(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     expected = plain_run(make_executor())[1]
     tokens = executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result().token_ids[0]
-    result = executor.execute(plan(1, {}, released=[1], swap_out=[(1, 4), (2, 3)])).result()
+    result = executor.execute(plan(1, {}, released=[1], transfers=HostTransfers([(1, 4), (2, 3)]))).result()
     assert result.token_ids == []
-    executor.execute(plan(2, {}, swap_in=[(4, 2), (3, 1)], new_sequences=[row(1, [*PROMPTS[1], *tokens], [2, 1])]))
+    back = row(1, [*PROMPTS[1], *tokens], [2, 1])
+    swaps = HostTransfers(swap_in=[(4, 2), (3, 1)])
+    executor.execute(plan(2, {}, transfers=swaps, new_sequences=[back]))
     tokens += executor.execute(plan(3, {1: (6, 1)})).result().token_ids[0]
     assert tokens == expected[:2]
 
@@ -229,9 +233,9 @@ def test_a_plan_may_hold_nothing_but_swaps(make_executor: MakeExecutor) -> None:
 def test_a_failed_copy_fails_the_next_plan(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result()
-    executor.execute(plan(1, {}, released=[1], swap_out=[(1, 77)])).result()
+    executor.execute(plan(1, {}, released=[1], transfers=HostTransfers([(1, 77)]))).result()
     with pytest.raises(ValueError, match="block 77"):
-        executor.execute(plan(2, {}, swap_in=[(4, 2)])).result()
+        executor.execute(plan(2, {}, transfers=HostTransfers(swap_in=[(4, 2)]))).result()
 
 
 def test_costs_are_the_time_of_a_copy_and_of_a_prompt(
@@ -245,3 +249,53 @@ def test_costs_are_the_time_of_a_copy_and_of_a_prompt(
     assert costs.seconds_per_block == 1 / (2 * 6), "all blocks of the smaller pool, out and in"
     assert costs.seconds_per_token == 1 / TIMED_TOKENS
     assert clock.perf_counter() == 2 * 2 * NUM_REPEATS
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_a_connector_that_moves_layers_is_called_for_each_around_the_model(
+    make_executor: MakeExecutor, queue_depth: int
+) -> None:
+    log: list[str] = []
+
+    class LayerConnector(WorkerConnector):
+        layers = (0, 1)
+
+        def start_load(self, plan: StepPlan) -> None:
+            log.append(f"load {plan.step_id}")
+
+        def wait_layer(self, layer: int) -> None:
+            log.append(f"wait {layer}")
+
+        def save_layer(self, layer: int) -> None:
+            log.append(f"save {layer}")
+
+        def finished(self, plan: StepPlan) -> OffloadReport:
+            log.append(f"finished {plan.step_id}")
+            return OffloadReport(num_stored=plan.step_id)
+
+        def close(self) -> None:
+            log.append("close")
+
+    executor = make_executor(queue_depth=queue_depth)
+    worker = executor._worker
+    assert worker is not None
+    worker._connector = LayerConnector()
+    launch = worker._runner.launch
+
+    def logged(step_plan: StepPlan) -> object:
+        log.append("model")
+        return launch(step_plan)
+
+    worker._runner.launch = logged
+    result = executor.execute(plan(7, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result()
+    assert result.transfers == OffloadReport(num_stored=7)
+    executor.shutdown()
+    assert log == ["load 7", "wait 0", "wait 1", "model", "save 0", "save 1", "finished 7", "close"]
+
+
+def test_orders_without_a_connector_are_a_bug_that_shows(make_executor: MakeExecutor) -> None:
+    executor = make_executor()
+    executor.execute(plan(0, {}, transfers=HostTransfers())).result()
+    for step, orders in enumerate((OffloadTransfers(), HostTransfers(awaits_report=True)), start=1):
+        with pytest.raises(AssertionError, match="there is no KV connector"):
+            NoWorkerConnector().start_load(plan(step, {}, transfers=orders))

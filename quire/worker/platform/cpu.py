@@ -22,7 +22,7 @@ from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
 from quire.worker.block_tables import BlockTables
-from quire.worker.cache_identity import native_code, torch_code
+from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover

@@ -22,9 +22,9 @@ from quire.models.weight_files import Progress
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.cache_identity import device_code
 from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
 from quire.worker.graph_dispatch import execution_settings
+from quire.worker.kv_connector.cache_identity import device_code
 from quire.worker.kv_tensors import typed_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.device_inputs import DeviceInputs

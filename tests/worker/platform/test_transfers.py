@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
 from quire.step import StepPlan
-from quire.worker.disk_tier import FileTier, HostBlocks
+from quire.transfers import OffloadTransfers
+from quire.worker.kv_connector.offload import HostBlocks, OffloadWorker
 from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.cpu_blocks import move_blocks
 from quire.worker.platform.device_memory import HostMemory, PinnedPool
@@ -166,13 +167,13 @@ def test_the_disk_tier_sees_blocks_that_have_arrived() -> None:
         def take_report(self) -> None:
             return None
 
-    tier = FileTier(Store(), transfers)  # type: ignore[arg-type]
+    tier = OffloadWorker(Store(), transfers)  # type: ignore[arg-type]
     transfers.start([(5, 2)], [])
-    tier.end_transfers(plan(disk_stores=[(2, 0, b"x")]))
+    tier.finished(plan(transfers=OffloadTransfers(stores=[(2, 0, b"x")])))
     assert streams.log[-1] == "host waits for 2"
     assert stored == [[bytes(page[5].numpy()) for page in pages]]
     transfers.start([], [(2, 5)])
-    tier.begin_transfers(plan(disk_loads=[(0, b"x", 2)]))
+    tier.start_load(plan(transfers=OffloadTransfers(loads=[(0, b"x", 2)])))
     assert streams.log[-1] == "host waits for 4"
 
 

@@ -1,9 +1,9 @@
-"""The KV connector: stores cached blocks outside the device, in host memory and files, and loads them back.
+"""The KV connector to host memory and disk: stores cached blocks outside the device, and loads them back.
 
 A block that enters the prefix index is copied to the host and from there to disk, a little later and beside
 computation; the host keeps its copy until the memory is needed. A prompt whose next blocks are on the host gets them
-copied to the device (quire/kv_cache/prefix_loader.py). Blocks that are only on disk are fetched to the host first, and
-the request is deferred until then (quire/scheduler/gates.py).
+copied to the device by one plan. Blocks that are only on disk are staged first: fetched to the host, while the request
+waits.
 
 This module only decides which block is copied where and owns it meanwhile. The worker executes the copies and the file
 access, which travel in the plan. A host block is owned (has a reference count) by a swapped sequence, by a store or a
@@ -14,13 +14,13 @@ device; otherwise it is evictable, so that swapped requests get it whenever they
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
 
-from quire.kv_cache.block_pool import BlockPool
-from quire.kv_cache.disk_index import BlockKey, DiskIndex
-from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.connectors.disk_index import DiskIndex
+from quire.kv_cache.connectors.interface import KVConnector, Lookup, PendingLoad, Pools
+from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
 from quire.stats import EngineStats
-from quire.step import DiskReport
+from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
 
 STORING_SHARE = 4
 """At most one host block in STORING_SHARE is being stored to disk."""
@@ -32,28 +32,14 @@ MAX_BACKLOG = 2**16
 """Most blocks that wait to be copied; the oldest are dropped, as they are probably evicted already."""
 
 
-class ConnectorOrders(NamedTuple):
-    """The transfers of one plan; see StepPlan's columns of the same names."""
-
-    swap_out: list[tuple[int, int]]
-    swap_in: list[tuple[int, int]]
-    disk_stores: list[tuple[int, int, bytes]]
-    disk_loads: list[tuple[int, bytes, int]]
-
-    def __bool__(self) -> bool:
-        return any(self)
-
-
-NO_ORDERS = ConnectorOrders([], [], [], [])
-"""Shared and never modified."""
-
-
 class Fetch:
-    """The blocks that one request fetches from disk, together with those that are on the host already."""
+    """A PendingLoad: the blocks that one request fetches from disk, together with those that are on the host
+    already."""
 
-    __slots__ = ("held", "num_loading", "wanted")
+    __slots__ = ("_connector", "held", "num_loading", "wanted")
 
-    def __init__(self) -> None:
+    def __init__(self, connector: OffloadConnector) -> None:
+        self._connector = connector
         self.wanted: list[BlockKey] = []
         """Blocks whose load is not ordered yet."""
         self.held: list[int] = []
@@ -63,6 +49,9 @@ class Fetch:
     @property
     def is_pending(self) -> bool:
         return bool(self.wanted or self.num_loading)
+
+    def release(self) -> None:
+        self._connector.drop(self)
 
 
 class TransferCounters:
@@ -88,152 +77,12 @@ class TransferCounters:
         """In the directory now."""
 
 
-class KVConnector(Protocol):
-    """The scheduler's half of a KV connector: lookup, store, load and release of cached blocks outside the device."""
+class OffloadConnector(KVConnector):
+    """A KVConnector to host memory and disk. It uses the host blocks of the pool that swapped requests use."""
 
-    @property
-    def has_content(self) -> bool:
-        """Whether anything could be found."""
-        ...
-
-    @property
-    def has_backlog(self) -> bool:
-        """Whether there are copies to order although nothing may be computed."""
-        ...
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a request, or the next order, waits for a transfer to end."""
-        ...
-
-    @property
-    def num_loadable(self) -> int:
-        """Most blocks that a fetch can bring from disk now."""
-        ...
-
-    def find(self, key: BlockKey) -> int | None:
-        """The host block with this content."""
-        ...
-
-    def is_on_disk(self, key: BlockKey) -> bool: ...
-
-    def offer(self, key: BlockKey) -> None:
-        """The device's prefix index took a block in: it may be copied."""
-        ...
-
-    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Offer blocks that were hit on the device again: the disk may have dropped them as unused."""
-        ...
-
-    def bring(self, key: BlockKey, block: int) -> None:
-        """Order the copy of a block that `find` knows to a device block."""
-        ...
-
-    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        """Whether loading `num_disk_blocks` takes less time than computing `num_tokens`. One negative answer in RETRY
-        is turned into a positive one, so that the disk's speed is measured again."""
-        ...
-
-    def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
-        """Bring blocks from disk to the host, and hold those that are there, until `drop`."""
-        ...
-
-    def drop(self, fetch: Fetch) -> None:
-        """End a fetch: its request goes on or has ended. Blocks still being loaded are kept like other content."""
-        ...
-
-    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
-        """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan that swaps
-        sequences in, whose blocks were freed but are still to be read."""
-        ...
-
-    def update(self, report: DiskReport) -> None: ...
-
-    def forget(self, key: BlockKey) -> None:
-        """Do not find this content again until it was computed anew."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all content."""
-        ...
-
-    def release_held(self) -> bool:
-        """Release the blocks held for deferred requests, because swapped requests need the memory; returns whether
-        there were any."""
-        ...
-
-    def report_stats(self, stats: EngineStats) -> None:
-        """Fill in what the connector holds and has moved; subtract its blocks from `num_used_host_blocks`."""
-        ...
-
-    def check(self, owners: dict[int, int]) -> None:
-        """Add the connector's shares of host blocks to `owners` (block -> owners), and assert its invariants."""
-        ...
-
-
-class NoConnector:
-    """A connector without storage: only the device caches blocks."""
-
-    has_content = False
-    has_backlog = False
-    must_wait = False
-    num_loadable = 0
-
-    def find(self, key: BlockKey) -> int | None:
-        return None
-
-    def is_on_disk(self, key: BlockKey) -> bool:
-        return False
-
-    def offer(self, key: BlockKey) -> None:
-        """Nothing is stored."""
-
-    def reuse(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Nothing is stored."""
-
-    def bring(self, key: BlockKey, block: int) -> None:
-        raise AssertionError("nothing was found")
-
-    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
-        return False
-
-    def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
-        raise AssertionError("nothing was found")
-
-    def drop(self, fetch: Fetch) -> None:
-        """There is none."""
-
-    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
-        return NO_ORDERS
-
-    def update(self, report: DiskReport) -> None:
-        raise AssertionError("a worker without a KV connector has nothing to report")
-
-    def forget(self, key: BlockKey) -> None:
-        """It is not found."""
-
-    def reset(self) -> None:
-        """Nothing is kept."""
-
-    def release_held(self) -> bool:
-        return False
-
-    def report_stats(self, stats: EngineStats) -> None:
-        """There is nothing to tell."""
-
-    def check(self, owners: dict[int, int]) -> None:
-        """Nothing is owned."""
-
-
-class OffloadConnector:
-    """A connector to host memory and disk. It uses the host blocks of the pool that swapped requests use."""
-
-    def __init__(self, device: Sequence[PrefixIndex], host: BlockPool, host_indexes: Sequence[PrefixIndex]) -> None:
-        """device, host_indexes: what is on the device and on the host, per KV group. host: the host's blocks."""
-        self._device = device
-        self._host = host
-        self._indexes = host_indexes
-        self._disk = DiskIndex(len(device))
+    def __init__(self, pools: Pools) -> None:
+        self._device, self._host, self._indexes, self._blocks = pools
+        self._disk = DiskIndex(len(self._device))
         self._backlog: dict[BlockKey, None] = {}
         """To be copied, oldest first."""
         self._storing: dict[int, BlockKey] = {}
@@ -248,19 +97,22 @@ class OffloadConnector:
         self._from_disk: dict[int, BlockKey] = {}
         """Host blocks that were loaded, and with what."""
         self._bringing: list[tuple[int, int]] = []
+        """(host block, device block): copies for the plan at hand."""
         self._load_seconds = self._token_seconds = 0.0
         self._num_declined = 0
         self._was_reset = False
+        self.is_ready = False
         self.counters = TransferCounters()
-        self._max_storing = max(1, host.num_usable // STORING_SHARE)
-        self._max_loading = max(1, host.num_usable // LOADING_SHARE)
+        self._max_storing = max(1, self._host.num_usable // STORING_SHARE)
+        self._max_loading = max(1, self._host.num_usable // LOADING_SHARE)
 
     @property
     def has_content(self) -> bool:
+        """Whether anything could be found."""
         return bool(self._disk) or any(self._indexes)
 
     @property
-    def has_backlog(self) -> bool:
+    def has_work(self) -> bool:
         # Where swapped requests hold all of the host there is nothing to order, nor to wait for.
         return bool(self._backlog) and (bool(self._storing) or self._host.num_allocatable > 0)
 
@@ -278,17 +130,47 @@ class OffloadConnector:
 
     @property
     def num_loadable(self) -> int:
+        """Most blocks that a fetch can bring from disk now."""
         held = len(self._wanted_blocks())
         wanted = sum(len(fetch.wanted) for fetch in self._fetches)
         return max(0, min(self._max_loading - held, self._host.num_allocatable) - wanted)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
+    def lookup(
+        self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int, *, asynchronous: bool
+    ) -> Lookup | None:
+        if not self.has_content:
+            return None
+        if not asynchronous:
+            return self._blocks.reach(chain, num_cached_tokens, max_tokens, self._is_on_host)
+        while (found := self._blocks.reach(chain, num_cached_tokens, max_tokens, self._is_stored)) is not None:
+            on_host: list[BlockKey] = []
+            on_disk: list[BlockKey] = []
+            for key in found.to_load:
+                (on_host if self._blocks.is_arriving(key) or self._is_on_host(key) else on_disk).append(key)
+            if not on_disk:
+                return found
+            excess = len(on_disk) - self.num_loadable
+            if excess <= 0:
+                num_tokens = found.num_blocks * self._blocks.block_size - num_cached_tokens
+                is_worthwhile = self._is_worthwhile(len(on_disk), num_tokens)
+                return Lookup(found.num_blocks, [], [], [*on_host, *on_disk], True, is_worthwhile)
+            max_tokens = (found.num_blocks - -(-excess // len(self._indexes))) * self._blocks.block_size
+        return None
+
     def find(self, key: BlockKey) -> int | None:
+        """The host block with this content."""
         return self._indexes[key[0]].find(key[1])
 
     def is_on_disk(self, key: BlockKey) -> bool:
         return key in self._disk
+
+    def _is_on_host(self, key: BlockKey) -> bool:
+        return self.find(key) is not None
+
+    def _is_stored(self, key: BlockKey) -> bool:
+        return self.is_on_disk(key) or self._is_on_host(key)
 
     # -- storing and loading -------------------------------------------------------------------------------------------
 
@@ -302,7 +184,15 @@ class OffloadConnector:
         for block_hash in hashes:
             self.offer((group, block_hash))
 
+    def allocated(self, found: Lookup, load: DeviceLoad) -> PendingLoad:
+        if found.is_asynchronous:
+            return self.fetch(found.staged)
+        for _, key, block in load.orders:
+            self.bring(key, block)
+        return load
+
     def bring(self, key: BlockKey, block: int) -> None:
+        """Order the copy of a block that `find` knows to a device block."""
         source = self.find(key)
         assert source is not None, "a hit was found and is gone"
         self._host.share(source)
@@ -310,7 +200,9 @@ class OffloadConnector:
         self.counters.num_host_hits += 1
         self.counters.num_disk_hits += self._from_disk.pop(source, None) == key
 
-    def is_fetch_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+    def _is_worthwhile(self, num_disk_blocks: int, num_tokens: int) -> bool:
+        """Whether loading the blocks takes less time than computing the tokens. One negative answer in RETRY is turned
+        into a positive one, so that the disk's speed is measured again."""
         loading, computing = num_disk_blocks * self._load_seconds, num_tokens * self._token_seconds
         if not computing or loading < computing:
             return True
@@ -318,7 +210,8 @@ class OffloadConnector:
         return self._num_declined % RETRY == 0
 
     def fetch(self, keys: Sequence[BlockKey]) -> Fetch:
-        fetch = Fetch()
+        """Bring blocks from disk to the host, and hold those that are there, until `drop`."""
+        fetch = Fetch(self)
         for key in keys:
             block = self.find(key)
             if block is None:
@@ -330,6 +223,7 @@ class OffloadConnector:
         return fetch
 
     def drop(self, fetch: Fetch) -> None:
+        """End a fetch. Blocks still being loaded are kept like other content."""
         if fetch not in self._fetches:
             return
         del self._fetches[fetch]
@@ -341,8 +235,8 @@ class OffloadConnector:
         fetch.held.clear()
         fetch.num_loading = 0
 
-    def orders(self, *, may_allocate: bool) -> ConnectorOrders:
-        orders = ConnectorOrders([], self._bringing, [], [])
+    def orders(self, *, may_allocate: bool) -> OffloadTransfers | None:
+        orders = OffloadTransfers(swap_in=self._bringing)
         self._bringing = []
         if may_allocate:
             for fetch in self._fetches:
@@ -350,9 +244,9 @@ class OffloadConnector:
             self._order_stores(orders)
         for source, _ in orders.swap_in:
             self._host.release(source)
-        return orders
+        return orders if orders.swap_in or orders.swap_out or orders.stores or orders.loads else None
 
-    def _order_loads(self, fetch: Fetch, orders: ConnectorOrders) -> None:
+    def _order_loads(self, fetch: Fetch, orders: OffloadTransfers) -> None:
         for key in fetch.wanted:
             block = self.find(key)
             if block is None:
@@ -364,14 +258,14 @@ class OffloadConnector:
                     self._loading[block] = key
                     self._loading_to[key] = block
                     self._waiters[block] = []
-                    orders.disk_loads.append((*key, block))
+                    orders.loads.append((*key, block))
                 self._waiters[block].append(fetch)
                 fetch.num_loading += 1
             self._host.share(block)
             fetch.held.append(block)
         fetch.wanted.clear()
 
-    def _order_stores(self, orders: ConnectorOrders) -> None:
+    def _order_stores(self, orders: OffloadTransfers) -> None:
         while self._backlog and len(self._storing) < self._max_storing:
             key = next(iter(self._backlog))
             block = self._device[key[0]].find(key[1])
@@ -390,10 +284,11 @@ class OffloadConnector:
                 orders.swap_out.append((block, copy))
             self._storing[copy] = key
             self._storing_keys.add(key)
-            orders.disk_stores.append((copy, *key))
+            orders.stores.append((copy, *key))
 
-    def update(self, report: DiskReport) -> None:
+    def update(self, report: OffloadReport) -> None:
         self._count(report)
+        self.is_ready |= not report.is_scanning
         self._load_seconds, self._token_seconds = report.load_seconds, report.token_seconds
         self._disk.remove(report.gone)
         for block in report.failed:
@@ -429,7 +324,7 @@ class OffloadConnector:
     def _wanted_blocks(self) -> set[int]:
         return {block for fetch in self._fetches for block in fetch.held}.union(self._loading)
 
-    def _count(self, report: DiskReport) -> None:
+    def _count(self, report: OffloadReport) -> None:
         counters = self.counters
         counters.num_stored += report.num_stored
         counters.num_store_failures += report.num_store_failures

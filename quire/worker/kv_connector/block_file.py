@@ -2,7 +2,7 @@
 
     offset  bytes
     0       8      magic, which is also the version of the format
-    8       32     namespace: what computed the content, and in which layout (quire/worker/cache_identity.py)
+    8       32     namespace: what computed the content, and in which layout (cache_identity.py)
     40      32     the block's hash (quire/kv_cache/block_hash.py): its tokens, all before them, and the salt
     72      4      KV group
     76      4      pages

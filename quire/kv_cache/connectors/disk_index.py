@@ -6,10 +6,8 @@ Another engine that shares the directory may remove a file meanwhile: its load f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
 
-BlockKey: TypeAlias = tuple[int, bytes]
-"""(KV group, block hash)."""
+from quire.transfers import BlockKey
 
 
 class DiskIndex:

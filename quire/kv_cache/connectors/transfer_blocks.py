@@ -1,0 +1,270 @@
+"""The device blocks that transfers of the KV connector own, and how far a prefix hit goes with stored blocks.
+
+- A block that is being loaded is owned by its transfer until that ends, even if no request waits for it any more: until
+  then its memory may still be written. A load ends once, by its number, which is never used again, so that a report
+  that comes twice, or late, changes nothing.
+- A loaded block enters the prefix index, and is kept for the next pass of the scheduler, in which the request that
+  waited for it starts with a plain hit. If the request does not start then, or a running request needs the memory, the
+  block is released, and stays cached without an owner.
+- The blocks of a finished sequence that are being sent are owned until the connector says that they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.connectors.interface import Lookup
+from quire.kv_cache.coordinator import Coordinator
+from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.prefix_index import PrefixIndex
+from quire.transfers import BlockKey
+
+MIN_BLOCKS = 2
+"""Fewer blocks are computed: loading them takes a step, which reads all weights and costs about as much as a block."""
+
+
+class DeviceLoad:
+    """A PendingLoad: the blocks that one request loads to the device, and the hits that it keeps meanwhile."""
+
+    __slots__ = ("_owner", "hits", "numbers", "orders")
+
+    def __init__(self, owner: TransferBlocks) -> None:
+        self._owner = owner
+        self.hits: list[int] = []
+        self.numbers: set[int] = set()
+        """Loads that have not ended, those that other requests have begun included."""
+        self.orders: list[tuple[int, BlockKey, int]] = []
+        """(number of the load, content, device block): what the connector has to load for this request."""
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self.numbers)
+
+    def release(self) -> None:
+        self._owner.stop_waiting(self)
+
+
+class _Arrival:
+    """A block that is being loaded."""
+
+    __slots__ = ("block", "is_void", "key", "waiters")
+
+    def __init__(self, key: BlockKey, block: int) -> None:
+        self.key = key
+        self.block = block
+        self.waiters: list[DeviceLoad] = []
+        self.is_void = False
+        """Its content was forgotten meanwhile."""
+
+
+class TransferBlocks:
+    """Shares the device's pool, prefix indexes (one per KV group) and coordinator with the KV manager."""
+
+    def __init__(self, pool: BlockPool, indexes: Sequence[PrefixIndex], groups: Coordinator) -> None:
+        self._pool = pool
+        self._indexes = indexes
+        self._groups = groups
+        self.block_size = groups.block_size
+        """Tokens of a hash block; of every block, where all groups have one size."""
+        self._numbers = itertools.count()
+        self._arrivals: dict[int, _Arrival] = {}
+        """By the number of the load."""
+        self._arriving: dict[BlockKey, int] = {}
+        """Content that can be waited for -> the number of its load."""
+        self._in_this_plan: list[int] = []
+        """Loads that end with the plan at hand."""
+        self._waiting: dict[DeviceLoad, None] = {}
+        self._held: list[int] = []
+        """Blocks that requests own through this pass and the next, one entry for each share."""
+        self._due: list[int] = []
+        """Shares of the pass before, released at the end of this one."""
+        self._sending: dict[int, list[int]] = {}
+        """Ended sequence -> its blocks."""
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def reach(
+        self,
+        chain: HashChain | None,
+        num_cached_tokens: int,
+        max_tokens: int,
+        is_stored: Callable[[BlockKey], bool],
+    ) -> Lookup | None:
+        """How far a hit goes when all blocks that are stored, or on their way, are loaded; None when that is less than
+        MIN_BLOCKS further.
+
+        num_cached_tokens: as `match_prefix` returned it for at least `max_tokens`.
+        """
+        if chain is None:
+            return None
+        size = self.block_size
+        least, limit = num_cached_tokens + MIN_BLOCKS * size, max_tokens - max_tokens % size
+        if limit < least:
+            return None
+        views = [_View(self, group, is_stored) for group in range(len(self._indexes))]
+        num_tokens = self._groups.agreed_hit(views, chain.hashes, limit)
+        if num_tokens < least:
+            return None
+        found = Lookup(num_tokens // size, [], [])
+        groups = zip(self._groups.managers, self._groups.strides, self._indexes, strict=True)
+        for group, (manager, stride, index) in enumerate(groups):
+            for number in range(manager.first_needed_block(num_tokens), num_tokens // manager.block_size):
+                key = (group, chain.block_hash((number + 1) * stride - 1))
+                (found.to_load if index.find(key[1]) is None else found.on_device).append(key)
+        return found
+
+    def is_arriving(self, key: BlockKey) -> bool:
+        """Whether a load of this content is under way."""
+        return key in self._arriving
+
+    def num_taken(self, found: Lookup) -> int:
+        """How many of the allocatable blocks `allocate` takes."""
+        hits = (self._indexes[group].find(block_hash) for group, block_hash in found.on_device)
+        num_evictable = sum(block is not None and self._pool.is_evictable(block) for block in hits)
+        return num_evictable + sum(key not in self._arriving for key in found.to_load)
+
+    def allocate(self, found: Lookup) -> DeviceLoad:
+        """Own the hits of a lookup, and allocate the blocks that are loaded and not on their way yet. The caller has
+        made sure that there is room (`num_taken`)."""
+        load = DeviceLoad(self)
+        for group, block_hash in found.on_device:  # all of them before one is allocated, which could evict them
+            block = self._indexes[group].find(block_hash)
+            assert block is not None, "a hit was found and is gone"
+            self._pool.share(block)
+            load.hits.append(block)
+        for key in found.to_load:
+            number = self._arriving.get(key)
+            if number is None:
+                number = self._arriving[key] = next(self._numbers)
+                self._arrivals[number] = _Arrival(key, self._pool.allocate())
+                load.orders.append((number, key, self._arrivals[number].block))
+                if not found.is_asynchronous:
+                    self._in_this_plan.append(number)
+            self._arrivals[number].waiters.append(load)
+            load.numbers.add(number)
+        if load.numbers:
+            self._waiting[load] = None
+        return load
+
+    def end_load(self, number: int, *, is_loaded: bool) -> None:
+        """A load has ended. is_loaded: the block holds the content that was asked for. Ignores the number of a load
+        that has ended before."""
+        arrival = self._arrivals.pop(number, None)
+        if arrival is None:
+            return
+        group, block_hash = arrival.key
+        if self._arriving.get(arrival.key) == number:
+            del self._arriving[arrival.key]
+        if is_loaded and not arrival.is_void:
+            self._indexes[group].insert(block_hash, arrival.block)
+            self._held.append(arrival.block)
+        else:
+            self._pool.release(arrival.block)
+        for load in arrival.waiters:
+            load.numbers.discard(number)
+            if not load.numbers:
+                self._keep_hits(load)
+
+    def stop_waiting(self, load: DeviceLoad) -> None:
+        """The request of a load goes on, or has ended. The transfers go on."""
+        for number in load.numbers:
+            self._arrivals[number].waiters.remove(load)
+        load.numbers.clear()
+        self._keep_hits(load)
+
+    def _keep_hits(self, load: DeviceLoad) -> None:
+        if load in self._waiting:
+            del self._waiting[load]
+            self._held += load.hits
+            load.hits = []
+
+    def begin_pass(self) -> None:
+        """Start a pass of the scheduler: the blocks that the plan before copied in are there."""
+        for number in self._in_this_plan:
+            self.end_load(number, is_loaded=True)
+        self._in_this_plan.clear()
+        self._due += self._held
+        self._held = []
+
+    def release(self) -> bool:
+        """Release what requests own since the pass before; those that started have shares of their own. Returns whether
+        there was anything."""
+        due, self._due = self._due, []
+        for block in reversed(due):
+            self._pool.release(block)
+        return bool(due)
+
+    def forget(self, key: BlockKey) -> None:
+        """Content that is on its way does not enter the prefix index."""
+        number = self._arriving.pop(key, None)
+        if number is not None:
+            self._arrivals[number].is_void = True
+
+    def reset(self) -> None:
+        """Forget all content that is on its way; no request waits for it any more. Transfers keep their blocks until
+        they end."""
+        for load in list(self._waiting):
+            self.stop_waiting(load)
+        for key in list(self._arriving):
+            self.forget(key)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def hold(self, seq_id: int, tables: Iterable[Sequence[int]]) -> None:
+        """Own the blocks of a sequence that has ended until `end_send`."""
+        assert seq_id not in self._sending, "a sequence ends twice"
+        self._sending[seq_id] = [block for table in tables for block in table if block != NULL_BLOCK]
+        for block in self._sending[seq_id]:
+            self._pool.share(block)
+
+    def end_send(self, seq_id: int) -> None:
+        """The blocks of a sequence were sent, or cannot be. Ignores a sequence of which that was said before."""
+        for block in reversed(self._sending.pop(seq_id, ())):
+            self._pool.release(block)
+
+    # -- inspection -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether transfers own blocks, or did until this pass."""
+        return bool(self._held or self._due or self._arrivals or self._sending)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether transfers are under way that end with a report."""
+        return bool(self._sending) or len(self._arrivals) > len(self._in_this_plan)
+
+    def check(self, owners: dict[int, int]) -> None:
+        """Add the shares of device blocks to `owners` (block -> owners), and assert the invariants."""
+        arriving = [arrival.block for arrival in self._arrivals.values()]
+        hits = [block for load in self._waiting for block in load.hits]
+        for block in itertools.chain(self._held, self._due, arriving, hits, *self._sending.values()):
+            owners[block] = owners.get(block, 0) + 1
+        assert len(set(arriving)) == len(arriving), "two loads fill one block"
+        for block in arriving:
+            assert not any(block in index for index in self._indexes), "a block is found before its content is there"
+        for key, number in self._arriving.items():
+            assert self._arrivals[number].key == key
+            assert not self._arrivals[number].is_void, "what was forgotten can be waited for"
+        for load in self._waiting:
+            assert load.numbers, "a request waits for nothing"
+            assert all(load in self._arrivals[number].waiters for number in load.numbers)
+
+
+class _View:
+    """A KV group's contents on the device and elsewhere, for `agreed_hit`, which only tests for None."""
+
+    def __init__(self, blocks: TransferBlocks, group: int, is_stored: Callable[[BlockKey], bool]) -> None:
+        self._blocks = blocks
+        self._group = group
+        self._is_stored = is_stored
+
+    def find(self, block_hash: bytes) -> int | None:
+        block = self._blocks._indexes[self._group].find(block_hash)
+        key = (self._group, block_hash)
+        if block is None and (self._blocks.is_arriving(key) or self._is_stored(key)):
+            return NULL_BLOCK
+        return block

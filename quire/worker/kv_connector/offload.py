@@ -1,0 +1,88 @@
+"""The worker's half of OffloadConnector: loads from disk start with a plan, stores after its copies; its result reports
+what ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import KVCacheLayout
+from quire.step import StepPlan
+from quire.transfers import OffloadReport, OffloadTransfers
+from quire.worker.kv_connector.block_file import BlockLayout, Buffer
+from quire.worker.kv_connector.cache_identity import cache_namespace
+from quire.worker.kv_connector.disk_store import DiskStore, smoothed
+from quire.worker.kv_connector.interface import PATIENCE, WorkerConnector
+from quire.worker.kv_transfer import BlockTransfers
+
+TIMED_TOKENS = 64
+"""Steps of at least this many tokens are timed to estimate the seconds per token of a prompt."""
+CLOSE_SECONDS = 3.0
+"""The longest time that closing waits for stores that were ordered."""
+
+
+class OffloadWorker(WorkerConnector):
+    """Keeps blocks in files, through a DiskStore. What it loads comes to the device with the copies of a later plan."""
+
+    def __init__(self, store: DiskStore, transfers: BlockTransfers) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._token_seconds = 0.0
+        self._began = 0.0
+
+    def start_load(self, plan: StepPlan) -> None:
+        self._began = time.perf_counter()
+        orders = plan.transfers
+        if isinstance(orders, OffloadTransfers) and orders.loads:
+            self._transfers.synchronize()  # earlier copies may still be reading the blocks that are loaded into
+            for group, block_hash, host_block in orders.loads:
+                self._store.load_block(group, block_hash, host_block)
+
+    def finished(self, plan: StepPlan) -> OffloadReport | None:
+        if plan.total_tokens >= TIMED_TOKENS:
+            seconds = (time.perf_counter() - self._began) / plan.total_tokens
+            self._token_seconds = smoothed(self._token_seconds, seconds)
+        orders = plan.transfers
+        if isinstance(orders, OffloadTransfers) and orders.stores:
+            self._transfers.synchronize()
+            for host_block, group, block_hash in orders.stores:
+                self._store.store_block(host_block, group, block_hash)
+        if orders is not None and orders.awaits_report:
+            self._store.wait(PATIENCE)
+        report = self._store.take_report()
+        if report is not None:
+            report.token_seconds = self._token_seconds
+        return report
+
+    def close(self) -> None:
+        self._store.close(CLOSE_SECONDS)
+
+
+def offload_worker(
+    config: EngineConfig,
+    layout: KVCacheLayout,
+    code: dict[str, str],
+    pages: Sequence[torch.Tensor],
+    transfers: BlockTransfers,
+) -> OffloadWorker:
+    """Open the directory of `config.cache`. code: what computes (see cache_identity.py). pages: of the host's pool, as
+    HostBlocks takes them. Raises ConfigError when nothing can be stored there."""
+    directory = config.cache.offload_dir
+    assert directory is not None, "no directory is configured"
+    namespace = cache_namespace(config.model, config.load, config.device, layout, code)
+    files = BlockLayout(namespace, layout.layers_per_group, layout.block_bytes // layout.layers_per_group)
+    return OffloadWorker(DiskStore(directory, config.cache.offload_size, files, HostBlocks(pages)), transfers)
+
+
+class HostBlocks:
+    """Host memory for the DiskStore: a callable from a host block to its pages."""
+
+    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+        """pages[j]: [num_blocks, page bytes] uint8, on the CPU."""
+        self._pages = [page.numpy() for page in pages]
+
+    def __call__(self, block: int) -> list[Buffer]:
+        return [memoryview(page[block]) for page in self._pages]
