@@ -10,6 +10,7 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.kernels import SamplingKernels
@@ -71,7 +72,7 @@ class CpuMeter:
         return None
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
+        groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
         num_blocks = 1 + -(-dummies.longest // limits.block_size)
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
@@ -80,7 +81,7 @@ class CpuMeter:
         backend = self._make_attention(layout, pages)
         batch = dummy_attention_batch(layout, dummies)
         token_ids = torch.zeros(dummies.num_tokens, dtype=torch.int64)
-        return lambda: model.forward(token_ids, batch.positions, backend.plan(batch))
+        return lambda: model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

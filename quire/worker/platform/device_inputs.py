@@ -21,11 +21,13 @@ class ColumnSections:
     rows: Section
     starts: Section
     query_start: Section
+    logits_rows: Section | None
 
 
 def add_columns(batch: InputBatch, upload: Upload) -> ColumnSections:
     """Put what the device must know of the batch into the upload."""
-    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start))
+    logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
+    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start), logits_rows)
 
 
 class DeviceInputs:
@@ -77,6 +79,7 @@ class DeviceInputs:
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
         """The same tensors for a batch that is nothing but padding, to capture graphs with."""
         none = np.zeros(0, np.int64)
-        batch = InputBatch(none, none, none, none, np.zeros(1, np.int64))
+        start = np.zeros(1, np.int64)
+        batch = InputBatch(none, none, none, none, start, None, start)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
         return self.prepare(batch, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

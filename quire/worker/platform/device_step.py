@@ -163,7 +163,8 @@ class DeviceStep:
         execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
         on_device = StepColumns(*map(compute.upload.view, (columns.rows, columns.starts, columns.query_start)))
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
-        return compute.passes.run(execution, inputs, token_ids)
+        rows = None if columns.logits_rows is None else compute.upload.view(columns.logits_rows)
+        return compute.passes.run(execution, inputs, token_ids, rows)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
         compute, sampled = self.compute, self.sampled
