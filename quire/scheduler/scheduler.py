@@ -246,7 +246,8 @@ class Scheduler:
         in_flight.commit(self.kv)
         if result.disk is not None:
             self.kv.connector.update(result.disk)
-        if in_flight.plan.num_drafts:
+        has_drafts = bool(in_flight.plan.num_drafts)
+        if has_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
@@ -264,12 +265,13 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            if len(new_ids) == 1:
-                token_ids.append(new_ids[0])
-            else:
+            if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_more_tokens += len(new_ids) - 1
-            token_id = token_ids[-1]
+                token_id = new_ids[-1]
+            else:
+                token_id = new_ids[0]
+                token_ids.append(token_id)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
                 update.logprobs = all_logprobs[position][: len(new_ids)]
