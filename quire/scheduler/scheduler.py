@@ -12,7 +12,6 @@ import bisect
 import copy
 import itertools
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
@@ -28,7 +27,7 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.kv_usage import InFlight, count_copies, describe_kv
+from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
@@ -43,9 +42,6 @@ from quire.scheduler.reporting import (
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
 from quire.step import StepPlan, StepResult
-
-Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
-"""(place among the samples, (sequence, its new tokens))"""
 
 
 class Scheduler:
