@@ -63,9 +63,8 @@ class Scheduler:
         drafter: only for workers that verify drafts."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
-        max_num_tokens = config.max_num_batched_tokens
-        self._max_chunk = min(config.max_prefill_chunk or max_num_tokens, max_num_tokens)
-        self._limits = Limits(config.max_num_seqs, max_num_tokens, self._max_chunk)
+        self._max_chunk = min(config.max_prefill_chunk or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
@@ -437,8 +436,9 @@ class Scheduler:
     def current_load(self) -> Load:
         """The statistics that take constant time."""
         num_waiting = len(self._waiting)
-        num_running = len(self._requests) - num_waiting
-        return Load(num_running, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total)
+        return Load(
+            len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total
+        )
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""
