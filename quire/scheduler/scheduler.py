@@ -63,7 +63,7 @@ class Scheduler:
         drafter: only for workers that verify drafts."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
-        self._max_chunk = min(config.max_prefill_chunk or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
         self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
