@@ -18,7 +18,7 @@ are free but still hold a prefix (evictable) are not used, and are counted apart
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
@@ -27,6 +27,9 @@ from quire.request import Sequence
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
 from quire.step import StepPlan
+
+Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
+"""(place among a plan's samples, (sequence, its new tokens))"""
 
 
 class InFlight(NamedTuple):

@@ -12,7 +12,6 @@ import bisect
 import copy
 import itertools
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
@@ -28,7 +27,7 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.kv_usage import InFlight, count_copies, describe_kv
+from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
@@ -43,9 +42,6 @@ from quire.scheduler.reporting import (
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
 from quire.step import StepPlan, StepResult
-
-Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
-"""(place among the samples, (sequence, its new tokens))"""
 
 
 class Scheduler:
@@ -67,9 +63,8 @@ class Scheduler:
         drafter: only for workers that verify drafts."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
-        max_num_tokens = config.max_num_batched_tokens
-        self._max_chunk = min(config.max_prefill_chunk or max_num_tokens, max_num_tokens)
-        self._limits = Limits(config.max_num_seqs, max_num_tokens, self._max_chunk)
+        self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
+        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
@@ -245,7 +240,8 @@ class Scheduler:
         in_flight.commit(self.kv)
         if result.transfers is not None:
             self.kv.connector.update(result.transfers)
-        if in_flight.plan.num_drafts:
+        has_drafts = bool(in_flight.plan.num_drafts)
+        if has_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
@@ -263,12 +259,13 @@ class Scheduler:
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            if len(new_ids) == 1:
-                token_ids.append(new_ids[0])
-            else:
+            if has_drafts:
                 new_ids = take_accepted(sequence, new_ids, self.kv)
                 num_more_tokens += len(new_ids) - 1
-            token_id = token_ids[-1]
+                token_id = new_ids[-1]
+            else:
+                token_id = new_ids[0]
+                token_ids.append(token_id)
             update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
                 update.logprobs = all_logprobs[position][: len(new_ids)]
@@ -440,8 +437,9 @@ class Scheduler:
     def current_load(self) -> Load:
         """The statistics that take constant time."""
         num_waiting = len(self._waiting)
-        num_running = len(self._requests) - num_waiting
-        return Load(num_running, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total)
+        return Load(
+            len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total
+        )
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""

@@ -190,8 +190,9 @@ def test_the_width_counts_as_rows() -> None:
 def test_fewer_hypotheses_than_asked_for() -> None:
     def choose_none(driver: CoreDriver) -> None:
         """The model allows one token only."""
-        candidates = driver.executor._candidates
-        driver.executor._candidates = lambda row, state: _first_of(candidates(row, state))  # type: ignore[method-assign]
+        rule = driver.executor._rule
+        candidates = rule.candidates
+        rule.candidates = lambda *state: _first_of(candidates(*state))  # type: ignore[method-assign]
 
     engine = driver()
     choose_none(engine)
