@@ -14,6 +14,7 @@ class BlockTables:
 
     def __init__(self, num_groups: int, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
+        self.num_rows = num_rows
         max_blocks = -(-(max_model_len + 1) // block_size)
         assert NULL_BLOCK == 0, "zeros are reserved and not touched, other values would be"
         self._tables = tuple(np.zeros((num_rows, max_blocks), np.int32) for _ in range(num_groups))

@@ -25,6 +25,23 @@ class InputBatch(NamedTuple):
     ends: np.ndarray
     query_start: np.ndarray
 
+    @classmethod
+    def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=query_start[1:])
+        return cls(rows, starts, counts, starts + counts, query_start)
+
+    @classmethod
+    def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
+        """New sequences of `longest` tokens; the last may be shorter."""
+        starts = np.arange(0, num_tokens, longest)
+        return cls.of(np.arange(len(starts)), np.zeros_like(starts), np.minimum(num_tokens - starts, longest))
+
+    @classmethod
+    def dummy_decodes(cls, num_seqs: int, longest: int) -> InputBatch:
+        """One new token each, the last of `longest`."""
+        return cls.of(np.arange(num_seqs), np.full(num_seqs, longest - 1), np.ones(num_seqs, np.int64))
+
     @property
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
@@ -39,6 +56,16 @@ class InputBatch(NamedTuple):
     def max_seq_len(self) -> int:
         """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
+
+    @property
+    def sequence_index(self) -> np.ndarray:
+        """[T] int64: s of each token."""
+        return np.repeat(np.arange(len(self.rows)), self.counts)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T] int64: position of each token in its sequence."""
+        return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
 
     def written_blocks(self, tables: BlockTables) -> list[int]:
         """The blocks that the model writes keys and values to in this step, of all KV groups."""
@@ -55,13 +82,9 @@ def build_input_batch(
 ) -> InputBatch:
     """Every scheduled token must be known, or sampled by an earlier step."""
     rows = requests.rows_of(seq_ids)
-    starts = np.array(start_positions, np.int64)
-    counts = np.array(num_tokens, np.int64)
-    ends = starts + counts
-    assert (ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
-    query_start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    return InputBatch(rows, starts, counts, ends, query_start)
+    batch = InputBatch.of(rows, np.array(start_positions, np.int64), np.array(num_tokens, np.int64))
+    assert (batch.ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
+    return batch
 
 
 class SampleRows(NamedTuple):

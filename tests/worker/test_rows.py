@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kv_cache.layout import NULL_BLOCK
+from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import build_input_batch, build_sample_rows
@@ -20,14 +21,15 @@ RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2],
 def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
     """That of a CPU, with blocks of 4 tokens."""
     columns = CpuColumns(num_rows, max_model_len)
-    return RequestState(num_rows, BlockTables(num_groups, num_rows, max_model_len, 4), columns), columns
+    tables = BlockTables(num_groups, num_rows, max_model_len, 4)
+    return RequestState(tables, SamplingRows(num_rows), columns), columns
 
 
 def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     """20,000 sequences through 8 rows: always the lowest free row, nothing kept of those that left."""
     rng = np.random.default_rng(0)
-    rows, columns = request_state(8, max_model_len=32)
-    shapes = {name: array.shape for name, array in vars(columns.sampling).items() if isinstance(array, np.ndarray)}
+    rows, _ = request_state(8, max_model_len=32)
+    shapes = {name: array.shape for name, array in vars(rows.sampling).items() if isinstance(array, np.ndarray)}
     live: dict[int, int] = {}
     for seq_id in range(20_000):
         if len(live) == 8 or (live and rng.random() < 0.4):
@@ -41,7 +43,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         rows.release(seq_id)
         assert seq_id not in rows
     assert len(rows) == 0
-    sampling = columns.sampling
+    sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
     assert all(len(sampling.lists.select(kind, np.arange(8))[0]) == 0 for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -14,18 +12,9 @@ from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnSections:
-    """The columns of a step in its upload."""
-
-    rows: Section
-    starts: Section
-    query_start: Section
-
-
-def add_columns(batch: InputBatch, upload: Upload) -> ColumnSections:
-    """Put what the device must know of the batch into the upload."""
-    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start))
+def add_columns(batch: InputBatch, upload: Upload) -> list[Section]:
+    """Put what the device must know of the batch into the upload: the fields of StepColumns, in order."""
+    return [upload.add(column) for column in (batch.rows, batch.starts, batch.query_start)]
 
 
 class DeviceInputs:
