@@ -21,7 +21,7 @@ from pathlib import Path
 from quire.config.scheduler import SchedulerConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -29,8 +29,8 @@ from quire.step import StepPlan, StepResult
 
 
 def make_scheduler(num_seqs: int, num_blocks: int) -> Scheduler:
-    spec = FullAttentionSpec(num_kv_heads=8, head_dim=128, dtype_bytes=2)
-    groups, layers_per_group = group_layers([spec] * 32)
+    spec = AttentionSpec(num_kv_heads=8, key_dim=128, value_dim=128, dtype_bytes=2)
+    groups, layers_per_group = group_layers([spec] * 32, 16)
     layout = KVCacheLayout(block_size=16, num_blocks=num_blocks, groups=groups, layers_per_group=layers_per_group)
     config = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=num_seqs, max_prefill_chunk=None, queue_depth=1)
     return Scheduler(config, KVCacheManager(layout, enable_prefix_caching=True))
@@ -49,7 +49,7 @@ def requests(input_len: int, output_len: int) -> Iterator[EngineRequest]:
 
 
 def fake_result(plan: StepPlan, token: int) -> StepResult:
-    return StepResult(plan.step_id, [token % 50_000] * len(plan.sample_seq_ids))
+    return StepResult(plan.step_id, [[token % 50_000] for _ in plan.sample_seq_ids])
 
 
 def one_step(scheduler: Scheduler, token: int) -> tuple[float, float, float, int]:

@@ -94,6 +94,14 @@ class EngineUnresponsiveError(QuireError):
     engine has already go on once it answers again."""
 
 
+def named_error(name: str, message: str, param: str | None = None) -> QuireError:
+    """An exception of the class `name` of this module, as another process raised it. param: of a UserError."""
+    error_type: type[QuireError] = globals()[name]
+    if issubclass(error_type, UserError):
+        return error_type(message, param=param)
+    return error_type(message)
+
+
 def new_error_id() -> str:
     """Twelve hexadecimal digits by which one failure is found in the log."""
     return secrets.token_hex(6)

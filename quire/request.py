@@ -16,7 +16,7 @@ from quire.step import SequenceSampling
 if TYPE_CHECKING:
     from quire.decoding.beam import BeamSearch
     from quire.kv_cache.block_hash import HashChain
-    from quire.kv_cache.manager import BlockTable
+    from quire.kv_cache.block_table import BlockTable
 
 
 MAX_PRIORITY = 100
@@ -70,7 +70,8 @@ class Sequence:
     """One completion being generated: tokens, counters, and the handle to its KV blocks.
 
     `num_computed_tokens` counts tokens whose KV is written by plans already made (executed or in flight);
-    `num_pending_tokens` counts tokens that such plans sample but whose values have not come back.
+    `num_pending_tokens` counts tokens that such plans sample but whose values have not come back. While
+    `num_pending_drafts` (drafts of plans in flight, which both count) is not 0, both are upper bounds.
     The target of a step is `len(token_ids) + num_pending_tokens`; there is no prefill or decode phase.
     """
 
@@ -79,9 +80,11 @@ class Sequence:
         "chain",
         "fast_path_until",
         "finish_reason",
+        "first_step_id",
         "index",
         "max_total_tokens",
         "num_computed_tokens",
+        "num_pending_drafts",
         "num_pending_tokens",
         "report_times_until",
         "request",
@@ -99,6 +102,9 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.num_pending_drafts = 0
+        self.first_step_id = 0
+        """The plan in which it last started (not resumed): what earlier plans computed of it is lost."""
         self.max_total_tokens = request.num_prompt_tokens + request.max_tokens
         self.report_times_until = self.max_total_tokens if request.params.stop else request.num_prompt_tokens + 1
         """Updates report times up to this number of tokens. A stop string may end it at any token, which only the front

@@ -6,9 +6,12 @@ The paper's accounts (Fig. 2, Fig. 15) are `num_stored_tokens`, `num_reserved_sl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+
+_SIZES = ("block_size", "block_bytes")
 
 
 class Load(NamedTuple):
@@ -98,6 +101,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     finished_requests_total: int = 0
     timed_out_requests_total: int = 0
     """Of those, how many ended by their time limit."""
+
+
+def add_up(snapshots: Sequence[EngineStats]) -> EngineStats:
+    """The snapshots of several engines of one configuration as one; each has blocks of the same size."""
+    total = EngineStats()
+    for name in EngineStats.__struct_fields__:
+        values = [getattr(each, name) for each in snapshots]
+        setattr(total, name, values[0] if name in _SIZES else sum(values))
+    return total
 
 
 def shares(stats: EngineStats) -> dict[str, float]:

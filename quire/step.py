@@ -6,7 +6,15 @@ an earlier plan is still running may be handed out again, because its new owner'
 
 A block that left a sequence's sliding window may be handed out in the same plan: nothing reads it any more.
 
-Order of effects of one plan: release the slots of `released`; create `new_sequences`; apply `beam_reorders`; write
+Drafts are tokens that a step computes behind a sequence's last token, before it is known whether they are the
+sequence's own. Sampling accepts the leading ones that equal what it draws itself, and one token more, so such a step
+yields at least one token and at most `num_drafts` + 1. How many, the scheduler learns with the result, which may come
+when later plans are made: until then `start_positions` are upper bounds for that sequence. The workers' own count is
+the truth: a step starts behind the tokens whose keys and values the worker has computed and kept, and the last of
+`num_tokens` are the drafts. The blocks of a plan suffice for the bound, so they do for the truth.
+
+Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
+`beam_reorders`; write
 `token_overrides`; run `swap_out`, then `swap_in`; run `block_copies`; append `new_blocks` and apply `replaced_blocks`;
 run the model over the scheduled tokens; create `forks`; sample.
 
@@ -72,9 +80,11 @@ class StepPlan(msgspec.Struct, array_like=True):
     step_id: int
     seq_ids: list[int]
     start_positions: list[int]
-    """First position computed in this step = tokens computed before it."""
+    """First position computed in this step = tokens computed before it; an upper bound of that while drafts of the
+    sequence are in flight."""
     num_tokens: list[int]
-    """Tokens computed in this step (>= 1). A token not known to the scheduler yet is the row's last sampled one."""
+    """Tokens computed in this step (>= 1), drafts included. A token not known to the scheduler yet is the row's last
+    sampled one."""
     sample_seq_ids: list[int]
     """Sequences that get a token, in result order."""
     sample_from: list[int]
@@ -106,6 +116,16 @@ class StepPlan(msgspec.Struct, array_like=True):
     awaits_disk: bool = False
     """Nothing can be computed before disk transfers end: a plan without tokens, whose result comes when they have, or
     after a short while."""
+
+    num_drafts: list[int] = []
+    """How many of `num_tokens` are drafts, the last ones; empty where no sequence has any. Only a sequence that is
+    sampled from its own logits has drafts, behind its last token."""
+    drafts: dict[int, list[int]] = {}
+    """seq_id -> the drafts that the scheduler proposes. For a sequence with `num_drafts` that is not here the workers
+    propose them."""
+    trimmed_tables: dict[int, list[int]] = {}
+    """seq_id -> per KV group the number of leading blocks that its table keeps: rejected drafts need the others no
+    longer, and this plan may hand them out again."""
 
     @property
     def total_tokens(self) -> int:
@@ -170,10 +190,11 @@ class StepResult(msgspec.Struct, array_like=True):
     """What came out of one plan."""
 
     step_id: int
-    token_ids: list[int]
-    """Aligned with the plan's `sample_seq_ids`."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    """Index into `token_ids` -> logprobs, where asked for."""
+    token_ids: list[list[int]]
+    """Aligned with the plan's `sample_seq_ids`: per sample the new tokens, one and those drafts before it that were
+    accepted."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """Index into `token_ids` -> logprobs, one entry per token, where asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """seq_id -> logprobs of the prompt positions that became known in this step, where asked for."""
     candidates: dict[int, Candidates] = {}

@@ -89,7 +89,7 @@ SNAPSHOT = KVSnapshot(
     requests=[REQUEST_VIEW],
 )
 RESULT = CallResult(3, value=STATS, error="why", kv=SNAPSHOT, is_internal=True)
-REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True)
+REFUSAL = RequestRejected("r-2", "too long", param="prompt", is_asleep=True, is_dead=True)
 DISK_REPORT = DiskReport(
     found=[(0, b"\x02" * 32)],
     gone=[(1, b"\xfe" * 32)],
@@ -128,14 +128,17 @@ EXAMPLES: list[msgspec.Struct] = [
         disk_stores=[(2, 1, b"\x01" * 32)],
         disk_loads=[(0, b"\xff" * 32, 7)],
         awaits_disk=True,
+        num_drafts=[1],
+        drafts={8: [42]},
+        trimmed_tables={8: [3, 1]},
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,
     StepResult(
         1,
-        [42],
-        logprobs={0: LOGPROBS},
+        [[42, 7]],
+        logprobs={0: [LOGPROBS, LOGPROBS]},
         prompt_logprobs={8: PROMPT_LOGPROBS},
         candidates={0: CANDIDATES},
         disk=DISK_REPORT,

@@ -22,8 +22,8 @@ from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.manager import BlockTable
 from quire.kv_cache.snapshot import KVSnapshot, RequestView, SequenceView
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
@@ -308,7 +308,8 @@ class ContiguousScheduler(ABC):
             for request in live_requests(flight.sequences + flight.samples, result.nonfinite):
                 updates += early_end(request, FinishReason.ERROR, now)
                 self._end(request, request.live_sequences, FinishReason.ERROR)
-        for position, (sequence, token_id) in enumerate(zip(flight.samples, result.token_ids, strict=True)):
+        for position, (sequence, token_ids) in enumerate(zip(flight.samples, result.token_ids, strict=True)):
+            (token_id,) = token_ids
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 if sequence.blocks is not None:  # computed on with its batch
@@ -320,7 +321,7 @@ class ContiguousScheduler(ABC):
             sequence.token_ids.append(token_id)
             update = SequenceUpdate(sequence.request.request_id, sequence.index, [token_id])
             if result.logprobs and position in result.logprobs:
-                update.logprobs = [result.logprobs[position]]
+                update.logprobs = result.logprobs[position]
             request = sequence.request
             if token_id in request.end_token_ids or len(sequence.token_ids) >= sequence.max_total_tokens:
                 update.finish_reason, update.stop_reason = reason = finish_reason(sequence, token_id)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from benchmarks.baselines.buddy import BuddyAllocator, Chunk
 from quire.errors import ConfigError
 from quire.kv_cache.block_pool import FREE_STATE
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
-from quire.kv_cache.manager import BlockTable
-from quire.kv_cache.spec import SlidingWindowSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Regions:
 
     def __init__(self, layout: KVCacheLayout) -> None:
         """Raises ConfigError for a model with sliding windows: a region holds every token."""
-        if len(layout.groups) != 1 or isinstance(layout.groups[0].spec, SlidingWindowSpec):
+        if len(layout.groups) != 1 or layout.groups[0].spec.window is not None:
             raise ConfigError("contiguous reservation is there for models whose layers all attend to every token")
         self.block_size = layout.block_size
         self.block_bytes = layout.block_bytes

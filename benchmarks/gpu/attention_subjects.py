@@ -20,7 +20,7 @@ from quire.attention.triton_backend import TritonAttention, TritonAttentionStep
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 
@@ -134,8 +134,8 @@ class AttentionSubjects:
         that splits are planned for (that of the batch). lengths: of sequences that are shorter than the batch says."""
         shape = self.shape
         tables, num_blocks = scattered_tables(batch, block_size, self.device)
-        spec = FullAttentionSpec(shape.num_kv_heads, shape.head_dim, shape.itemsize)
-        groups, layers_per_group = group_layers([spec])
+        spec = AttentionSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.itemsize)
+        groups, layers_per_group = group_layers([spec], block_size)
         layout = KVCacheLayout(block_size, num_blocks, groups, layers_per_group)
         pages = self._random(num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
         backend = TritonAttention(

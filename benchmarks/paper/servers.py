@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from benchmarks.paper.figure import Figure, Results, Row, Scale
 from benchmarks.paper.kernel_timing import KernelTiming
 from benchmarks.paper.launches import EAGER, FULL, PIECEWISE, decode, step_seconds
+from quire.config.parallel import ParallelConfig
 from quire.kv_cache.layout import group_layers
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
 from quire.simulator.memory import device_specs
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 
 _TIMINGS = (KernelTiming(16, 256), KernelTiming(4, 1024))
@@ -65,7 +65,7 @@ def _graphs(results: Results, scale: Scale) -> list[Row]:
 
 def _unused_pages(model: str) -> float:
     """Share of a block's pages that the hybrid allocator leaves unused, over all groups."""
-    groups, size = group_layers(device_specs(find_shape(model), "bfloat16", ParallelConfig()))
+    groups, size = group_layers(device_specs(find_shape(model), "bfloat16", ParallelConfig()), 16)
     return 1 - sum(len(group.layers) for group in groups) / (len(groups) * size)
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.simulate import engine_settings, parse_objectives
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import find_rate
 from quire.simulator.replica import EngineSettings, simulate
 from quire.simulator.shape import find_shape

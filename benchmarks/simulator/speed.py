@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.model_shape import ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import CostModel
 from quire.simulator.fleet import ReplicaSpec, merged, simulate_fleet
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, simulate
 from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest

@@ -11,9 +11,9 @@ from quire.config.engine import EngineConfig
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.model_shape import ModelShape
 from quire.errors import InsufficientMemoryError
-from quire.kv_cache.groups import rules_for
+from quire.kv_cache.coordinator import Coordinator, padding
 from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
-from quire.kv_cache.sizing import MemoryProfile, size_pool
+from quire.kv_cache.sizing import MemoryProfile, most_useful_blocks, size_pool
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel
 from quire.simulator.memory import activation_bytes, device_specs, kv_cache_bytes, step_bytes
@@ -57,6 +57,11 @@ class MemoryPlan:
         """Over all layers of a device, while every layer keeps the token."""
         return sum(group.spec.token_bytes * len(group.layers) for group in self.layout.groups)
 
+    @property
+    def kv_padding(self) -> float:
+        """Share of the blocks of a sequence of full length that no layer can use."""
+        return padding(self.layout.groups, self.layout.block_bytes, self.config.model.max_model_len)
+
     def weight_bytes_as(self, dtype: str) -> int:
         return self.shape.parameters() * DTYPE_BYTES[dtype]
 
@@ -75,7 +80,7 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
             f"{format_bytes(total_memory)} of memory"
         )
     activations = estimate_activations(config)
-    groups, layers_per_group = group_layers(layer_specs(config.model))
+    groups, layers_per_group = group_layers(layer_specs(config.model), config.cache.block_size)
     profile = MemoryProfile(available=total_memory - weight_bytes, activations=activations, weights=weight_bytes)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
@@ -110,7 +115,8 @@ def plan_devices(
     """A model of any shape on the devices of the cost model's layout: weights, activations and the KV cache together
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
-    groups, layers_per_group = group_layers(device_specs(shape, cost.precision.kv, cost.layout))
+    specs = device_specs(shape, cost.precision.kv, cost.layout)
+    groups, layers_per_group = group_layers(specs, config.cache.block_size)
     budget = config.cache.memory
     if budget is None:
         budget = kv_cache_bytes(
@@ -119,8 +125,8 @@ def plan_devices(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_seqs,
         )
-    fitting = budget // block_bytes(groups, layers_per_group, config.cache.block_size)
-    most_useful = len(groups) * scheduler.max_num_seqs * -(-config.model.max_model_len // config.cache.block_size)
+    fitting = budget // block_bytes(groups, layers_per_group)
+    most_useful = most_useful_blocks(groups, scheduler.max_num_seqs, config.model.max_model_len)
     given = config.cache.num_blocks_override or (fitting if config.cache.memory is not None else None)
     cache: CacheConfig = replace(config.cache, memory=None, num_blocks_override=given or min(fitting, most_useful))
     layout = size_pool(
@@ -179,7 +185,7 @@ def _with_lengths(plan: MemoryPlan, lengths: Sequence[int]) -> MemoryPlan:
 
 def _concurrency(plan: MemoryPlan, num_tokens: int) -> Concurrency:
     layout = plan.layout
-    blocks = sum(rules_for(group.spec, layout.block_size).most_blocks(num_tokens, 1) for group in layout.groups)
+    blocks = Coordinator(layout.groups).most_blocks(num_tokens, 1)
     fitting = layout.num_usable_blocks // blocks
     return Concurrency(
         num_tokens=num_tokens,
@@ -191,4 +197,4 @@ def _concurrency(plan: MemoryPlan, num_tokens: int) -> Concurrency:
 
 
 def pool_bytes(layout: KVCacheLayout) -> int:
-    return layout.num_usable_blocks * block_bytes(layout.groups, layout.layers_per_group, layout.block_size)
+    return layout.num_usable_blocks * layout.block_bytes

@@ -18,6 +18,7 @@ T = TypeVar("T")
 OTHER_FLAGS: Mapping[str, tuple[str, ...]] = {
     "num_threads": ("--threads",),
     "cors_allowed_origins": ("--allowed-origins",),
+    "tensor_parallel_size": ("-tp",),
 }
 """Other names of some flags, by field."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +20,12 @@ from quire.config.families import RUNNABLE
 from quire.config.hf_config import find_model, read_config
 from quire.config.model import DTYPE_BYTES
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
+from quire.kv_cache.layout import KVGroup
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import Hardware, find, profiles
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import SIMULATED
 from quire.simulator.shape import built_in, find_shape
 from quire.utils.sizes import format_bytes, parse_bytes
@@ -35,6 +37,7 @@ IRRELEVANT_OPTIONS = (
     "tensor_parallel_size", "pipeline_parallel_size", "skip_tokenizer_init", "enforce_eager", "cuda_graphs",
     "cuda_graph_sizes", "batch_invariant",
 )  # fmt: skip
+KINDS = {"full": "of full attention", "sliding": "of attention", "latent": "of latent attention", "state": "of state"}
 STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
 """quantization -> what the cost model calls it."""
 USUAL_ON_CPUS = {
@@ -193,7 +196,8 @@ def as_text(report: Report) -> str:
     plan, target, devices = report.plan, report.target, report.layout
     model, cache, layout = plan.config.model, plan.config.cache, plan.layout
     weights = ", ".join(f"{name} {format_bytes(plan.weight_bytes_as(name))}" for name in DTYPE_BYTES)
-    kinds = ", ".join(f"{len(group.layers)} layers {_kind(group.spec)}" for group in layout.groups)
+    kinds = ", ".join(f"{count} x {text}" for text, count in Counter(map(_group, layout.groups)).items())
+    tokens = " or ".join(str(size) for size in sorted({group.block_size for group in layout.groups}))
     rows = [
         ("model", f"{model.name} ({_architecture(plan)}, {model.num_layers} layers, {model.dtype})"),
         ("parameters", _parameters(plan)),
@@ -209,8 +213,9 @@ def as_text(report: Report) -> str:
         ("memory", f"{format_bytes(plan.total_memory)} ({target.title})"),
         ("activations", f"{format_bytes(plan.activation_bytes)} (estimate; the engine measures when it starts)"),
         ("KV per token", f"{format_bytes(plan.kv_bytes_per_token)} over all layers"),
-        ("KV per block", f"{format_bytes(layout.block_bytes)} ({layout.block_size} tokens of one group)"),
+        ("KV per block", f"{format_bytes(layout.block_bytes)} ({tokens} tokens of one group)"),
         ("KV groups", f"{len(layout.groups)}: {kinds}"),
+        ("KV padding", f"{100 * plan.kv_padding:.1f} % of a sequence of {model.max_model_len:,} tokens"),
         ("KV cache", f"{format_bytes(pool_bytes(layout))} = {layout.num_usable_blocks:,} blocks, {_rule(plan)}"),
     ]
     if layout.num_host_blocks:
@@ -237,9 +242,12 @@ def _parameters(plan: MemoryPlan) -> str:
     return text if shape.is_known else text + " (of a family that is not known: norms and biases are guessed)"
 
 
-def _kind(spec: object) -> str:
-    window = getattr(spec, "window", None)
-    return "of full attention" if window is None else f"with a window of {window} tokens"
+def _group(group: KVGroup) -> str:
+    window = "" if group.spec.window is None else f" with a window of {group.spec.window} tokens"
+    return (
+        f"{len(group.layers)} layers {KINDS[group.spec.kind]}{window} (blocks of {group.block_size} tokens, "
+        f"pages of {format_bytes(group.page_bytes)})"
+    )
 
 
 def _rule(plan: MemoryPlan) -> str:
@@ -329,8 +337,17 @@ def as_dict(report: Report) -> dict[str, Any]:
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "kv_bytes_per_block": layout.block_bytes,
         "kv_groups": [
-            {"num_layers": len(group.layers), "window": getattr(group.spec, "window", None)} for group in layout.groups
+            {
+                "num_layers": len(group.layers),
+                "kind": group.spec.kind,
+                "window": group.spec.window,
+                "block_size": group.block_size,
+                "page_bytes": group.page_bytes,
+            }
+            for group in layout.groups
         ],
+        "kv_page_bytes": layout.page_bytes,
+        "kv_padding": plan.kv_padding,
         "num_blocks": layout.num_usable_blocks,
         "num_blocks_memory": plan.num_blocks_memory,
         "kv_cache_bytes": pool_bytes(layout),

@@ -74,8 +74,8 @@ def simulate(namespace: argparse.Namespace, make_core: MakeCore | None = None) -
 
 
 def build_parser() -> Parser:
+    from quire.engine.router import ROUTERS
     from quire.simulator.hardware import profiles
-    from quire.simulator.router import ROUTERS
     from quire.simulator.shape import built_in
     from quire.simulator.workloads import WORKLOADS
 
@@ -129,9 +129,9 @@ def _question_flags(parser: Parser) -> None:
 
 def make_scenario(namespace: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError for what contradicts itself."""
+    from quire.config.parallel import ParallelConfig
     from quire.simulator.cost import CostModel, Precision
     from quire.simulator.hardware import find
-    from quire.simulator.parallel_config import ParallelConfig
     from quire.simulator.scenario import Scenario
     from quire.simulator.shape import find_shape
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.config.cache import CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 
 
@@ -22,3 +23,5 @@ class EngineConfig:
     seed: int
     step_log: Path | None = None
     """Where the executor's steps are logged, None: nowhere."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The ranks that run the model."""

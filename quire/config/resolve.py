@@ -14,6 +14,7 @@ from quire.config.hf_config import load_model_config, stored_dtype
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
 from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.resolve_device import (
     BACKENDS,
@@ -67,10 +68,14 @@ DEVICE_DEFAULTS = Defaults(max_num_seqs=256, max_num_batched_tokens=8192, memory
 
 def resolve(options: EngineOptions) -> EngineConfig:
     """Check `options` and complete them. Reads config.json (fetching a hub id if need be), loads no weights."""
-    _check_available(options)
+    parallel = _parallel(options)
     device, is_accelerated = choose_device(options)
+    if parallel.tp > 1:
+        check_ranks_available(options, is_accelerated)
     backend, model = _backend_and_model(options, is_accelerated)
     model = replace(model, quantization=_quantization(options, model, backend))
+    if parallel.tp > 1:
+        check_ranks_fit(options, model)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device)
@@ -84,7 +89,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=DeviceConfig(
             device=device,
-            num_threads=positive("num_threads", options.num_threads) or envs.num_threads() or envs.affinity_cores(),
+            num_threads=positive("num_threads", options.num_threads)
+            or envs.num_threads()
+            or max(1, envs.affinity_cores() // parallel.tp),
             attention_backend=backend,
             cpu_isa=envs.cpu_isa(),
             matmul_precision=_matmul_precision(options, model, backend),
@@ -94,6 +101,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         seed=options.seed,
         step_log=None if options.step_log is None else Path(options.step_log).expanduser(),
+        parallel=parallel,
     )
 
 
@@ -114,6 +122,8 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     if is_accelerated:
         return "triton", triton_model(options, model)
     reason = _why_not_native(model)
+    if options.tensor_parallel_size > 1:
+        reason = f"tensor_parallel_size={options.tensor_parallel_size} runs on plain torch operators so far"
     if asked == "native" and reason:
         raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
     if asked != "torch" and not reason:
@@ -189,11 +199,14 @@ def _why_not_native(model: ModelConfig) -> str | None:
     return None
 
 
-def _check_available(options: EngineOptions) -> None:
-    """Options of the public contract whose other values have no implementation yet are rejected, never ignored."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(options, name) != 1:
-            raise ConfigError(f"{name}={getattr(options, name)} is not available yet: only 1 is", param=name)
+def _parallel(options: EngineOptions) -> ParallelConfig:
+    """The ranks. Sizes that have no implementation yet are refused, never ignored."""
+    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
+    positive("tensor_parallel_size", tp)
+    if pp != 1:
+        message = f"pipeline_parallel_size={pp} is not available yet: only 1 is"
+        raise ConfigError(message, param="pipeline_parallel_size")
+    return ParallelConfig(tp=tp, pp=pp)
 
 
 def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:

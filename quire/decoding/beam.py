@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.manager import BlockTable
+from quire.kv_cache.block_table import BlockTable
 from quire.request import FinishReason, Request, Sequence
 from quire.step import Candidates, SequenceFork, TokenLogprobs
 

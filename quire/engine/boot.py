@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from quire.engine.runtime_directory import LAST_WORDS_FILE
+from quire.utils.runtime_directory import LAST_WORDS_FILE
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
 
-DEFAULT_EXECUTOR = "quire.executors.local:LocalExecutor"
+DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
 """`"module:attribute"` of a callable that makes an executor from an EngineConfig. A name, so that only the process
 where the core runs imports torch."""
 

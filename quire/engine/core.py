@@ -68,7 +68,7 @@ class EngineCore:
         self._is_stepping = False
 
         started = clock.now()
-        groups, layers_per_group = group_layers(executor.load_model())
+        groups, layers_per_group = group_layers(executor.load_model(), config.cache.block_size)
         loaded = clock.now()
         profile = None
         if not config.cache.is_size_given:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.errors import EngineAsleepError, InternalError, QuireError, UserError
+from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
 from quire.outputs import SequenceUpdate
 from quire.request import EngineRequest
@@ -61,15 +61,18 @@ class CallResult(msgspec.Struct, array_like=True):
 
 class RequestRejected(msgspec.Struct, array_like=True):
     """A request that the core did not take: only it knows that the KV cache can never hold it, or that it sleeps.
-    Nothing was queued."""
+    Nothing was queued. is_dead: the core has ended, and another one takes requests (quire/engine/replicas.py)."""
 
     request_id: str
     message: str
     param: str | None = None
     is_asleep: bool = False
+    is_dead: bool = False
 
     def error(self) -> QuireError:
         """What the caller gets."""
+        if self.is_dead:
+            return EngineDeadError(self.message, summary="a replica of the engine has ended")
         return EngineAsleepError(self.message) if self.is_asleep else UserError(self.message, param=self.param)
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -23,14 +22,17 @@ from quire.engine.heartbeat import start_beating
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
 from quire.engine.process_client import CRASH_FILE, LaunchSpec
-from quire.engine.runtime_directory import RuntimeDirectory
 from quire.errors import QuireError, UserError
 from quire.logging import configure_logging, get_logger
+from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
+from quire.utils.runtime_directory import RuntimeDirectory
 
 logger = get_logger(__name__)
 
 _LINGER_MILLISECONDS = 2000
+_IDLE_MILLISECONDS = 1000
+"""An idle process looks this often whether its workers live."""
 
 
 class Channel:
@@ -56,8 +58,8 @@ class Channel:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wait(self) -> None:
-        """Sleep until a message or a signal arrives."""
-        ready = dict(self._poller.poll())
+        """Sleep until a message or a signal arrives, for _IDLE_MILLISECONDS at most."""
+        ready = dict(self._poller.poll(_IDLE_MILLISECONDS))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
@@ -109,7 +111,7 @@ def main(line: bytes) -> None:
     directory = RuntimeDirectory.join(Path(spec.directory))
     crash_file = (directory.path / CRASH_FILE).open("w")
     faulthandler.enable(crash_file, all_threads=False)
-    _watch_parent(directory)
+    watch_parent(directory.remove)
     channel = Channel(directory)
     failed = run_engine(spec, channel, stop)
     if failed is not None:
@@ -161,21 +163,3 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
         outputs = advance(core, messages)
         if outputs is not None:
             channel.send(outputs)
-
-
-def _watch_parent(directory: RuntimeDirectory) -> None:
-    """End this process, and its directory, as soon as the parent is gone: the pipe on standard input closes.
-
-    A thread and a pipe rather than PR_SET_PDEATHSIG: that signal comes when the *thread* that started the process
-    ends, and engines are started from short-lived threads too.
-    """
-
-    def watch() -> None:
-        try:
-            while os.read(0, 4096):
-                pass
-        finally:  # also when the pipe cannot be read: an engine must not outlive its parent unnoticed
-            directory.remove()
-            os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

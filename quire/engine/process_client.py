@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,9 +19,10 @@ from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
 from quire.engine.heartbeat import BEAT_SECONDS, SILENCE_LIMIT, Heartbeat
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
-from quire.engine.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
-from quire.errors import EngineDeadError, QuireError, UserError
+from quire.errors import EngineDeadError, QuireError
 from quire.logging import get_logger
+from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.runtime_directory import LAST_WORDS_FILE, RuntimeDirectory
 
 logger = get_logger(__name__)
 
@@ -32,7 +31,6 @@ DEFAULT_STARTUP_TIMEOUT = 1800.0
 CRASH_FILE = "crash"
 """File of the runtime directory where a fatal signal leaves the Python stack of the process."""
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.engine.boot import main; main()"
 _LAST_WORDS_MILLISECONDS = 50
 """What a process sent just before its end can arrive a moment after the end is noticed."""
 _EXIT_SECONDS = 5.0
@@ -139,7 +137,7 @@ class ProcessClient:
                     self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
                     asked = True
         if asked:
-            _wait(self._process, timeout)
+            wait_or_kill(self._process, timeout)
         self._abandon()
         # The end of the process wakes a thread that waits in `receive`; only then may the sockets be closed under it.
         with self._receiving:
@@ -196,7 +194,7 @@ class ProcessClient:
         if self._death is None:
             self._death = failed
         self._died.set()
-        _wait(self._process, _EXIT_SECONDS)
+        wait_or_kill(self._process, _EXIT_SECONDS)
         self._abandon()
         raise _error_from(self._death, self._error_id)
 
@@ -218,7 +216,7 @@ class ProcessClient:
         raise EngineDeadError("the engine process does not listen any more", error_id=self._error_id)
 
     def _explain_exit(self) -> EngineFailed:
-        _wait(self._process, _EXIT_SECONDS)
+        wait_or_kill(self._process, _EXIT_SECONDS)
         status = self._process.returncode
         last_words = self._read(LAST_WORDS_FILE)
         if last_words:
@@ -226,9 +224,9 @@ class ProcessClient:
         when = "" if self._ready else " while it started (its own messages are on standard error)"
         if status is None:
             return EngineFailed(f"the engine process closed its connection{when}")
+        text = f"the engine process {describe_exit(status)}{when}"
         if status >= 0:
-            return EngineFailed(f"the engine process exited with status {status}{when}")
-        text = f"the engine process was killed by signal {-status} ({_signal_name(-status)}){when}"
+            return EngineFailed(text)
         if -status == signal.SIGKILL:
             return EngineFailed(f"{text}: out of memory?")
         return EngineFailed(text + self._crash_report(), summary=text)
@@ -251,23 +249,10 @@ def _launch(options: EngineOptions, executor: str, directory: RuntimeDirectory) 
     """Start the process; return it and the read end of the pipe that its end closes."""
     alive_fd, child_fd = os.pipe()
     try:
-        # A fresh interpreter, so that the caller's script is not imported again and needs no __main__ guard; its
-        # search path is ours, so that both run the same quire. A process group of its own keeps Ctrl-C away.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps([str(entry) for entry in sys.path]), "quire-engine"],
-            stdin=subprocess.PIPE,
-            pass_fds=(child_fd,),
-            process_group=0,
-        )
+        spec = LaunchSpec(options, executor, str(directory.path), child_fd)
+        process = start_interpreter("quire.engine.boot", "quire-engine", msgspec.json.encode(spec), [child_fd])
     finally:
         os.close(child_fd)
-    spec = LaunchSpec(options, executor, str(directory.path), child_fd)
-    assert process.stdin is not None
-    try:
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # It died already: the pipe says so, and `ready` reports it.
     return process, alive_fd
 
 
@@ -275,10 +260,7 @@ def _abandon(process: subprocess.Popen[bytes], directory: RuntimeDirectory, owne
     """Make sure that nothing is left of the process. Also runs at the end of the interpreter."""
     if os.getpid() != owner:
         return  # a fork of the owner ends; the engine is not its own
-    assert process.stdin is not None
-    process.kill()
-    process.wait()
-    process.stdin.close()
+    kill(process)
     directory.remove()
 
 
@@ -291,26 +273,8 @@ def _close_sockets(
     os.close(alive_fd)
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float) -> None:
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
 def _error_from(failed: EngineFailed, error_id: str) -> QuireError:
     """The exception that the process failed with, as far as its class is one of ours."""
-    error_type: type[QuireError] = getattr(errors, failed.error_type) if failed.is_user_error else EngineDeadError
-    if issubclass(error_type, UserError):
-        return error_type(failed.message, param=failed.param)
-    if issubclass(error_type, EngineDeadError):
-        return error_type(failed.message, summary=failed.summary, error_id=error_id)
-    return error_type(failed.message)
+    if not failed.is_user_error or failed.error_type == EngineDeadError.__name__:
+        return EngineDeadError(failed.message, summary=failed.summary, error_id=error_id)
+    return errors.named_error(failed.error_type, failed.message, failed.param)

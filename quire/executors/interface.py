@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
@@ -55,4 +55,26 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release everything. Idempotent."""
+        ...
+
+
+class Workers(Protocol):
+    """The ranks of one model, however they are reached. Every call goes to all of them, in the same order."""
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `Executor` (not `execute`) on every rank; the results in rank order. Raises the first
+        rank's error, or EngineDeadError when a rank has ended."""
+        ...
+
+    def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
+        """Start a plan on every rank. The results are in rank order; of all but the first only the step's number and
+        the tokens."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError when a rank has ended."""
+        ...
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
         ...

@@ -1,6 +1,9 @@
 """Content hashes of full blocks, chained: equal hashes mean equal tokens from position 0 on, in the same tenant.
 
-h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32).
+h(-1) = SHA-256(root label, salt);  h(i) = SHA-256(h(i-1), token ids of block i as little-endian uint32, extra keys of
+block i, each behind its length as little-endian uint32). A block is a hash block (quire/kv_cache/coordinator.py). Extra
+keys tell apart content that the same tokens do not: the adapter, or the image that stands at a placeholder. A key of
+one block holds for all blocks behind it, as each hash covers those before.
 SHA-256 makes a collision (and so a wrong hit, or a probe into another tenant's prompts) infeasible; a predictable
 hash in this place has been an advisory elsewhere. Values are the same in every process, so that the KV connector can
 store them.
@@ -11,26 +14,33 @@ from __future__ import annotations
 import bisect
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 _ROOT_LABEL = b"quire.kv.v1\0"
+NO_KEYS: Mapping[int, tuple[bytes, ...]] = MappingProxyType({})
 
 
 class HashChain:
     """The hashes of one sequence's full blocks, extended as tokens become known."""
 
-    __slots__ = ("_block_size", "hashes")
+    __slots__ = ("_block_size", "_extra_keys", "hashes")
 
-    def __init__(self, block_size: int, salt: str) -> None:
+    def __init__(self, block_size: int, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> None:
+        """extra_keys: block index -> what else its content depends on."""
         self._block_size = block_size
+        self._extra_keys = extra_keys
         self.hashes: list[bytes] = [hashlib.sha256(_ROOT_LABEL + salt.encode()).digest()]
         """hashes[0] is the root; hashes[i + 1] belongs to block i."""
 
     def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
         """Hash blocks up to `num_blocks`; their tokens must be in `token_ids`. Blocks hashed before cost nothing."""
-        hashes, size = self.hashes, self._block_size
+        hashes, size, extra_keys = self.hashes, self._block_size, self._extra_keys
         for block in range(len(hashes) - 1, num_blocks):
-            hashes.append(_hash_block(hashes[-1], token_ids[block * size : (block + 1) * size]))
+            content = struct.pack(f"<{size}I", *token_ids[block * size : (block + 1) * size])
+            if block in extra_keys:
+                content += b"".join(struct.pack("<I", len(key)) + key for key in extra_keys[block])
+            hashes.append(hashlib.sha256(hashes[-1] + content).digest())
 
     @property
     def num_blocks(self) -> int:
@@ -50,9 +60,6 @@ class HashChain:
         """A chain that shares the first `num_blocks` blocks and differs after them."""
         child = HashChain.__new__(HashChain)
         child._block_size = self._block_size
+        child._extra_keys = self._extra_keys
         child.hashes = self.hashes[: num_blocks + 1]
         return child
-
-
-def _hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()

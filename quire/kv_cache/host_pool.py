@@ -7,15 +7,13 @@ copied in this module: it decides which block goes where, and the pairs travel i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from quire.kv_cache.manager import BlockTable
-    from quire.kv_cache.prefix_index import PrefixIndex
+from quire.kv_cache.prefix_index import PrefixIndex
 
 
 class Footprint(NamedTuple):
@@ -26,7 +24,7 @@ class Footprint(NamedTuple):
     num_blocks_in: int
     """Blocks that would be copied back: those that live sequences of others hold in the prefix index are not."""
     num_retained_blocks: int
-    """Leading blocks of the first sequence that others hold in the prefix index: recomputation would hit them."""
+    """Leading hash blocks of the first sequence that others hold in the prefix index: recomputation would hit them."""
 
 
 class HostPool:
@@ -41,13 +39,15 @@ class HostPool:
         num_blocks: int,
         device: BlockPool,
         indexes: Sequence[PrefixIndex],
+        strides: Sequence[int],
         host_indexes: Sequence[PrefixIndex] = (),
     ) -> None:
-        """indexes: what is cached on the device; host_indexes: what is here, in blocks that no swapped sequence needs
-        (quire/kv_cache/connector.py)."""
+        """indexes: what is cached on the device, and strides: hash blocks of a block, both per KV group. host_indexes:
+        what is here, in blocks that no swapped sequence needs (quire/kv_cache/connector.py)."""
         self.blocks = BlockPool(num_blocks + 1, host_indexes)
         self._device = device
         self._indexes = tuple(indexes)
+        self._strides = tuple(strides)
         self._swapped: dict[int, BlockTable] = {}
 
     @property
@@ -104,7 +104,7 @@ class HostPool:
         device_of = found | fresh
         for blocks in sequences:
             del self._swapped[id(blocks)]
-            blocks.num_committed = _num_leading(blocks, found)
+            blocks.num_committed = self._num_leading(blocks, found)
             for table in blocks.tables:
                 for index, host in enumerate(table):
                     if host != NULL_BLOCK:
@@ -140,7 +140,7 @@ class HostPool:
             for block, count in owned.items()
             if self._device.ref_counts[block] > count and any(block in index for index in self._indexes)
         }
-        return Footprint(len(distinct), len(distinct) - len(retained), _num_leading(sequences[0], retained))
+        return Footprint(len(distinct), len(distinct) - len(retained), self._num_leading(sequences[0], retained))
 
     def check(self, owners: dict[int, int]) -> None:
         """Assert that counts, free list and tables of the host's blocks agree. O(blocks).
@@ -159,13 +159,22 @@ class HostPool:
         for blocks in sequences:
             if blocks.chain is None:
                 continue
-            for index, table in zip(self._indexes, blocks.tables, strict=True):
-                for number, host in enumerate(table[: blocks.num_committed]):
+            for index, table, stride in zip(self._indexes, blocks.tables, self._strides, strict=True):
+                for number, host in enumerate(table[: blocks.num_committed // stride]):
                     if host != NULL_BLOCK and host not in found:
-                        block = index.find(blocks.chain.block_hash(number))
+                        block = index.find(blocks.chain.block_hash((number + 1) * stride - 1))
                         if block is not None:
                             found[host] = block
         return found
+
+    def _num_leading(self, blocks: BlockTable, known: Collection[int]) -> int:
+        """Leading committed hash blocks that are `known` in every group, where they were not given up."""
+        for number in range(1, blocks.num_committed + 1):
+            for table, stride in zip(blocks.tables, self._strides, strict=True):
+                block = NULL_BLOCK if number % stride else table[number // stride - 1]
+                if block != NULL_BLOCK and block not in known:
+                    return number - 1
+        return blocks.num_committed
 
 
 def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
@@ -176,12 +185,3 @@ def _blocks(sequences: Iterable[BlockTable]) -> Iterator[int]:
 def _distinct_blocks(sequences: Iterable[BlockTable]) -> list[int]:
     """The blocks of every table, each once, in order of first occurrence."""
     return list(dict.fromkeys(_blocks(sequences)))
-
-
-def _num_leading(blocks: BlockTable, known: Iterable[int]) -> int:
-    """Leading committed blocks that are `known` in every group, where they were not given up."""
-    for number in range(blocks.num_committed):
-        for table in blocks.tables:
-            if table[number] != NULL_BLOCK and table[number] not in known:
-                return number
-    return blocks.num_committed

@@ -6,50 +6,18 @@ Block ids are opaque to the scheduler; it passes them into the plan. All calls e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_pool import BlockPool
+from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.connector import KVConnector, NoConnector, OffloadConnector
-from quire.kv_cache.groups import agreed_hit, hit_blocks, rules_for
+from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.host_pool import Footprint, HostPool
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.prefix_index import PendingBlocks, PrefixIndex
 from quire.kv_cache.prefix_loader import PrefixLoader
 from quire.kv_cache.registered_prefixes import RegisteredPrefix, RegisteredPrefixes
-from quire.kv_cache.spec import SlidingWindowSpec
-
-
-class BlockTable:
-    """The block tables of one sequence: per group, logical index -> physical block. Owned by the manager."""
-
-    __slots__ = ("capacity", "chain", "num_committed", "pending_hash", "tables", "tail_shared")
-
-    def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
-        self.tables = tables
-        self.capacity = capacity
-        """Token slots: number of table entries times the block size."""
-        self.chain = chain
-        self.num_committed = 0
-        """Leading blocks whose content was offered to the prefix index."""
-        self.pending_hash: bytes | None = None
-        """Hash of the block that this sequence offers next, if its tokens are known already."""
-        self.tail_shared = False
-        """The last, partly filled block may have other owners: copy before writing (paper §4.4)."""
-
-
-class BlockAllocation:
-    """What `allocate_slots` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
-
-    __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
-
-    def __init__(self, new_blocks: list[list[int]], tail_was_shared: bool) -> None:
-        self.new_blocks = new_blocks
-        self.tail_was_shared = tail_was_shared
-        self.replaced: list[tuple[int, int, int]] = []
-        """(group, logical index, new block)"""
-        self.copies: list[tuple[int, int]] = []
-        """(source, destination)"""
 
 
 class KVCacheManager:
@@ -57,61 +25,68 @@ class KVCacheManager:
 
     def __init__(self, layout: KVCacheLayout, *, enable_prefix_caching: bool, enable_offload: bool = False) -> None:
         """enable_offload: store the contents of the prefix index on the host and on disk as well."""
-        self.block_size = layout.block_size
+        self.groups = Coordinator(layout.groups)
+        self.block_size = self.groups.block_size
+        """Tokens of a hash block; of every block, where all groups have one size."""
         self.block_bytes = layout.block_bytes
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(layout.groups)
-        self.windows = [g.spec.window if isinstance(g.spec, SlidingWindowSpec) else None for g in layout.groups]
+        self.windows = [group.spec.window for group in layout.groups]
         """Per group the sliding window in tokens, None for full attention."""
-        self._has_windows = any(self.windows)
-        self._rules = [rules_for(group.spec, layout.block_size) for group in layout.groups]
+        managers = self.groups.managers
+        self._sizes = tuple(manager.block_size for manager in managers)
+        has_one_size = len(set(self._sizes)) == 1 and not any(manager.has_snapshots for manager in managers)
+        self._uniform_size = self.block_size if has_one_size else 0
+        """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
+        self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
+        self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
         host_indexes = [PrefixIndex(layout.num_host_blocks + 1) for _ in layout.groups]
-        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, host_indexes)
+        self.host = HostPool(layout.num_host_blocks, self.pool, self._indexes, self.groups.strides, host_indexes)
         self.connector: KVConnector = NoConnector()
         if enable_offload:
             self.connector = OffloadConnector(self._indexes, self.host.blocks, host_indexes)
-        self.loader = PrefixLoader(self.pool, self._indexes, self._rules, self.connector, layout.block_size)
+        self.loader = PrefixLoader(self.pool, self._indexes, self.groups, self.connector)
         self._live: dict[int, BlockTable] = {}
-        self._pending_blocks = PendingBlocks()
-        self._registered = RegisteredPrefixes(layout.block_size)
+        self._pending_blocks = PendingBlocks(self.groups.hit_size // self.block_size)
+        self._registered = RegisteredPrefixes(self.block_size)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
-    def new_chain(self, salt: str) -> HashChain | None:
-        """The hash chain of a new sequence; None when caching is off."""
-        return HashChain(self.block_size, salt) if self.enable_prefix_caching else None
+    def new_chain(self, salt: str, extra_keys: Mapping[int, tuple[bytes, ...]] = NO_KEYS) -> HashChain | None:
+        """The hash chain of a new sequence; None when caching is off. extra_keys: as for `HashChain`."""
+        return HashChain(self.block_size, salt, extra_keys) if self.enable_prefix_caching else None
 
     def match_prefix(self, chain: HashChain | None, token_ids: Sequence[int], max_tokens: int) -> int:
         """Tokens (at most `max_tokens`) whose KV is cached in every group: whole blocks, or a longer registered prefix
         with its partial last one. Changes nothing."""
-        num_blocks = max_tokens // self.block_size
         if chain is None:
             return 0
-        chain.extend(token_ids, num_blocks)
-        num_tokens = agreed_hit(self._rules, self._indexes, chain.hashes[1:], num_blocks) * self.block_size
+        chain.extend(token_ids, max_tokens // self.block_size)
+        num_tokens = self.groups.agreed_hit(self._indexes, chain.hashes, max_tokens)
         prefix = self._registered.longest(chain, token_ids, max_tokens, num_tokens + 1)
         return num_tokens if prefix is None else prefix.num_tokens
 
     def find_pending(
         self, chain: HashChain | None, num_cached_tokens: int, max_tokens: int
     ) -> tuple[BlockTable, int] | None:
-        """The sequence that computes the block right behind a hit, and how many leading blocks it shares with the
+        """The sequence that computes the block right behind a hit, and how many leading hash blocks it shares with the
         chain.
 
         `num_cached_tokens` as `match_prefix` returned it for the same `max_tokens`. None when no sequence does.
         """
-        block, limit = num_cached_tokens // self.block_size, max_tokens // self.block_size
+        step = self.groups.hit_size // self.block_size
+        block, limit = num_cached_tokens // self.groups.hit_size, max_tokens // self.groups.hit_size
         if chain is None or block >= limit:
             return None
-        leader = self._pending_blocks.find(chain.block_hash(block))
+        leader = self._pending_blocks.find(chain.block_hash((block + 1) * step - 1))
         if leader is None or leader.chain is None:
             return None
-        return leader, min(limit, leader.chain.num_shared(chain))
+        return leader, min(limit, leader.chain.num_shared(chain) // step) * step
 
     def is_pending_in(self, blocks: BlockTable, num_blocks: int) -> bool:
-        """Whether a sequence lives and has yet to commit some of its first `num_blocks` blocks."""
+        """Whether a sequence lives and has yet to commit some of its first `num_blocks` hash blocks."""
         return blocks.pending_hash is not None and blocks.num_committed < num_blocks
 
     def room_after_match(
@@ -121,9 +96,9 @@ class KVCacheManager:
         good)."""
         free, held = self.pool.num_allocatable, 0
         if chain is not None and num_tokens:
-            for table in self._hit_tables(chain, num_tokens, token_ids):
+            for size, table in zip(self._sizes, self._hit_tables(chain, num_tokens, token_ids), strict=True):
                 # A partial last block is replaced by a copy at once.
-                for block in table[: num_tokens // self.block_size]:
+                for block in table[: num_tokens // size]:
                     if block != NULL_BLOCK:
                         held += 1
                         free -= self.pool.is_evictable(block)
@@ -159,18 +134,19 @@ class KVCacheManager:
         """
         if chain is not None and num_cached_tokens:
             tables = self._hit_tables(chain, num_cached_tokens, token_ids)
-            for group, table in enumerate(tables):
-                first = table.count(NULL_BLOCK)
-                self.connector.reuse(group, chain.hashes[first + 1 : len(table) + 1])
+            for group, (table, stride) in enumerate(zip(tables, self.groups.strides, strict=True)):
+                first = table.count(NULL_BLOCK) + 1
+                self.connector.reuse(group, chain.hashes[first * stride : (len(table) + 1) * stride : stride])
         else:
-            tables = [[] for _ in self._rules]
+            tables = [[] for _ in self._indexes]
         for table in tables:
             for block in table:
                 if block != NULL_BLOCK:
                     self.pool.share(block)
-        blocks = BlockTable(tables, len(tables[0]) * self.block_size, chain)
+        blocks = BlockTable(tables, self.groups.num_slots(tables), chain)
+        blocks.first_held = [table.count(NULL_BLOCK) for table in tables]
         blocks.num_committed = num_cached_tokens // self.block_size
-        blocks.tail_shared = num_cached_tokens < blocks.capacity
+        blocks.tail_shared = bool(num_cached_tokens % self.groups.hit_size)
         self._live[id(blocks)] = blocks
         self._pending_blocks.renew(blocks)
         return blocks
@@ -178,57 +154,106 @@ class KVCacheManager:
     def allocate_slots(self, blocks: BlockTable, start: int, end: int) -> BlockAllocation | None:
         """Make slots for positions start .. end - 1 writable by this sequence alone.
 
-        Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
-        Returns None, having allocated nothing, when the pool has too few blocks.
+        Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail. A
+        state goes on in its block, or behind a snapshot in a copy of it. Returns None, having allocated nothing, when
+        the pool has too few blocks.
         """
-        if self._has_windows:
-            self._release_outside_windows(blocks, start)
-        size, pool = self.block_size, self.pool
-        num_new = max(0, -(-(end - blocks.capacity) // size))
-        tail = start // size
+        pool, tables = self.pool, blocks.tables
+        if self._releasing:
+            self._release_unneeded(blocks, start)
+        uniform_size = self._uniform_size
+        if uniform_size:
+            num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
+            counts = taken = [num_new] * len(tables)
+        else:
+            counts = [max(0, -(-end // size) - len(table)) for size, table in zip(self._sizes, tables, strict=True)]
+            taken = self._blocks_taken(blocks, start, counts)
         copied_groups = []
         if blocks.tail_shared:
             copied_groups = [
                 group
-                for group, table in enumerate(blocks.tables)
-                if tail < len(table) and pool.ref_counts[table[tail]] > 1
+                for group, (size, table) in enumerate(zip(self._sizes, tables, strict=True))
+                if start // size < len(table) and pool.ref_counts[table[start // size]] > 1
             ]
-        needed = num_new * len(blocks.tables) + len(copied_groups)
+        needed = sum(taken) + len(copied_groups)
         if needed > pool.num_allocatable and not (self.loader.release() and needed <= pool.num_allocatable):
             return None
-        allocation = BlockAllocation(
-            [[pool.allocate() for _ in range(num_new)] for _ in blocks.tables], blocks.tail_shared
-        )
+        allocation = BlockAllocation([[pool.allocate() for _ in range(count)] for count in taken], blocks.tail_shared)
         blocks.tail_shared = False
-        for table, new in zip(blocks.tables, allocation.new_blocks, strict=True):
-            table.extend(new)
-        blocks.capacity += num_new * size
         for group in copied_groups:
-            table = blocks.tables[group]
+            table, tail = tables[group], start // self._sizes[group]
             source, table[tail] = table[tail], pool.allocate()
             pool.release(source)
             allocation.replaced.append((group, tail, table[tail]))
             allocation.copies.append((source, table[tail]))
+        if self._snapshot_groups:
+            self._place_states(tables, counts, allocation)
+        for table, new in zip(tables, allocation.new_blocks, strict=True):
+            table.extend(new)
+        blocks.capacity = blocks.capacity + counts[0] * uniform_size if uniform_size else self.groups.num_slots(tables)
         return allocation
+
+    def _blocks_taken(self, blocks: BlockTable, start: int, counts: list[int]) -> list[int]:
+        """How many blocks `counts` new table entries per group take from the pool: none where a live state moves."""
+        taken = counts.copy()
+        for group in self._snapshot_groups:
+            table, size = blocks.tables[group], self._sizes[group]
+            if counts[group] and table:
+                is_snapshot = blocks.chain is not None or self.pool.ref_counts[table[-1]] > 1
+                taken[group] = int(is_snapshot and start == len(table) * size)
+            else:
+                taken[group] = min(counts[group], 1)
+        return taken
+
+    def _place_states(self, tables: list[list[int]], counts: list[int], allocation: BlockAllocation) -> None:
+        """Complete the new entries of states: the last one names the live block, which is new or moves there."""
+        for group in self._snapshot_groups:
+            table, new = tables[group], allocation.new_blocks[group]
+            if new and table:
+                allocation.copies.append((table[-1], new[0]))
+            elif counts[group] and not new:
+                new.append(table[-1])
+                allocation.moved.append((group, len(table) - 1))
+                table[-1] = NULL_BLOCK
+            new[:0] = [NULL_BLOCK] * (counts[group] - 1)
 
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
         """Undo the last `allocate_slots` of a sequence, because its plan is dropped; undo the latest one first where
         there are several. Blocks that left a sliding window stay released."""
-        for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
+        for group, index in allocation.moved:
+            blocks.tables[group][index] = allocation.new_blocks[group][-1]
+            blocks.tables[group][-1] = NULL_BLOCK
+        for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=False):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
             self.pool.release(copy)
             blocks.tables[group][index] = source
         for table, new in zip(blocks.tables, allocation.new_blocks, strict=True):
-            for block in reversed(new):
-                self.pool.release(block)
-            del table[len(table) - len(new) :]
-        blocks.capacity -= len(allocation.new_blocks[0]) * self.block_size
+            first = len(table) - len(new)
+            for block in reversed(table[first:]):
+                if block != NULL_BLOCK:
+                    self.pool.release(block)
+            del table[first:]
+        blocks.capacity = self.groups.num_slots(blocks.tables)
         blocks.tail_shared = allocation.tail_was_shared
+
+    def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
+        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, or nothing
+        when all are. A recurrent state cannot be taken back, so no group may hold states."""
+        assert not self._snapshot_groups, "a state cannot be trimmed"
+        kept = [-(-num_tokens // size) for size in self._sizes]
+        if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
+            return []
+        for table, num in zip(blocks.tables, kept, strict=True):
+            for block in reversed(table[num:]):
+                self.pool.release(block)
+            del table[num:]
+        blocks.capacity = self.groups.num_slots(blocks.tables)
+        return kept
 
     def fork(self, parent: BlockTable, num_tokens: int) -> BlockTable:
         """A sequence that shares the parent's blocks of its first `num_tokens` tokens (the parent's whole tables)."""
-        assert parent.capacity - self.block_size < num_tokens <= parent.capacity, "fork in the middle of a table"
+        assert self.groups.fits(parent.tables, num_tokens), "fork in the middle of a table"
         for table in parent.tables:
             for block in table:
                 if block != NULL_BLOCK:
@@ -238,8 +263,9 @@ class KVCacheManager:
         if chain is not None:
             chain = chain.fork(min(num_full, len(chain.hashes) - 1))
         child = BlockTable([list(table) for table in parent.tables], parent.capacity, chain)
+        child.first_held = parent.first_held.copy()
         child.num_committed = min(parent.num_committed, num_full)
-        if num_tokens % self.block_size:
+        if num_tokens % self.groups.hit_size:
             child.tail_shared = parent.tail_shared = True
         self._live[id(child)] = child
         return child
@@ -252,12 +278,15 @@ class KVCacheManager:
             return
         chain.extend(token_ids, num_full)
         offer, hashes = self.connector.offer, chain.hashes
-        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, strict=True))
-        for block in range(blocks.num_committed, num_full):
-            block_hash = hashes[block + 1]
-            for group, index, table in groups:
-                if table[block] != NULL_BLOCK:
-                    index.insert(block_hash, table[block])
+        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, self.groups.strides, strict=True))
+        for number in range(blocks.num_committed + 1, num_full + 1):
+            block_hash = hashes[number]
+            for group, index, table, stride in groups:
+                if number % stride:
+                    continue
+                block = table[number // stride - 1]
+                if block != NULL_BLOCK:
+                    index.insert(block_hash, block)
                     offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
@@ -270,7 +299,7 @@ class KVCacheManager:
         `swap_in` the sequences may only be freed. Returns None when the host pool has too few blocks.
         """
         for blocks, position in zip(sequences, num_computed, strict=True):
-            self._release_outside_windows(blocks, position)
+            self._release_unneeded(blocks, position)
         copies = self.host.swap_out(sequences)
         if copies is None and self.connector.release_held():
             copies = self.host.swap_out(sequences)
@@ -340,12 +369,12 @@ class KVCacheManager:
         num_tokens = len(token_ids)
         assert blocks.chain is not None
         assert name not in self._registered
-        assert blocks.capacity - self.block_size < num_tokens <= blocks.capacity, "computed more than the prefix"
+        assert self.groups.fits(blocks.tables, num_tokens), "computed more than the prefix"
         del self._live[id(blocks)]
         self._pending_blocks.drop(blocks)
         num_full = num_tokens // self.block_size
         # A sequence that shares the full blocks alone must find all that its queries read.
-        self._release_outside_windows(blocks, num_full * self.block_size)
+        self._release_unneeded(blocks, num_tokens - num_tokens % self.groups.hit_size)
         self._enter(blocks)
         self._registered.insert(
             name, RegisteredPrefix(blocks, num_tokens, list(token_ids[num_full * self.block_size :]))
@@ -379,7 +408,13 @@ class KVCacheManager:
     @property
     def num_registered_empty_slots(self) -> int:
         """Slots of registered blocks that hold no token, over all groups."""
-        return self._registered.num_empty_slots * self.num_groups
+        return sum(
+            [
+                len(table) * size - prefix.num_tokens
+                for prefix in self._registered
+                for size, table in zip(self._sizes, prefix.blocks.tables, strict=True)
+            ]
+        )
 
     def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:
         """Blocks that a prompt need never allocate, because it starts with all of a registered prefix.
@@ -391,28 +426,23 @@ class KVCacheManager:
         chain, max_tokens = HashChain(self.block_size, salt), len(token_ids) - 1
         chain.extend(token_ids, max_tokens // self.block_size)
         prefix = self._registered.longest(chain, token_ids, max_tokens)
-        num_full = 0 if prefix is None else prefix.num_tokens // self.block_size
-        return num_full * self.num_groups_kept
-
-    @property
-    def num_groups_kept(self) -> int:
-        """Groups whose layers keep every block of a sequence."""
-        return sum(rules.keeps_all for rules in self._rules)
+        return 0 if prefix is None else self.groups.num_kept_blocks(prefix.num_tokens)
 
     # -- bounds and invariants --------------------------------------------------------------------------------------
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """Blocks that one sequence of `num_tokens` holds at most, over all groups."""
-        return sum(rules.most_blocks(num_tokens, max_chunk) for rules in self._rules)
+        return self.groups.most_blocks(num_tokens, max_chunk)
 
     def check(self) -> None:
         """Assert every invariant of tables, counts, lists and indexes. O(blocks)."""
         owners: dict[int, int] = {}
         for blocks in (*self._live.values(), *(prefix.blocks for prefix in self._registered)):
-            assert len(blocks.tables) == len(self._rules)
-            for table in blocks.tables:
-                assert len(table) * self.block_size == blocks.capacity, "table and capacity disagree"
+            assert len(blocks.tables) == self.num_groups
+            assert self.groups.fits(blocks.tables, blocks.capacity), "table and capacity disagree"
+            for table, first in zip(blocks.tables, blocks.first_held, strict=True):
                 held = [block for block in table if block != NULL_BLOCK]
+                assert not any(table[:first]), "a table names a block before its first"
                 assert len(set(held)) == len(held), "a table names a block twice"
                 for block in held:
                     owners[block] = owners.get(block, 0) + 1
@@ -423,14 +453,13 @@ class KVCacheManager:
         self.host.check(host_owners)
         for prefix in self._registered:
             assert prefix.blocks.chain is not None
-            for index, table in zip(self._indexes, prefix.blocks.tables, strict=True):
-                for number, block in enumerate(table[: prefix.num_tokens // self.block_size]):
-                    found = index.find(prefix.blocks.chain.block_hash(number))
+            for index, table, stride in zip(self._indexes, prefix.blocks.tables, self.groups.strides, strict=True):
+                for number, block in enumerate(table[: prefix.num_tokens // self.block_size // stride]):
+                    found = index.find(prefix.blocks.chain.block_hash((number + 1) * stride - 1))
                     assert block in (NULL_BLOCK, found), "a registered block is not the one that is found"
         for block_hash, blocks in self._pending_blocks.items():
             assert id(blocks) in self._live, "a pending block belongs to a sequence that ended"
-            assert blocks.chain is not None
-            assert blocks.pending_hash == block_hash == blocks.chain.block_hash(blocks.num_committed), (
+            assert blocks.pending_hash == block_hash == self._pending_blocks.next_hash(blocks), (
                 "a pending block is stale"
             )
 
@@ -444,25 +473,23 @@ class KVCacheManager:
         prefix = self._registered.longest(chain, token_ids, num_tokens, num_tokens) if token_ids else None
         if prefix is not None:
             return [
-                [NULL_BLOCK if index < rules.first_needed_block(num_tokens) else block for index, block in enumerate(t)]
-                for rules, t in zip(self._rules, prefix.blocks.tables, strict=True)
+                [
+                    NULL_BLOCK if index < manager.first_needed_block(num_tokens) else block
+                    for index, block in enumerate(t)
+                ]
+                for manager, t in zip(self.groups.managers, prefix.blocks.tables, strict=True)
             ]
-        assert num_tokens % self.block_size == 0, "a hit of a registered prefix needs the tokens"
-        num_blocks = num_tokens // self.block_size
-        hashes = chain.hashes[1 : num_blocks + 1]
-        return [
-            hit_blocks(rules, index, hashes, num_blocks, self.block_size)
-            for rules, index in zip(self._rules, self._indexes, strict=True)
-        ]
+        assert num_tokens % self.groups.hit_size == 0, "a hit of a registered prefix needs the tokens"
+        return self.groups.hit_tables(self._indexes, chain.hashes, num_tokens)
 
     def _enter(self, blocks: BlockTable) -> None:
         """Make the full blocks of a prefix the ones that the indexes find, or where there are others, use those."""
         assert blocks.chain is not None
-        for index, table in zip(self._indexes, blocks.tables, strict=True):
-            for number, block in enumerate(table[: blocks.num_committed]):
+        for index, table, stride in zip(self._indexes, blocks.tables, self.groups.strides, strict=True):
+            for number, block in enumerate(table[: blocks.num_committed // stride]):
                 if block == NULL_BLOCK:
                     continue
-                block_hash = blocks.chain.block_hash(number)
+                block_hash = blocks.chain.block_hash((number + 1) * stride - 1)
                 index.insert(block_hash, block)
                 found = index.find(block_hash)
                 if found is not None and found != block:
@@ -477,10 +504,14 @@ class KVCacheManager:
                     self.pool.release(block)
         blocks.tables = []
 
-    def _release_outside_windows(self, blocks: BlockTable, start: int) -> None:
-        for rules, table in zip(self._rules, blocks.tables, strict=True):
-            for index in range(min(rules.first_needed_block(start), len(table)) - 1, -1, -1):
-                if table[index] == NULL_BLOCK:
-                    break
-                self.pool.release(table[index])
-                table[index] = NULL_BLOCK
+    def _release_unneeded(self, blocks: BlockTable, start: int) -> None:
+        """Give back the blocks that no query from `start` on reads."""
+        for group in self._releasing:
+            table, first_held = blocks.tables[group], blocks.first_held[group]
+            first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))
+            if first_needed > first_held:
+                for index in range(first_needed - 1, first_held - 1, -1):
+                    if table[index] != NULL_BLOCK:
+                        self.pool.release(table[index])
+                        table[index] = NULL_BLOCK
+                blocks.first_held[group] = first_needed

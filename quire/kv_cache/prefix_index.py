@@ -8,10 +8,17 @@ pending block, because the tokens of its next block are not known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from quire.kv_cache.manager import BlockTable
+from quire.kv_cache.block_table import BlockTable
+
+
+class Findable(Protocol):
+    """An index of block contents by hash."""
+
+    def find(self, block_hash: bytes) -> int | None:
+        """A block with this content, None when there is none."""
+        ...
 
 
 class PrefixIndex:
@@ -60,18 +67,24 @@ class PrefixIndex:
 class PendingBlocks:
     """hash -> the sequence that computes the block (the first one, where several do)."""
 
-    def __init__(self) -> None:
+    def __init__(self, stride: int) -> None:
+        """stride: hash blocks of a pending block, at whose end every KV group has a full block."""
         self._owners: dict[bytes, BlockTable] = {}
+        self._stride = stride
 
     def find(self, block_hash: bytes) -> BlockTable | None:
         return self._owners.get(block_hash)
 
+    def next_hash(self, blocks: BlockTable) -> bytes | None:
+        """Hash of a sequence's next full block; None if its tokens are not known."""
+        chain, number = blocks.chain, (blocks.num_committed // self._stride + 1) * self._stride
+        return None if chain is None or number > chain.num_blocks else chain.hashes[number]
+
     def renew(self, blocks: BlockTable) -> None:
         """Make a sequence's next full block pending, after a start or a commit; none if its tokens are not known."""
         self.drop(blocks)
-        chain = blocks.chain
-        if chain is not None and blocks.num_committed < chain.num_blocks:
-            blocks.pending_hash = chain.block_hash(blocks.num_committed)
+        blocks.pending_hash = self.next_hash(blocks)
+        if blocks.pending_hash is not None:
             self._owners.setdefault(blocks.pending_hash, blocks)
 
     def drop(self, blocks: BlockTable) -> None:

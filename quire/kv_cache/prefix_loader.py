@@ -14,8 +14,8 @@ from typing import NamedTuple
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.block_pool import BlockPool
 from quire.kv_cache.connector import KVConnector
+from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.disk_index import BlockKey
-from quire.kv_cache.groups import FullAttentionRules, agreed_hit
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.prefix_index import PrefixIndex
 
@@ -27,28 +27,26 @@ class Reach(NamedTuple):
     """A prefix hit that continues in the KV connector."""
 
     num_blocks: int
-    """Leading blocks of the prompt, those on the device included."""
+    """Leading hash blocks of the prompt, those on the device included."""
     on_device: list[BlockKey]
     on_host: list[BlockKey]
     on_disk: list[BlockKey]
 
 
 class PrefixLoader:
-    """Shares the device's pool, prefix indexes and rules (one per KV group) with the KV manager."""
+    """Shares the device's pool, prefix indexes (one per KV group) and coordinator with the KV manager."""
 
     def __init__(
         self,
         pool: BlockPool,
         indexes: Sequence[PrefixIndex],
-        rules: Sequence[FullAttentionRules],
+        groups: Coordinator,
         connector: KVConnector,
-        block_size: int,
     ) -> None:
         self.connector = connector
         self._pool = pool
         self._indexes = indexes
-        self._rules = rules
-        self._block_size = block_size
+        self._groups = groups
         self._held: list[int] = []
         """Device blocks that requests own through this pass and the next, one entry for each share."""
         self._due: list[int] = []
@@ -64,17 +62,18 @@ class PrefixLoader:
         """
         if chain is None or not self.connector.has_content:
             return None
-        least, limit = num_cached_tokens // self._block_size + MIN_BLOCKS, max_tokens // self._block_size
+        size = self._groups.block_size
+        least, limit = num_cached_tokens + MIN_BLOCKS * size, max_tokens - max_tokens % size
         views = [_View(self, group, fetch=fetch) for group in range(len(self._indexes))]
         while limit >= least:
-            limit = agreed_hit(self._rules, views, chain.hashes[1:], limit)
+            limit = self._groups.agreed_hit(views, chain.hashes, limit)
             if limit < least:
                 break
             reach = self._sort(chain, limit)
             excess = len(reach.on_disk) - self.connector.num_loadable if reach.on_disk else 0
             if excess <= 0:
                 return reach
-            limit -= -(-excess // len(views))
+            limit -= -(-excess // len(views)) * size
         return None
 
     def blocks_to_bring(self, reach: Reach) -> int:
@@ -145,12 +144,13 @@ class PrefixLoader:
             return NULL_BLOCK
         return block
 
-    def _sort(self, chain: HashChain, num_blocks: int) -> Reach:
-        """Where the blocks are that a hit of `num_blocks` needs."""
-        reach = Reach(num_blocks, [], [], [])
-        for group, (rules, index) in enumerate(zip(self._rules, self._indexes, strict=True)):
-            for number in range(rules.first_needed_block(num_blocks * self._block_size), num_blocks):
-                key = (group, chain.block_hash(number))
+    def _sort(self, chain: HashChain, num_tokens: int) -> Reach:
+        """Where the blocks are that a hit of `num_tokens` needs."""
+        reach = Reach(num_tokens // self._groups.block_size, [], [], [])
+        groups = zip(self._groups.managers, self._groups.strides, self._indexes, strict=True)
+        for group, (manager, stride, index) in enumerate(groups):
+            for number in range(manager.first_needed_block(num_tokens), num_tokens // manager.block_size):
+                key = (group, chain.block_hash((number + 1) * stride - 1))
                 if index.find(key[1]) is not None:
                     reach.on_device.append(key)
                 elif key in self._arriving or self.connector.find(key) is not None:

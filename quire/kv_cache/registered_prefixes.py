@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from quire.kv_cache.block_hash import HashChain
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
-
-if TYPE_CHECKING:
-    from quire.kv_cache.manager import BlockTable
 
 
 class RegisteredPrefix:
@@ -34,6 +31,7 @@ class RegisteredPrefixes:
     """All registered prefixes, by name and by content."""
 
     def __init__(self, block_size: int) -> None:
+        """block_size: tokens of a hash block."""
         self._block_size = block_size
         self._registered: dict[str, RegisteredPrefix] = {}
         self._by_parent: dict[bytes, list[RegisteredPrefix]] = {}
@@ -56,11 +54,6 @@ class RegisteredPrefixes:
     def num_blocks(self) -> int:
         """Distinct blocks: prefixes may share some."""
         return len(self._counts)
-
-    @property
-    def num_empty_slots(self) -> int:
-        """Slots of one group's registered blocks that hold no token."""
-        return sum([prefix.blocks.capacity - prefix.num_tokens for prefix in self._registered.values()])
 
     def insert(self, name: str, prefix: RegisteredPrefix) -> None:
         self._registered[name] = prefix

@@ -99,8 +99,8 @@ def size_pool(
     Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
     than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
-    bytes_per_block = block_bytes(groups, layers_per_group, cache.block_size)
-    most_useful = len(groups) * max_num_seqs * -(-max_model_len // cache.block_size)
+    bytes_per_block = block_bytes(groups, layers_per_group)
+    most_useful = most_useful_blocks(groups, max_num_seqs, max_model_len)
     num_host_blocks = 0
     if cache.num_blocks_override is not None:
         num_blocks = cache.num_blocks_override
@@ -110,17 +110,17 @@ def size_pool(
         num_blocks = budget // bytes_per_block
     else:
         assert profile is not None, "without a given size the memory must be measured"
-        num_host_blocks = _num_host_blocks(cache, profile.host_free(0), bytes_per_block, most_useful)
+        num_host_blocks = _num_host_blocks(groups, cache, profile.host_free(0), bytes_per_block, most_useful)
         budget, rule = profile.budget(cache.memory_utilization, num_host_blocks * bytes_per_block)
         num_blocks = min(budget // bytes_per_block, most_useful)
     if num_blocks < 1:
         raise InsufficientMemoryError(
             f"no memory for the KV cache: {rule} = {format_bytes(max(budget, 0))}, and one block of "
-            f"{cache.block_size} tokens takes {format_bytes(bytes_per_block)}"
+            f"{_tokens(groups)} tokens takes {format_bytes(bytes_per_block)}"
         )
     if cache.num_blocks_override is not None or cache.memory is not None:
         free = 0 if profile is None else profile.host_free(num_blocks * bytes_per_block)
-        num_host_blocks = _num_host_blocks(cache, free, bytes_per_block, most_useful)
+        num_host_blocks = _num_host_blocks(groups, cache, free, bytes_per_block, most_useful)
     return KVCacheLayout(
         block_size=cache.block_size,
         num_blocks=num_blocks + 1,
@@ -130,7 +130,18 @@ def size_pool(
     )
 
 
-def _num_host_blocks(cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int) -> int:
+def most_useful_blocks(groups: tuple[KVGroup, ...], max_num_seqs: int, max_model_len: int) -> int:
+    """Blocks that `max_num_seqs` sequences of full length can use."""
+    return max_num_seqs * sum(-(-max_model_len // group.block_size) for group in groups)
+
+
+def _tokens(groups: tuple[KVGroup, ...]) -> int:
+    return min(group.block_size for group in groups)
+
+
+def _num_host_blocks(
+    groups: tuple[KVGroup, ...], cache: CacheConfig, free: int, bytes_per_block: int, most_useful: int
+) -> int:
     """Blocks of the host pool. free: bytes, of which the default takes its share."""
     if cache.swap_space == 0:
         return 0
@@ -142,6 +153,6 @@ def _num_host_blocks(cache: CacheConfig, free: int, bytes_per_block: int, most_u
     if budget < bytes_per_block:
         raise InsufficientMemoryError(
             f"no memory to swap to: {rule} = {format_bytes(max(budget, 0))}, and one block of "
-            f"{cache.block_size} tokens takes {format_bytes(bytes_per_block)}"
+            f"{_tokens(groups)} tokens takes {format_bytes(bytes_per_block)}"
         )
     return min(budget // bytes_per_block, most_useful)

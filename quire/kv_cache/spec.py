@@ -1,59 +1,147 @@
-"""What one layer keeps in the KV cache: a frozen value per kind of layer (hybrid models mix kinds)."""
+"""What one layer keeps in the KV cache: a frozen value per kind of layer (hybrid models mix kinds).
+
+A kind is plain data. `kind` names the manager of its blocks (quire/kv_cache/coordinator.py); all other attributes are
+the same for every kind, so that no code asks which one it has: `token_bytes` (0 where a layer keeps a fixed number of
+bytes for a sequence), `page_bytes` and `page_shape` of a page, the `window` if there is one, and the
+`snapshot_interval` (0 where the blocks of tokens are cached themselves).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, TypeAlias
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 from quire.config.model_shape import AttentionShape
-from quire.errors import UserError
+
+SNAPSHOT_INTERVAL = 1024
+"""Tokens from one snapshot of a state to the next, at least."""
+
+
+def _page_shape(block_size: int, num_kv_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
+    if key_dim == value_dim:
+        return 2, block_size, num_kv_heads, key_dim
+    return block_size, num_kv_heads, key_dim + value_dim
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class AttentionSpec:
     """Full attention: keys and values of every token.
 
-    num_kv_heads, head_dim: of this layer; dtype_bytes: bytes of one stored element; scale_bytes: of what is stored
-    besides for each token's key and value in each head.
+    num_kv_heads, key_dim, value_dim: of this layer; dtype_bytes: bytes of one stored element; scale_bytes: of what is
+    stored besides for each token's key and for its value in each head.
     """
 
+    kind: ClassVar[str] = "full"
+    window: ClassVar[int | None] = None
+    snapshot_interval: ClassVar[int] = 0
+
     num_kv_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
     dtype_bytes: int
     scale_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return 2 * self.num_kv_heads * (self.head_dim * self.dtype_bytes + self.scale_bytes)
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
 
     def page_bytes(self, block_size: int) -> int:
         return block_size * self.token_bytes
 
+    def page_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of a page's elements: [2, block_size, heads, dim], or where widths differ [block_size, heads, both]."""
+        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
+
 
 @dataclass(frozen=True)
-class FullAttentionSpec(LayerSpec):
-    """Every earlier token is read."""
+class SlidingWindowSpec:
+    """Only the last `window` tokens (the current one included) are read; older blocks are given back. The other
+    fields are those of `AttentionSpec`."""
 
+    kind: ClassVar[str] = "sliding"
+    snapshot_interval: ClassVar[int] = 0
 
-@dataclass(frozen=True)
-class SlidingWindowSpec(LayerSpec):
-    """Only the last `window` tokens (the current one included) are read; older blocks are given back."""
-
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype_bytes: int
+    scale_bytes: int = 0
     window: int = field(kw_only=True)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value in one layer."""
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * self.dtype_bytes + 2 * self.scale_bytes)
+
+    def page_bytes(self, block_size: int) -> int:
+        return block_size * self.token_bytes
+
+    def page_shape(self, block_size: int) -> tuple[int, ...]:
+        """As that of `AttentionSpec`."""
+        return _page_shape(block_size, self.num_kv_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention: one vector per token, which all heads read as key and value. width: elements of the vector."""
+
+    kind: ClassVar[str] = "latent"
+    window: ClassVar[int | None] = None
+    snapshot_interval: ClassVar[int] = 0
+
+    width: int
+    dtype_bytes: int
+    scale_bytes: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        return self.width * self.dtype_bytes + self.scale_bytes
+
+    def page_bytes(self, block_size: int) -> int:
+        return block_size * self.token_bytes
+
+    def page_shape(self, block_size: int) -> tuple[int, ...]:
+        """[block_size, width]."""
+        return block_size, self.width
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A recurrent layer: a state of fixed size for each sequence, whatever its length.
+
+    num_bytes: of one sequence's state in one layer. snapshot_interval: tokens from one snapshot in the prefix cache to
+    the next; the layout rounds it up to a multiple of the other groups' block sizes.
+    """
+
+    kind: ClassVar[str] = "state"
+    window: ClassVar[int | None] = None
+    token_bytes: ClassVar[int] = 0
+
+    num_bytes: int
+    snapshot_interval: int
+
+    def page_bytes(self, block_size: int) -> int:
+        return self.num_bytes
+
+    def page_shape(self, block_size: int) -> tuple[int, ...]:
+        """Bytes: a state can hold arrays of several dtypes."""
+        return (self.num_bytes,)
+
+
+LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | LatentSpec | StateSpec
 
 
 def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
-    """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough. Raises
-    UserError for a layer that keeps a state."""
+    """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough."""
     if attention.kind == "state":
-        raise UserError("the KV cache of layers that keep a state cannot be laid out yet", param="model")
-    if attention.kind == "latent":  # A spec counts a key and a value of this size.
-        return FullAttentionSpec(1, -(-attention.latent_dim // 2), dtype_bytes, scale_bytes)
-    sizes = (max(1, attention.num_kv_heads // num_ranks), attention.key_dim, dtype_bytes, scale_bytes)
-    if attention.window is None:
-        return FullAttentionSpec(*sizes)
-    return SlidingWindowSpec(*sizes, window=attention.window)
+        return StateSpec(attention.state_bytes(dtype_bytes, num_ranks), SNAPSHOT_INTERVAL)
+    if attention.kind == "latent":
+        return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes)
+    num_kv_heads = max(1, attention.num_kv_heads // num_ranks)
+    sizes = (num_kv_heads, attention.key_dim, attention.value_dim, dtype_bytes, scale_bytes)
+    return AttentionSpec(*sizes) if attention.window is None else SlidingWindowSpec(*sizes, window=attention.window)
 
 
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:

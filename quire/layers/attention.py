@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.attention.interface import LayerAttention
@@ -13,7 +14,8 @@ from quire.layers.operations import HeadWeights
 
 
 class Attention:
-    """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks.
+    """Grouped-query self-attention. query, key and value are one matrix; heads are shared out over the ranks;
+    with fewer key and value heads than ranks, neighbouring ranks hold the same one.
 
     shape: heads, scale and window of the whole layer. qkv_bias, output_bias: of the projections.
     norm_epsilon: of the norms over each query and key head (None: no such norms).
@@ -30,17 +32,16 @@ class Attention:
         norm_epsilon: float | None = None,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
-        local = LayerAttention(
-            layer=shape.layer,
-            num_heads=shape.num_heads // ranks,
-            num_kv_heads=shape.num_kv_heads // ranks,
-            head_dim=dim,
-            scale=shape.scale,
-            window=shape.window,
-            soft_cap=shape.soft_cap,
-        )
+        kv_shares = min(ranks, shape.num_kv_heads)
+        local = replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // kv_shares)
         query, key = shape.num_heads * dim, shape.num_kv_heads * dim
-        self._qkv = ColumnParallelLinear(hidden_size, (query, key, key), bias=qkv_bias, context=context)
+        self._qkv = ColumnParallelLinear(
+            hidden_size,
+            (query, key, key),
+            bias=qkv_bias,
+            context=context,
+            num_shares=(ranks, kv_shares, kv_shares),
+        )
         self._output = RowParallelLinear(query, hidden_size, bias=output_bias, context=context)
         self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
         query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)

@@ -8,7 +8,7 @@ import torch
 
 from quire.layers.operations import Operations
 from quire.parallel.interface import ProcessGroup
-from quire.parallel.single import SingleRank
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.integer_weight import LoadWeight
 from quire.quantization.interface import LinearMethod
 
@@ -30,15 +30,16 @@ class LayerContext:
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
-        return replace(self, group=SingleRank())
+        return replace(self, group=SINGLE_RANK)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """A place for one tensor of a checkpoint.
 
-    shape: as the checkpoint has it, whole (not this rank's share). load: copies a tensor of that shape, of any
-    dtype, to where the layer keeps it, or an IntegerWeight of `matrix_shape`. nbytes: what it takes there. dummy_mean,
+    shape: as the checkpoint has it, whole (not this rank's share). load: copies this rank's share of a tensor of that
+    shape, of any dtype, to where the layer keeps it, or of an IntegerWeight of `matrix_shape`; of a FileTensor it reads
+    no more than that. nbytes: what the share takes there. dummy_mean,
     dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out].
     """
 

@@ -1,33 +1,56 @@
-"""Token and position embeddings, and the projection back to the vocabulary. Kept whole on every rank."""
+"""Token and position embeddings, and the projection back to the vocabulary, whose rows the ranks share out."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
+
 from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.quantization.integer_weight import WeightSource
 from quire.quantization.interface import LinearMethod, LinearShape
 
 
 class Embedding:
-    """A table of `num_rows` vectors of `size`, stored by `method`."""
+    """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds a run of ceil(num_rows / ranks)
+    rows; the last ones may hold fewer."""
 
     def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
         self.method = method
-        self.shape = LinearShape(size, num_rows, False, context.dtype, context.device)
+        self.num_rows = num_rows
+        self.context = context
+        self.rows_per_rank = -(-num_rows // context.group.size)
+        self._first_row = min(num_rows, context.group.rank * self.rows_per_rank)
+        self.num_local_rows = min(num_rows, self._first_row + self.rows_per_rank) - self._first_row
+        self.shape = LinearShape(size, self.num_local_rows, False, context.dtype, context.device)
         self.parameters = method.create(self.shape)
 
     def __call__(self, indices: Indices, onto: Value | None = None) -> Value:
-        """[T] int64 -> [T, size], added to `onto` (which is used up) when given."""
-        return self.method.lookup(self.parameters, indices, onto)
+        """[T] int64 -> [T, size], the same on every rank, added to `onto` (which is used up) when given."""
+        if self.context.group.size == 1:
+            return self.method.lookup(self.parameters, indices, onto)
+        local = indices - self._first_row
+        is_local = (local >= 0) & (local < self.num_local_rows)
+        rows = self.context.group.all_reduce(self._lookup_local(local, is_local))
+        return rows if onto is None else onto + rows
 
     def slots(self) -> WeightSlots:
-        size = (self.shape.out_features, self.shape.in_features)
         return {
             "weight": WeightSlot(
-                size,
-                lambda tensor: self.method.load_rows(self.parameters, "weight", tensor, 0, size[0]),
-                self.method.stored_bytes(size),
+                (self.num_rows, self.shape.in_features),
+                self._load,
+                self.method.stored_bytes((self.num_local_rows, self.shape.in_features)),
             )
         }
+
+    def _load(self, tensor: WeightSource) -> None:
+        rows = tensor.narrow(0, self._first_row, self.num_local_rows)
+        self.method.load_rows(self.parameters, "weight", rows, 0, self.num_local_rows)
+
+    def _lookup_local(self, local: Value, is_local: Value) -> Value:
+        """The rows of the indices that this rank holds, zeros for the others'."""
+        if not self.num_local_rows:
+            return local.new_zeros((len(local), self.shape.in_features), dtype=self.shape.dtype)
+        return self.method.lookup(self.parameters, local * is_local).masked_fill(~is_local[:, None], 0)
 
 
 class VocabularyProjection:
@@ -36,8 +59,8 @@ class VocabularyProjection:
     def __init__(self, embedding: Embedding, context: LayerContext, *, tied: bool) -> None:
         self.tied = tied
         self._operations = context.operations
-        shape = embedding.shape
-        self._table = embedding if tied else Embedding(shape.out_features, shape.in_features, embedding.method, context)
+        size = embedding.shape.in_features
+        self._table = embedding if tied else Embedding(embedding.num_rows, size, embedding.method, context)
 
     @property
     def input_size(self) -> int:
@@ -46,8 +69,12 @@ class VocabularyProjection:
 
     def __call__(self, hidden: Value) -> Value:
         """[R, size] -> [R, vocabulary], as `Operations.upcast_logits` gives it."""
-        table = self._table
-        return self._operations.upcast_logits(table.method.apply(table.parameters, hidden))
+        table, group = self._table, self._table.context.group
+        logits = table.method.apply(table.parameters, hidden)
+        if group.size > 1:
+            padded = F.pad(logits, (0, table.rows_per_rank - table.num_local_rows))
+            logits = group.all_gather(padded, dim=-1)[:, : table.num_rows]
+        return self._operations.upcast_logits(logits)
 
     def slots(self) -> WeightSlots:
         """None when tied: the embedding loads the matrix."""

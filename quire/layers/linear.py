@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
+from quire.errors import ConfigError
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
-from quire.quantization.integer_weight import LoadWeight, WeightTensor
+from quire.parallel.interface import ProcessGroup
+from quire.quantization.integer_weight import IntegerWeight, LoadWeight, WeightSource
 from quire.quantization.interface import LinearShape
 
 
 class ColumnParallelLinear:
     """y = activation(x W^T + b) with the outputs shared out over the ranks. `parts` are the output sizes of the
-    matrices that are kept as one (query, key and value; gate and up), each a multiple of the number of ranks.
-    gated: of two equal parts, gate and up; y = activation(gate) * up."""
+    matrices that are kept as one (query, key and value; gate and up). num_shares: into how many shares each part is
+    cut, by default one for each rank; of a part with fewer, runs of neighbouring ranks hold the same share.
+    gated: of two equal parts, gate and up; y = activation(gate) * up.
+
+    Raises ConfigError for a part that cannot be cut into equal shares."""
 
     def __init__(
         self,
@@ -25,6 +28,7 @@ class ColumnParallelLinear:
         *,
         bias: bool,
         context: LayerContext,
+        num_shares: Sequence[int] | None = None,
         activation: str | None = None,
         gated: bool = False,
     ) -> None:
@@ -32,7 +36,11 @@ class ColumnParallelLinear:
         self._in_features = in_features
         self._parts = tuple(parts)
         self._bias = bias
-        self.local_parts = tuple(_share(part, context.group.size) for part in parts)
+        group = context.group
+        counts = num_shares or [group.size] * len(parts)
+        shares = [_share(part, count, group) for part, count in zip(parts, counts, strict=True)]
+        self._local_starts = tuple(start for start, _ in shares)
+        self.local_parts = tuple(length for _, length in shares)
         self._parameters = context.linear.create(
             LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device, activation, gated)
         )
@@ -51,18 +59,19 @@ class ColumnParallelLinear:
             for suffix in ("weight", "bias") if self._bias else ("weight",):
                 shape = _weight_shape(suffix, rows, self._in_features, transposed)
                 turned = transposed and len(shape) == 2
-                nbytes = self._context.linear.stored_bytes(shape[::-1] if turned else shape)
+                local_rows = sum(self.local_parts[part] for part in parts)
+                nbytes = self._context.linear.stored_bytes((local_rows, *([self._in_features] * (len(shape) - 1))))
                 load = self._loader(suffix, parts, turned)
                 slots[f"{name}.{suffix}"] = WeightSlot(shape, load, nbytes, transposed=turned)
         return slots
 
     def _loader(self, suffix: str, parts: range, transposed: bool) -> LoadWeight:
-        def load(tensor: WeightTensor) -> None:
+        def load(tensor: WeightSource) -> None:
             tensor = _outputs_first(tensor, transposed)
             start = 0
             for part in parts:
                 local = self.local_parts[part]
-                share = tensor.narrow(0, start + self._context.group.rank * local, local)
+                share = tensor.narrow(0, start + self._local_starts[part], local)
                 first_row = sum(self.local_parts[:part])
                 self._context.linear.load_rows(self._parameters, suffix, share, first_row, local)
                 start += self._parts[part]
@@ -78,7 +87,7 @@ class RowParallelLinear:
         self._context = context
         self._shape = (out_features, in_features)
         self._bias = bias
-        self._local_in = _share(in_features, context.group.size)
+        self._local_start, self._local_in = _share(in_features, context.group.size, context.group)
         self._holds_bias = bias and context.group.rank == 0
         self._parameters = context.linear.create(
             LinearShape(self._local_in, out_features, self._holds_bias, context.dtype, context.device)
@@ -96,30 +105,38 @@ class RowParallelLinear:
         stored_bytes = self._context.linear.stored_bytes
         shape = _weight_shape("weight", out_features, in_features, transposed)
         load = partial(self._load_weight, transposed=transposed)
-        slots = {f"{name}.weight": WeightSlot(shape, load, stored_bytes(self._shape), transposed=transposed)}
+        nbytes = stored_bytes((out_features, self._local_in))
+        slots = {f"{name}.weight": WeightSlot(shape, load, nbytes, transposed=transposed)}
         if self._bias:
             size = (out_features,)
-            slots[f"{name}.bias"] = WeightSlot(size, self._load_bias, stored_bytes(size))
+            slots[f"{name}.bias"] = WeightSlot(size, self._load_bias, stored_bytes(size) if self._holds_bias else 0)
         return slots
 
-    def _load_weight(self, tensor: WeightTensor, transposed: bool) -> None:
-        tensor = _outputs_first(tensor, transposed)
-        share = tensor.narrow(1, self._context.group.rank * self._local_in, self._local_in)
+    def _load_weight(self, tensor: WeightSource, transposed: bool) -> None:
+        share = _outputs_first(tensor, transposed).narrow(1, self._local_start, self._local_in)
         self._context.linear.load_rows(self._parameters, "weight", share, 0, self._shape[0])
 
-    def _load_bias(self, tensor: WeightTensor) -> None:
+    def _load_bias(self, tensor: WeightSource) -> None:
         if self._holds_bias:
-            self._context.linear.load_rows(self._parameters, "bias", tensor, 0, self._shape[0])
+            bias = tensor.narrow(0, 0, self._shape[0])
+            self._context.linear.load_rows(self._parameters, "bias", bias, 0, self._shape[0])
 
 
-def _outputs_first(tensor: WeightTensor, transposed: bool) -> WeightTensor:
+def _outputs_first(tensor: WeightSource, transposed: bool) -> WeightSource:
     """A checkpoint's matrix as [out, in]; an IntegerWeight is that always."""
-    return tensor.t() if transposed and isinstance(tensor, torch.Tensor) else tensor
+    return tensor.t() if transposed and not isinstance(tensor, IntegerWeight) else tensor
 
 
-def _share(size: int, num_ranks: int) -> int:
-    assert size % num_ranks == 0, f"{size} cannot be shared out over {num_ranks} ranks"
-    return size // num_ranks
+def _share(size: int, num_shares: int, group: ProcessGroup) -> tuple[int, int]:
+    """(first element, number of elements) of this rank's share of `size` elements. num_shares: divides the ranks."""
+    if size % num_shares:
+        raise ConfigError(
+            f"tensor_parallel_size={group.size} is not possible for this model: it does not divide a matrix of {size} "
+            "rows or columns",
+            param="tensor_parallel_size",
+        )
+    length = size // num_shares
+    return group.rank * num_shares // group.size * length, length
 
 
 def _weight_shape(suffix: str, rows: int, columns: int, transposed: bool) -> tuple[int, ...]:

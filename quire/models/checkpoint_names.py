@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from quire.config.families import ARCHITECTURES
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import WeightSlot, WeightSlots
-from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+from quire.quantization.file_tensor import FileTensor
+from quire.quantization.integer_weight import IntegerWeight, WeightSource
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class CheckpointNames:
         head = r"|^lm_head\.weight$" if config.shape.is_tied else ""
         return cls(family.checkpoint_base, re.compile(family.checkpoint_surplus + head))
 
-    def find(self, name: str, slots: WeightSlots, tensor: WeightTensor) -> str | None:
-        """The slot of a checkpoint's tensor; None for a tensor that is not needed. Raises ModelLoadError.
+    def find(self, name: str, slots: WeightSlots, elsewhere: Collection[str], tensor: WeightSource) -> str | None:
+        """The slot of a checkpoint's tensor; None for a tensor that is not needed, or is for other ranks only
+        (`elsewhere`). Raises ModelLoadError for one that the model does not know.
 
         AutoGPTQ gave every matrix a bias, of zeros where the model has none: biases of zeros without a slot are not
         needed.
@@ -40,17 +42,25 @@ class CheckpointNames:
         for candidate in (name, self.base + name):
             if candidate in slots:
                 return candidate
+            if candidate in elsewhere:
+                return None
         if self.surplus.search(name) or (name.endswith(".bias") and _is_zero(tensor)):
             return None
         raise ModelLoadError(f"tensor {name!r} does not belong to this model")
 
 
-def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tuple[str, WeightTensor]]) -> None:
-    """Load every slot. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers
+def fill_slots(
+    slots: WeightSlots,
+    names: CheckpointNames,
+    weights: Iterable[tuple[str, WeightSource]],
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Load every slot. elsewhere: names of the slots that only other ranks of this model have; tensors of these names
+    are not read. Raises ModelLoadError, naming the tensor, when one is surplus, misshapen, of whole numbers
     without scales, given twice or missing."""
     loaded: set[str] = set()
     for name, tensor in weights:
-        slot_name = names.find(name, slots, tensor)
+        slot_name = names.find(name, slots, elsewhere, tensor)
         if slot_name is None:
             continue
         slot = slots[slot_name]
@@ -65,15 +75,17 @@ def fill_slots(slots: WeightSlots, names: CheckpointNames, weights: Iterable[tup
         raise ModelLoadError(f"tensor {missing[0]!r}{others} missing from the checkpoint")
 
 
-def _check(name: str, tensor: WeightTensor, slot: WeightSlot) -> None:
+def _check(name: str, tensor: WeightSource, slot: WeightSlot) -> None:
     shape = slot.matrix_shape if isinstance(tensor, IntegerWeight) else slot.shape
     if tuple(tensor.shape) != shape:
         raise ModelLoadError(
             f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(shape)}"
         )
-    if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+    if not isinstance(tensor, IntegerWeight) and not tensor.is_floating_point():
         raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
 
 
-def _is_zero(tensor: WeightTensor) -> bool:
+def _is_zero(tensor: WeightSource) -> bool:
+    if isinstance(tensor, FileTensor):
+        tensor = tensor.read()
     return isinstance(tensor, torch.Tensor) and not bool(tensor.any())

@@ -13,7 +13,7 @@ from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
 from quire.models.registry import model_architectures
 from quire.models.weight_files import WeightFiles
-from quire.parallel.single import SingleRank
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.unquantized import UnquantizedLinear
 from quire.utils.sizes import format_bytes
 
@@ -60,7 +60,7 @@ def outline(config: ModelConfig) -> Decoder:
     context = LayerContext(
         dtype=dtype,
         device=torch.device("meta"),
-        group=SingleRank(),
+        group=SINGLE_RANK,
         operations=TorchOperations(),
         linear=plain,
         vocabulary=plain,

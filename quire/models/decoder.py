@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from quire.attention.interface import LayerAttention
@@ -21,7 +21,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
-from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.integer_weight import WeightSource
 
 
 class Decoder(ABC):
@@ -50,8 +50,9 @@ class Decoder(ABC):
     def compute_logits(self, hidden: Value) -> Value:
         return self._head(hidden)
 
-    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
-        fill_slots(self.slots, self._names, weights)
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
+        """As CausalLM.load_weights. elsewhere: names of the slots that only other ranks of the model have."""
+        fill_slots(self.slots, self._names, weights, elsewhere)
 
     def release_workspaces(self) -> None:
         return  # operators run one by one and keep nothing

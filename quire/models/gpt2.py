@@ -54,7 +54,8 @@ class GPT2LMHeadModel(Decoder):
         if fields.boolean("add_cross_attention", False):
             raise fields.error("cross-attention (add_cross_attention) is not supported")
         self._tokens = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
-        self._positions = Embedding(fields.integer("n_positions"), config.hidden_size, context.positions, context)
+        num_positions, whole = fields.integer("n_positions"), context.replicated()
+        self._positions = Embedding(num_positions, config.hidden_size, context.positions, whole)
         super().__init__(
             config,
             context,

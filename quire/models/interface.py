@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.kv_cache.spec import LayerSpec
-from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.integer_weight import WeightSource
 
 
 class CausalLM(Protocol):
@@ -33,7 +33,7 @@ class CausalLM(Protocol):
         the elements of a row side by side; they may be overwritten by the caller and by the next call."""
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         """Consume (checkpoint name, tensor) pairs as they stream in. Raises ModelLoadError for a missing, surplus
         or misshapen tensor, naming it."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +19,9 @@ from quire.models.decoder import Decoder
 from quire.models.gguf.weights import GGUFWeights
 from quire.models.interface import CausalLM
 from quire.models.registry import model_architectures
-from quire.models.weight_files import Progress, WeightFiles, find_weights
-from quire.parallel.single import SingleRank
+from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.quantization.checkpoints import integer_weights
 from quire.quantization.unquantized import UnquantizedLinear
 
@@ -38,11 +39,13 @@ def load_model(
     progress: Progress | None = None,
     runtime: NativeRuntime | None = None,
     device_layers: DeviceLayers | None = None,
+    group: ProcessGroup = SINGLE_RANK,
 ) -> CausalLM:
     """Build the model of `config` and fill it. Checkpoints of any floating dtype end up in `config.dtype`, or
     quantised as `config.quantization` says; tensors are streamed one matrix at a time, to where they stay, so that
     nothing is held twice. runtime: the native CPU kernels to compute with. device_layers: Triton kernels on a device,
-    in `config.dtype` throughout. With neither: plain torch operators on `device_type`.
+    in `config.dtype` throughout. With neither: plain torch operators on `device_type`. group: the ranks that share each
+    layer, of which this process loads one's share; more than one only with plain torch operators.
 
     A checkpoint whose files have no room for the weights that config.json describes is refused before anything of
     that size is made.
@@ -51,20 +54,24 @@ def load_model(
     ModelLoadError, naming file and tensor, for a checkpoint that is missing, corrupt, incomplete or of another model.
     """
     assert runtime is None or device_layers is None, "a model computes in one way"
+    assert group.size == 1 or (runtime is None and device_layers is None), "ranks compute with plain torch operators"
     files = None if load.load_format == "dummy" else find_weights(config.path, load.load_format)
+    elsewhere: frozenset[str] = frozenset()
     if isinstance(files, WeightFiles):
-        _check_room(config, files)
+        elsewhere = frozenset(_check_room(config, files).slots)
+    elif files is not None and group.size > 1:
+        raise ModelLoadError(f"{files.directory}: tensor_parallel_size={group.size} does not load GGUF files yet")
     if device_layers is not None:
         context = _device_context(config, device_layers)
     else:
-        context = _torch_context(config, device_type) if runtime is None else _native_context(config)
+        context = _torch_context(config, device_type, group) if runtime is None else _native_context(config)
     model: Decoder = model_architectures().load(config.architecture)(config, context)
     report = progress or _silent
     if files is None:
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
     else:
         with torch.inference_mode():
-            _load_from(model, files, config.quantization, report)
+            _load_from(model, files, config.quantization, report, elsewhere)
     if runtime is None:
         return model
     from quire.models.native import NativeModel
@@ -72,13 +79,13 @@ def load_model(
     return NativeModel(model, runtime)
 
 
-def _torch_context(config: ModelConfig, device_type: str) -> LayerContext:
+def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
     return LayerContext(
         dtype=dtype,
         device=torch.device(device_type),
-        group=SingleRank(),
+        group=group,
         operations=TorchOperations(),
         linear=plain,
         vocabulary=plain,
@@ -94,7 +101,7 @@ def _native_context(config: ModelConfig) -> LayerContext:
     return LayerContext(
         dtype=torch.float32,
         device=torch.device("cpu"),
-        group=SingleRank(),
+        group=SINGLE_RANK,
         operations=NativeOperations(),
         linear=linear,
         vocabulary=vocabulary,
@@ -111,7 +118,7 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
     return LayerContext(
         dtype=dtype,
         device=layers.device,
-        group=SingleRank(),
+        group=SINGLE_RANK,
         operations=DeviceOperations(),
         linear=linear,
         vocabulary=linear,
@@ -119,23 +126,31 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
     )
 
 
-def _check_room(config: ModelConfig, files: WeightFiles) -> None:
-    """Raise ModelLoadError when config.json describes more weights than the files can hold."""
+def _check_room(config: ModelConfig, files: WeightFiles) -> Decoder:
+    """Raise ModelLoadError when config.json describes more weights than the files can hold. Returns the outline of the
+    whole model, which names the tensors of all its ranks."""
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
         _load_from(model, files, config.quantization, _silent)  # loading the file fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
+    return model
 
 
 def _load_from(
-    model: Decoder, files: WeightFiles | GGUFWeights, quantization: QuantizationConfig | None, report: Progress
+    model: Decoder,
+    files: WeightFiles | GGUFWeights,
+    quantization: QuantizationConfig | None,
+    report: Progress,
+    elsewhere: Collection[str] = (),
 ) -> None:
     try:
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
             model.load_weights(files.stream(report))
+        elif quantization is None or quantization.checkpoint_format is None:
+            model.load_weights(files.stream(report), elsewhere)
         else:
-            model.load_weights(integer_weights(files.stream(report), quantization))
+            model.load_weights(integer_weights(whole_tensors(files.stream(report)), quantization), elsewhere)
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

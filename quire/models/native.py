@@ -12,7 +12,7 @@ from quire.kernels.cpu.recorder import RecordedIndices, RecordedProgram, Recorde
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.spec import LayerSpec
 from quire.models.decoder import Decoder
-from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
 """float32 of a cache line."""
@@ -35,7 +35,7 @@ class NativeModel:
     def kv_specs(self) -> list[LayerSpec]:
         return self._model.kv_specs()
 
-    def load_weights(self, weights: Iterable[tuple[str, WeightTensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:

@@ -63,7 +63,8 @@ class OPTForCausalLM(Decoder):
         embedding_size = fields.integer("word_embed_proj_dim", size)
         self._tokens = Embedding(config.vocab_size, embedding_size, context.vocabulary, context)
         num_positions = fields.integer("max_position_embeddings") + POSITION_OFFSET
-        self._positions = Embedding(num_positions, size, context.positions, context)
+        whole = context.replicated()
+        self._positions = Embedding(num_positions, size, context.positions, whole)
         super().__init__(
             config,
             context,
@@ -78,7 +79,6 @@ class OPTForCausalLM(Decoder):
         if self._norm is not None:
             self.slots |= prefixed("model.decoder.final_layer_norm", self._norm.slots())
         if embedding_size != size:
-            whole = context.replicated()
             self._project_in = ColumnParallelLinear(embedding_size, (size,), bias=False, context=whole)
             self._project_out = ColumnParallelLinear(size, (embedding_size,), bias=False, context=whole)
             self.slots |= self._project_in.slots(("model.decoder.project_in",))

@@ -1,4 +1,4 @@
-"""Safetensors files, read tensor by tensor."""
+"""Safetensors files, read tensor by tensor, and of each tensor the part that is asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelLoadError
-from quire.models.tensor_checks import check_name, checked
+from quire.models.tensor_checks import check_name, checked, named_dtype
+from quire.quantization.file_tensor import FileTensor
 from quire.utils.safetensors_header import read_header
 
 MAPPED_BYTES = 2**24
@@ -19,8 +20,16 @@ MAPPED_BYTES = 2**24
 model would be in memory twice when its last tensor is packed."""
 
 
-def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Raises ModelLoadError, naming the file, for one that cannot be read."""
+class BytesRead:
+    """Counts the bytes of the tensors, and parts of tensors, that were read from files."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+def read_safetensors(path: Path, count: BytesRead) -> Iterator[tuple[str, FileTensor]]:
+    """The tensors of a file; each may be read until the next one is asked for. Raises ModelLoadError, naming the file,
+    for one that cannot be read."""
     read_header(path)  # its limits: the library reads it again
     names: list[str] = []
     position = 0
@@ -29,14 +38,28 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             names = names or [check_name(name) for name in _guarded(path, file.keys)]
             if not names:
                 return
-            mapped = 0
-            while position < len(names) and mapped < MAPPED_BYTES:
+            mapped = count.total + MAPPED_BYTES
+            while position < len(names) and count.total < mapped:
                 name = names[position]
-                tensor = _guarded(path, file.get_tensor, name)
-                mapped += tensor.nbytes
                 position += 1
-                yield name, checked(name, tensor)
-                del tensor
+                yield name, _file_tensor(path, file, name, count)
+
+
+def _file_tensor(path: Path, file: Any, name: str, count: BytesRead) -> FileTensor:
+    """One tensor of an open file; nothing of it is read yet."""
+    stored = _guarded(path, file.get_slice, name)
+    shape = tuple(_guarded(path, stored.get_shape))
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        count.total += tensor.nbytes
+        return checked(name, tensor)
+
+    def read_slice(dim: int, start: int, length: int) -> torch.Tensor:
+        window = (*[slice(None)] * dim, slice(start, start + length))
+        return counted(_guarded(path, stored.__getitem__, window))
+
+    dtype = named_dtype(name, _guarded(path, stored.get_dtype))
+    return FileTensor(shape, dtype, lambda: counted(_guarded(path, file.get_tensor, name)), read_slice)
 
 
 def _open(path: Path) -> AbstractContextManager[Any]:

@@ -15,6 +15,19 @@ WIDE = torch.float64
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
 """Parts of quantised matrices."""
 
+SAFETENSORS_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
 
 def check_name(name: object) -> str:
     """Raises ModelLoadError for what is no tensor's name."""
@@ -33,9 +46,21 @@ def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu":
         raise ModelLoadError(f"tensor {shown(name)} has no data (it is on the device {tensor.device.type!r})")
     if tensor.dtype not in PLAIN and tensor.dtype not in INTEGERS and tensor.dtype != WIDE:
-        raise ModelLoadError(
-            f"tensor {shown(name)} holds {tensor.dtype}, not floating-point numbers of 16, 32 or 64 bits, nor integers"
-        )
+        raise _unknown_dtype(name, tensor.dtype)
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ModelLoadError(f"tensor {shown(name)} has more elements than its memory: they overlap")
     return tensor.float() if tensor.dtype == WIDE else tensor
+
+
+def named_dtype(name: str, code: str) -> torch.dtype:
+    """What a safetensors file calls `code`. Raises ModelLoadError for a dtype that `checked` refuses."""
+    dtype = SAFETENSORS_DTYPES.get(code)
+    if dtype is None:
+        raise _unknown_dtype(name, code)
+    return dtype
+
+
+def _unknown_dtype(name: str, dtype: object) -> ModelLoadError:
+    return ModelLoadError(
+        f"tensor {shown(name)} holds {dtype}, not floating-point numbers of 16, 32 or 64 bits, nor integers"
+    )

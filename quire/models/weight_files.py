@@ -10,8 +10,9 @@ import torch
 from quire.config.hf_json import read_json, shown
 from quire.errors import ModelLoadError
 from quire.models.gguf.weights import GGUFWeights
-from quire.models.safetensors_files import read_safetensors
+from quire.models.safetensors_files import BytesRead, read_safetensors
 from quire.models.torch_files import read_torch
+from quire.quantization.file_tensor import FileTensor
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
 from quire.utils.gguf import find_gguf
 from quire.utils.model_files import file_bytes
@@ -22,7 +23,7 @@ Progress = Callable[[int, int], None]
 LONGEST_NAME = 255
 """Of a file."""
 
-Tensors = Iterator[tuple[str, torch.Tensor]]
+Tensors = Iterator[tuple[str, torch.Tensor | FileTensor]]
 
 
 class WeightFiles:
@@ -32,6 +33,8 @@ class WeightFiles:
         self.directory = directory
         self.current: Path | None = None
         """The file that the last streamed tensor came from; None once all are through."""
+        self.bytes_read = BytesRead()
+        """Of safetensors files: those of other formats are mapped into memory or read whole."""
         self._expected = expected
 
     @property
@@ -50,14 +53,15 @@ class WeightFiles:
         return sizes
 
     def stream(self, report: Progress) -> Tensors:
-        """All tensors of all files. Raises ModelLoadError naming the file (and tensor) that cannot be read."""
+        """All tensors of all files, those of safetensors files to be read by the caller. Raises ModelLoadError naming
+        the file (and tensor) that cannot be read."""
         sizes = self.sizes()
         done, total = 0, sum(sizes.values())
         for path, expected in self._expected.items():
             self.current = path
             start, seen = done, set()
-            read = read_safetensors if path.suffix == ".safetensors" else read_torch
-            for name, tensor in read(path):
+            is_safetensors = path.suffix == ".safetensors"
+            for name, tensor in read_safetensors(path, self.bytes_read) if is_safetensors else read_torch(path):
                 seen.add(name)
                 yield name, tensor
                 done += tensor.nbytes
@@ -69,6 +73,12 @@ class WeightFiles:
             done = start + sizes[path]
         self.current = None
         report(total, total)
+
+
+def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, each read whole."""
+    for name, tensor in tensors:
+        yield name, tensor.read() if isinstance(tensor, FileTensor) else tensor
 
 
 def find_weights(directory: Path, load_format: str) -> WeightFiles | GGUFWeights:

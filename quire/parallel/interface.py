@@ -8,7 +8,8 @@ import torch
 
 
 class ProcessGroup(Protocol):
-    """A fixed set of ranks. Collectives are called by all of them in the same order."""
+    """A fixed set of ranks. Collectives are called by all of them in the same order, with tensors of the same shape and
+    dtype; the results are new tensors, or the argument where there is one rank."""
 
     @property
     def rank(self) -> int:
@@ -24,4 +25,12 @@ class ProcessGroup(Protocol):
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The ranks' tensors side by side along `dim`, in rank order."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of rank `source`."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
         ...

@@ -1,8 +1,10 @@
-"""The group of one: collectives give back what they get."""
+"""The group of one: collectives return their argument."""
 
 from __future__ import annotations
 
 import torch
+
+from quire.parallel.interface import ProcessGroup
 
 
 class SingleRank:
@@ -16,3 +18,13 @@ class SingleRank:
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        """There is no other rank."""
+
+
+SINGLE_RANK: ProcessGroup = SingleRank()
+"""The one instance: it has no state."""

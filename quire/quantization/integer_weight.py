@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.errors import ModelLoadError
+from quire.quantization.file_tensor import FileTensor
 
 VALUE_DTYPES = {4: torch.uint8, 8: torch.int8}
 MAX_UINT4 = 15
@@ -142,12 +143,17 @@ class IntegerWeight:
 WeightTensor = torch.Tensor | IntegerWeight
 """A matrix of a checkpoint: a plain tensor, or quantised."""
 
-LoadWeight = Callable[[WeightTensor], object]
+WeightSource = WeightTensor | FileTensor
+"""The same, or the place where a file has it."""
+
+LoadWeight = Callable[[WeightSource], object]
 
 
-def copy_into(target: torch.Tensor, source: WeightTensor) -> None:
+def copy_into(target: torch.Tensor, source: WeightSource) -> None:
     """Fill a plain tensor of any floating dtype with a tensor of the same shape; an IntegerWeight is dequantised
     block by block."""
+    if isinstance(source, FileTensor):
+        source = source.read()
     if isinstance(source, torch.Tensor):
         target.copy_(source)
         return

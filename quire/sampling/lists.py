@@ -9,7 +9,7 @@ where the prefix starts).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,15 @@ from quire.step import SequenceSampling
 BIAS, STOP, BANNED, ALLOWED = range(4)
 HEADER_WORDS = 8
 ENTRY_WORDS = (2, 1, 3, 1)
+
+
+class Entries(NamedTuple):
+    """N entries. where: [N] int64, where each one's row is in the selected rows. tokens: [N] int32. words: int32, what
+    goes with the token: [N, 1], the bits of its bias, or [N, length of the prefix]."""
+
+    where: np.ndarray
+    tokens: np.ndarray
+    words: np.ndarray
 
 
 class RowLists:
@@ -29,7 +38,7 @@ class RowLists:
         converters = (_bias_words, _token_words, _banned_words, _token_words)
         self._kinds = [SharedLists(convert) for convert in converters]
         self._words: np.ndarray | None = None
-        self._selected: dict[int, tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]] = {}
+        self._selected: dict[int, tuple[np.ndarray, list[Entries]]] = {}
         """Of each kind the last selection, after its rows: most steps have the rows of the step before."""
 
     def set(self, row: int, sampling: SequenceSampling) -> None:
@@ -62,19 +71,32 @@ class RowLists:
         spans = header[rows, 2 * kind : 2 * kind + 2].astype(np.int64)
         return spans[:, 0], spans[:, 1]
 
-    def select(self, kind: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries of a kind that `rows` ([R] int64) have: the index in `rows` of each, and where among the words it
-        starts. Both [N] int64."""
-        last = self._selected.get(kind)
-        if last is not None and np.array_equal(last[0], rows):
-            return last[1]
+    def select(self, kind: int, rows: np.ndarray) -> list[Entries]:
+        """The entries of a kind that `rows` ([R] int64) have, in groups of one length of prefix; one group for a kind
+        without prefixes."""
+        rows_before, selected = self._selected.get(kind, (None, []))
+        if rows_before is None or not np.array_equal(rows_before, rows):
+            selected = self._select(kind, rows)
+            self._selected[kind] = rows.copy(), selected
+        return selected
+
+    def _select(self, kind: int, rows: np.ndarray) -> list[Entries]:
+        words = self.words()
         starts, counts = self.spans(kind, rows)
         index = np.repeat(np.arange(len(rows)), counts)
         # Entry n of all is entry n - (entries of the rows before) of its row.
         starts -= (np.cumsum(counts) - counts) * ENTRY_WORDS[kind]
-        selected = index, np.arange(len(index)) * ENTRY_WORDS[kind] + starts[index]
-        self._selected[kind] = rows.copy(), selected
-        return selected
+        entries = np.arange(len(index)) * ENTRY_WORDS[kind] + starts[index]
+        tokens = words[entries]
+        if kind != BANNED:
+            values = words[entries + 1 if kind == BIAS else entries]
+            return [Entries(index, tokens, values[:, None])]
+        sizes, prefixes = words[entries + 1], words[entries + 2]
+        groups = ((size, sizes == size) for size in np.flatnonzero(np.bincount(sizes)).tolist())
+        return [
+            Entries(index[found], tokens[found], words[prefixes[found][:, None] + np.arange(size)])
+            for size, found in groups
+        ]
 
     def _change(self) -> None:
         self._words = None

@@ -21,9 +21,8 @@ HostBatch = SampleBatch[np.ndarray]
 
 def add_logit_bias(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
     """Add each row's bias to its tokens (a token is named once a row)."""
-    words = lists.words()
-    index, entries = lists.select(BIAS, batch.rows)
-    scores[index, words[entries]] += words[entries + 1].view(np.float32)
+    for index, tokens, words in lists.select(BIAS, batch.rows):
+        scores[index, tokens] += words[:, 0].view(np.float32)
 
 
 def ban_stop_tokens(scores: np.ndarray, lists: RowLists, min_tokens: np.ndarray, batch: HostBatch) -> None:
@@ -31,23 +30,21 @@ def ban_stop_tokens(scores: np.ndarray, lists: RowLists, min_tokens: np.ndarray,
     early = np.flatnonzero(batch.num_generated < min_tokens)
     if not early.size:
         return
-    index, entries = lists.select(STOP, batch.rows[early])
-    _ban(scores, early[index], lists.words()[entries])
+    for index, tokens, _ in lists.select(STOP, batch.rows[early]):
+        _ban(scores, early[index], tokens)
 
 
 def ban_sequences(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
     """Ban the tokens that would complete a banned sequence. Only generated tokens can match a prefix."""
-    words = lists.words()
-    index, entries = lists.select(BANNED, batch.rows)
-    sizes, num_generated = words[entries + 1], batch.num_generated[index]
-    for size in np.flatnonzero(np.bincount(sizes)).tolist():
-        found = np.flatnonzero((sizes == size) & (num_generated >= size))
-        where, some = index[found], entries[found]
+    num_generated = batch.num_generated
+    for index, tokens, prefixes in lists.select(BANNED, batch.rows):
+        size = prefixes.shape[1]
+        found = np.flatnonzero(num_generated[index] >= size)
         if size:
+            where = index[found]
             recent = batch.token_table[batch.rows[where, None], batch.lengths[where, None] + np.arange(-size, 0)]
-            matches = (words[words[some + 2, None] + np.arange(size)] == recent).all(axis=1)
-            where, some = where[matches], some[matches]
-        _ban(scores, where, words[some])
+            found = found[(prefixes[found] == recent).all(axis=1)]
+        _ban(scores, index[found], tokens[found])
 
 
 def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:

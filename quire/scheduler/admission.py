@@ -97,7 +97,7 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     if n == 1:
         needed = kv.most_blocks(total, max_chunk)
     else:
-        needed = _blocks_of_siblings(request.num_prompt_tokens, kv, [total] * n)
+        needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n)
     if request.bypass_prefix_cache:
         return needed
     return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
@@ -118,15 +118,7 @@ def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     lengths = [min(length + 1, sequences[0].max_total_tokens - 1) for length in known]
     if len(lengths) == 1:
         return kv.most_blocks(lengths[0], max_chunk)
-    return _blocks_of_siblings(num_shared_tokens(request), kv, lengths)
-
-
-def _blocks_of_siblings(num_shared: int, kv: KVCacheManager, lengths: list[int]) -> int:
-    """Most blocks of forked sequences: the full shared blocks once, all other blocks per sequence. Sliding windows
-    are not taken into account."""
-    size = kv.block_size
-    shared = num_shared // size
-    return kv.num_groups * (shared + sum(-(-length // size) - shared for length in lengths))
+    return kv.groups.blocks_of_siblings(num_shared_tokens(request), lengths)
 
 
 class PrefixRegistration:
@@ -152,8 +144,8 @@ class PrefixRegistration:
             raise UserError(f"a prefix {prefix.request_id!r} is registered already", param="request_id")
         left = self.num_usable - blocks_at_most(prefix, kv, self._max_chunk)
         # The smallest request behind the prefix computes one token and generates one.
-        num_shared = prefix.num_prompt_tokens // kv.block_size
-        behind = kv.most_blocks(prefix.num_prompt_tokens + 1, self._max_chunk) - num_shared * kv.num_groups_kept
+        num_tokens = prefix.num_prompt_tokens
+        behind = kv.most_blocks(num_tokens + 1, self._max_chunk) - kv.groups.num_kept_blocks(num_tokens)
         if left < max(behind, kv.num_groups):
             raise PromptTooLongError(
                 f"a prefix of {prefix.num_prompt_tokens} tokens would leave {max(0, left)} KV blocks to requests, too "

@@ -123,6 +123,7 @@ class Admitter:
         self._running.enter(request, [leader])
         leader.blocks = self._kv.allocate_prefix(leader.chain, num_cached, leader.token_ids)
         leader.num_computed_tokens = num_cached
+        leader.first_step_id = builder.step_id
         self._count_start(request, num_cached, now)
         self._grow_new(builder, leader, num_tokens)
 
@@ -146,7 +147,8 @@ class Admitter:
         builder.swap_in += copies
         for sequence in sequences:
             builder.add_row(sequence)
-            builder.resumed.append((sequence, sequence.num_computed_tokens))
+            assert sequence.blocks is not None
+            builder.resumed.append((sequence, sequence.blocks, sequence.num_computed_tokens))
         self._running.enter(request, sequences)
 
     def _grow_new(self, builder: PlanBuilder, leader: Sequence, num_tokens: int) -> None:

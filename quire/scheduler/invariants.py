@@ -6,16 +6,23 @@ from collections.abc import Iterable
 
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
+from quire.scheduler.queue import Deadlines, RequestQueue
 from quire.scheduler.running import RunningSet
 
 
-def check_slots(requests: Iterable[Request], running: RunningSet, kv: KVCacheManager) -> None:
-    """Check that exactly the running sequences of the live `requests` have blocks, and what is reserved."""
+def check_requests(
+    requests: Iterable[Request], waiting: RequestQueue, running: RunningSet, deadlines: Deadlines, kv: KVCacheManager
+) -> None:
+    """Check all live `requests`, which wait or run."""
     live = list(requests)
     with_blocks = {s.seq_id for request in live for s in request.live_sequences if s.blocks is not None}
     assert with_blocks == {s.seq_id for s in running.sequences}, "request slots and blocks disagree"
     assert kv.num_live_sequences == len(running.sequences), "the KV cache holds a sequence that does not run"
     assert running.num_reserved == sum(len(request.pending_forks) for request in live)
+    num_timed = sum(request.params.timeout_s is not None for request in live)
+    assert len(deadlines) == num_timed, "the watched time limits are not those of the live requests"
+    assert kv.host.num_sequences == check_waiting(waiting, kv), "the host pool holds a running sequence"
+    check_running(running.sequences, kv)
 
 
 def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
@@ -28,8 +35,7 @@ def check_waiting(requests: Iterable[Request], kv: KVCacheManager) -> int:
             assert (sequence.swapped is None) == (sequence.num_computed_tokens == 0), "computed tokens without blocks"
             if sequence.swapped is not None:
                 num_swapped += 1
-                assert sequence.swapped.capacity - kv.block_size < sequence.num_computed_tokens
-                assert sequence.num_computed_tokens <= sequence.swapped.capacity
+                assert kv.groups.fits(sequence.swapped.tables, sequence.num_computed_tokens)
     return num_swapped
 
 
@@ -38,11 +44,10 @@ def check_running(sequences: Iterable[Sequence], kv: KVCacheManager) -> None:
     for sequence in sequences:
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         assert 0 <= sequence.num_computed_tokens <= known <= sequence.max_total_tokens
+        assert 0 <= sequence.num_pending_drafts <= sequence.num_pending_tokens
         assert sequence.blocks is not None
         assert sequence.swapped is None
-        assert sequence.num_computed_tokens <= sequence.blocks.capacity
-        waste = sequence.blocks.capacity - sequence.num_computed_tokens
-        assert waste < kv.block_size, f"{waste} slots reserved and unused"
+        assert kv.groups.fits(sequence.blocks.tables, sequence.num_computed_tokens), "too few slots, or unused blocks"
         if sequence.num_computed_tokens < sequence.fast_path_until:
             assert known == sequence.num_computed_tokens + 1, "more than one token is to be computed, or none"
             assert sequence.fast_path_until <= min(sequence.blocks.capacity, sequence.max_total_tokens - 1)

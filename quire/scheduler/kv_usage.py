@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
 from quire.step import StepPlan
 
@@ -34,13 +36,33 @@ class InFlight(NamedTuple):
     """Aligned with the plan's columns of the batch."""
     filled: list[tuple[Sequence, BlockTable, int]]
     """Of `sequences`, those that may reach the end of a block or more: with the blocks that they had when the plan was
-    made (a sequence preempted since may have others by now), and their computed tokens after it."""
+    made (a sequence preempted since may have others by now), and their computed tokens after it (with drafts in flight:
+    at most)."""
     samples: list[Sequence]
     """Aligned with the plan's `sample_seq_ids`."""
     forked: list[tuple[Sequence, list[Sequence]]]
     """Sequences that fork after this plan's forward pass, and their children."""
-    resumed: list[tuple[Sequence, int]]
-    """Sequences that this plan swaps in, and how many computed tokens they bring."""
+    resumed: list[tuple[Sequence, BlockTable, int]]
+    """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
+
+    def commit(self, kv: KVCacheManager) -> None:
+        """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
+        all their tokens but for the step's own drafts."""
+        for sequence, blocks, end in self.filled:
+            if sequence.blocks is blocks:
+                kv.cache_blocks(blocks, sequence.token_ids, min(end, len(sequence.token_ids)))
+        for sequence, blocks, num_computed in self.resumed:
+            if sequence.blocks is blocks:
+                kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block_bytes: int) -> None:
+    """Count the blocks that a plan copies, on the device and for preempted requests to the host and back."""
+    stats.copied_blocks_total += len(plan.block_copies)
+    if builder.swap_out or builder.swap_in:
+        stats.swapped_out_blocks_total += len(builder.swap_out)
+        stats.swapped_in_blocks_total += len(builder.swap_in)
+        stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * block_bytes
 
 
 def describe_kv(
@@ -98,14 +120,21 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
 
 
 def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
-    """Where each sequence of several plans, and each child that forks in one, began to compute."""
+    """Where each sequence of several plans, and each child that forks in one, began to compute.
+
+    Counted back from the computed tokens: what a plan says of positions is a bound where drafts were in flight. A plan
+    from before the sequence's last start says nothing of it any more."""
     starts: dict[Sequence, int] = {}
+    parents: dict[Sequence, Sequence] = {}
     for flight in flights:
-        for sequence, start in zip(flight.sequences, flight.plan.start_positions, strict=True):
-            starts.setdefault(sequence, start)
+        step_id = flight.plan.step_id
+        for sequence, count in zip(flight.sequences, flight.plan.num_tokens, strict=True):
+            if step_id >= sequence.first_step_id:
+                starts[sequence] = starts.get(sequence, sequence.num_computed_tokens) - count
         for parent, children in flight.forked:
-            for child in children:
-                starts[child] = starts[parent]
+            parents |= {child: parent for child in children if step_id >= child.first_step_id}
+    for child, parent in parents.items():
+        starts[child] = starts[parent]
     return starts
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from quire.decoding.drafts import Drafts
 from quire.decoding.parallel import fork_siblings
+from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.connector import NO_ORDERS
-from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import Request, Sequence
 from quire.step import NewSequence, SequenceFork, StepPlan
 
@@ -21,6 +23,9 @@ class PlanBuilder:
         self.num_tokens: list[int] = []
         self.filled: list[tuple[Sequence, BlockTable, int]] = []
         """See `InFlight.filled`."""
+        self.num_drafts: dict[int, int] = {}
+        """Batch index -> drafts among its tokens."""
+        self.drafts: dict[int, list[int]] = {}
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
         self.new_sequences: dict[int, NewSequence] = {}
@@ -31,8 +36,8 @@ class PlanBuilder:
         """The allocations for sequences that have a request slot, to be undone by a rollback."""
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
-        self.resumed: list[tuple[Sequence, int]] = []
-        """Sequences that are swapped in, and how many of their tokens are computed."""
+        self.resumed: list[tuple[Sequence, BlockTable, int]] = []
+        """Sequences that are swapped in, with their blocks, and how many of their tokens are computed."""
         self.transfers = NO_ORDERS
         """Copies of cached blocks."""
         self.awaits_disk = False
@@ -42,7 +47,7 @@ class PlanBuilder:
     def grow(self, sequence: Sequence, allocation: BlockAllocation) -> None:
         """Record an allocation for a sequence that has a request slot already."""
         self.grown.append((sequence, allocation))
-        if allocation.new_blocks[0]:
+        if any(allocation.new_blocks):
             self.new_blocks[sequence.seq_id] = allocation.new_blocks
         self.block_copies += allocation.copies
         self.replaced_blocks += [(sequence.seq_id, *entry) for entry in allocation.replaced]
@@ -85,6 +90,23 @@ class PlanBuilder:
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
 
+    def place_drafts(self, drafts: Drafts) -> None:
+        """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
+        sequence, num_drafts = self.sequences[-1], drafts.num_tokens
+        assert sequence.blocks is not None, "a sequence that runs has blocks"
+        if num_drafts:
+            self.num_drafts[len(self.sequences) - 1] = num_drafts
+            if drafts.token_ids is not None:
+                self.drafts[sequence.seq_id] = drafts.token_ids
+            self.num_tokens[-1] += num_drafts
+            self.budget -= num_drafts
+            sequence.num_computed_tokens += num_drafts
+            sequence.num_pending_tokens += num_drafts
+            sequence.num_pending_drafts += num_drafts
+        if sequence.num_pending_drafts and not (self.filled and self.filled[-1][0] is sequence):
+            # Where its tokens end is not known: maybe at the end of a block.
+            self.filled.append((sequence, sequence.blocks, sequence.num_computed_tokens))
+
     def place_steady(self, running: list[Sequence], index: int) -> int:
         """`place` the sequences from `index` on, up to the first that needs a decision
         (`Sequence.fast_path_until`); returns its index."""
@@ -123,9 +145,16 @@ class PlanBuilder:
         for child, fork in fork_siblings(parent, kv):
             self.forks.append(fork)
             children.append(child)
+            child.first_step_id = self.step_id
             if fork.token_ids is None:
                 self.sample(child, batch_index)
         self.forked.append((parent, children))
+
+    def undo(self, request: Request, kv: KVCacheManager) -> None:
+        """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
+        for sequence, allocation in self.rollback(request):
+            assert sequence.blocks is not None
+            kv.rollback(sequence.blocks, allocation)
 
     def rollback(self, request: Request) -> list[tuple[Sequence, BlockAllocation]]:
         """Remove everything scheduled for a request that is being preempted; its entries are the last ones. Returns its
@@ -137,6 +166,10 @@ class PlanBuilder:
         while self.sequences and self.sequences[-1].request is request:
             sequence, count = self.sequences.pop(), self.num_tokens.pop()
             self.start_positions.pop()
+            num_drafts = self.num_drafts.pop(len(self.sequences), 0)
+            self.drafts.pop(sequence.seq_id, None)
+            sequence.num_pending_tokens -= num_drafts
+            sequence.num_pending_drafts -= num_drafts
             sequence.num_computed_tokens -= count
             self.budget += count
             self.new_blocks.pop(sequence.seq_id, None)
@@ -151,7 +184,11 @@ class PlanBuilder:
         return undone
 
     def build(
-        self, released: list[int], beam_reorders: list[SequenceFork], token_overrides: list[tuple[int, int]]
+        self,
+        released: list[int],
+        beam_reorders: list[SequenceFork],
+        token_overrides: list[tuple[int, int]],
+        trimmed_tables: dict[int, list[int]] | None = None,
     ) -> StepPlan:
         seq_ids = [sequence.seq_id for sequence in self.sequences]
         all_sample = self.samples == self.sequences
@@ -175,4 +212,7 @@ class PlanBuilder:
             disk_stores=self.transfers.disk_stores,
             disk_loads=self.transfers.disk_loads,
             awaits_disk=self.awaits_disk,
+            num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
+            drafts=self.drafts,
+            trimmed_tables=trimmed_tables or {},
         )

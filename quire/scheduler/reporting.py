@@ -37,6 +37,14 @@ def early_end(request: Request, reason: FinishReason, now: float) -> list[Sequen
     return updates
 
 
+def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
+    """The updates of a beam search that is done."""
+    updates = hypothesis_updates(request)
+    for update in updates:
+        report_times(update, request, now)
+    return updates
+
+
 def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
     """The requests of those of the sequences that have these ids, once each, without those that have ended."""
     found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)

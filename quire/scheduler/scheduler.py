@@ -12,9 +12,11 @@ import bisect
 import copy
 import itertools
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
+from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
@@ -23,17 +25,27 @@ from quire.outputs import SequenceUpdate
 from quire.request import PENDING_PREFIX, EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
-from quire.scheduler.beam_reorder import BeamReorder, hypothesis_updates
+from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.gates import Gate, Gates, default_gates
-from quire.scheduler.invariants import check_running, check_slots, check_waiting
-from quire.scheduler.kv_usage import InFlight, describe_kv
+from quire.scheduler.invariants import check_requests
+from quire.scheduler.kv_usage import InFlight, count_copies, describe_kv
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
-from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
+from quire.scheduler.reporting import (
+    attach_prompt_logprobs,
+    early_end,
+    ended_search,
+    finish_reason,
+    live_requests,
+    report_times,
+)
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
-from quire.step import Candidates, StepPlan, StepResult
+from quire.step import StepPlan, StepResult
+
+Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
+"""(place among the samples, (sequence, its new tokens))"""
 
 
 class Scheduler:
@@ -49,8 +61,10 @@ class Scheduler:
         kv: KVCacheManager,
         preemption_costs: PreemptionCosts | None = None,
         gates: list[Gate] | None = None,
+        drafter: Drafter = NO_DRAFTER,
     ) -> None:
-        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`."""
+        """preemption_costs: as measured; needed by the preemption mode "auto". gates: instead of `default_gates`.
+        drafter: only for workers that verify drafts."""
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         max_num_tokens = config.max_num_batched_tokens
@@ -62,7 +76,10 @@ class Scheduler:
         self._running = RunningSet()
         self._deadlines = Deadlines()
         self._registration = PrefixRegistration(kv, self._max_chunk)
+        self._drafter = drafter
         self._released: list[int] = []
+        self._trimmed: dict[int, list[int]] = {}
+        """See `StepPlan.trimmed_tables`."""
         self._beam_reorder = BeamReorder()
         self._in_flight: dict[int, InFlight] = {}
         self._seq_ids = itertools.count()
@@ -205,8 +222,8 @@ class Scheduler:
                 return None
         for parent, children in builder.forked:  # they run from the next step on
             self._running.insert_forked(parent, children)
-        plan = builder.build(self._released, *self._beam_reorder.take())
-        self._released = []
+        plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
+        self._released, self._trimmed = [], {}
         self._in_flight[plan.step_id] = InFlight(
             plan=plan,
             sequences=builder.sequences,
@@ -215,14 +232,10 @@ class Scheduler:
             forked=builder.forked,
             resumed=builder.resumed,
         )
-        stats = self._stats
-        stats.steps_total += not is_idle
-        stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        stats.copied_blocks_total += len(plan.block_copies)
-        if builder.swap_out or builder.swap_in:
-            stats.swapped_out_blocks_total += len(builder.swap_out)
-            stats.swapped_in_blocks_total += len(builder.swap_in)
-            stats.swapped_bytes_total += (len(builder.swap_out) + len(builder.swap_in)) * self.kv.block_bytes
+        self._stats.steps_total += not is_idle
+        self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
+        if plan.block_copies or plan.swap_out or plan.swap_in:
+            count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -230,29 +243,36 @@ class Scheduler:
         in_flight = self._in_flight.pop(result.step_id)
         sequences, samples = in_flight.sequences, in_flight.samples
         updates = self._end_nonfinite(in_flight, result.nonfinite, now) if result.nonfinite else []
-        self._commit(in_flight)
+        in_flight.commit(self.kv)
         if result.disk is not None:
             self.kv.connector.update(result.disk)
-        sampled: Iterable[tuple[int, tuple[Sequence, int]]] = enumerate(zip(samples, result.token_ids, strict=True))
+        if in_flight.plan.num_drafts:
+            self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
+        sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
-            ended = self._update_beams(samples, result.candidates, now)
+            ended = self._update_beams(samples, result, now)
             num_more_tokens += sum([len(update.new_token_ids) - 1 for update in ended])
             updates += ended
             sampled = [entry for entry in sampled if entry[1][0].request.beam_search is None]
         any_finished = bool(updates)
         all_logprobs = result.logprobs
-        for position, (sequence, token_id) in sampled:
+        for position, (sequence, new_ids) in sampled:
             sequence.num_pending_tokens -= 1
             if sequence.finish_reason is not None:
                 continue
             request, token_ids = sequence.request, sequence.token_ids
             if request.register_prefix and sequence.blocks is None:
                 continue  # preempted meanwhile: the prefix has no blocks to register and is computed again
-            token_ids.append(token_id)
-            update = SequenceUpdate(request.request_id, sequence.index, [token_id])
+            if len(new_ids) == 1:
+                token_ids.append(new_ids[0])
+            else:
+                new_ids = take_accepted(sequence, new_ids, self.kv)
+                num_more_tokens += len(new_ids) - 1
+            token_id = token_ids[-1]
+            update = SequenceUpdate(request.request_id, sequence.index, new_ids)
             if all_logprobs and position in all_logprobs:
-                update.logprobs = [all_logprobs[position]]
+                update.logprobs = all_logprobs[position][: len(new_ids)]
             num_known = len(token_ids)
             if num_known >= sequence.max_total_tokens or token_id in request.end_token_ids:
                 any_finished = True
@@ -278,6 +298,7 @@ class Scheduler:
         """
         first_waiting = self._waiting.first if num_reserved else None
         running, kv, max_chunk = self._running.sequences, self.kv, self._max_chunk
+        max_drafts = self._drafter.max_drafts
         preempted = False
         index = 0
         while (index := builder.place_steady(running, index)) < len(running):
@@ -303,30 +324,35 @@ class Scheduler:
                     num_tokens = min(num_tokens, request.fork_position - start)
             blocks = sequence.blocks
             assert blocks is not None, "a running sequence has blocks"
-            if start + num_tokens > blocks.capacity or blocks.tail_shared:
-                allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+            drafts = NO_DRAFTS
+            if max_drafts and num_tokens == 1 and start + 1 == known:
+                num_free = builder.budget - (len(running) - index) - num_reserved
+                drafts = propose_drafts(self._drafter, sequence, num_free, max_chunk)
+            end = start + num_tokens + drafts.num_tokens
+            if end > blocks.capacity or blocks.tail_shared:
+                least_start = start - sequence.num_pending_drafts
+                allocation = kv.allocate_slots(blocks, least_start, end)
+                if allocation is None and drafts.num_tokens:
+                    drafts, end = NO_DRAFTS, start + num_tokens
+                    allocation = kv.allocate_slots(blocks, least_start, end)
                 while allocation is None:
                     victim = running[-1].request
                     preempted = True
                     if victim is request:
-                        self._roll_back(builder, request)
+                        builder.undo(request, kv)
                     self._preempt(builder, victim)
                     if victim is request:
                         return True
-                    allocation = kv.allocate_slots(blocks, start, start + num_tokens)
+                    allocation = kv.allocate_slots(blocks, least_start, end)
                 builder.grow(sequence, allocation)
             builder.place(sequence, start, num_tokens, known)
             if start + num_tokens == request.fork_position:
                 builder.fork(sequence, kv)
-            if start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+            if max_drafts:
+                builder.place_drafts(drafts)
+            elif start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
-
-    def _roll_back(self, builder: PlanBuilder, request: Request) -> None:
-        """Undo what this pass did for a request's sequences, so that their block tables match the earlier plans."""
-        for sequence, allocation in builder.rollback(request):
-            assert sequence.blocks is not None
-            self.kv.rollback(sequence.blocks, allocation)
 
     def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Preempt a running request: release its blocks and slots, to be swapped in or recomputed later."""
@@ -341,15 +367,6 @@ class Scheduler:
         request.num_preemptions += 1
         self._stats.preemptions_total += 1
         self._waiting.put_back(request)
-
-    def _commit(self, in_flight: InFlight) -> None:
-        """Offer the blocks that this step filled to the prefix index. All their tokens are known by now."""
-        for sequence, blocks, end in in_flight.filled:
-            if sequence.blocks is blocks:
-                self.kv.cache_blocks(blocks, sequence.token_ids, end)
-        for sequence, num_computed in in_flight.resumed:
-            if sequence.blocks is not None:
-                self.kv.cache_blocks(sequence.blocks, sequence.token_ids, num_computed)
 
     def _end_nonfinite(self, in_flight: InFlight, seq_ids: list[int], now: float) -> list[SequenceUpdate]:
         """End the requests of sequences with non-finite logits, and remove their blocks from the prefix cache."""
@@ -388,22 +405,19 @@ class Scheduler:
     def _release_slot(self, sequence: Sequence) -> None:
         """Release a sequence's request slot on the workers with the next plan."""
         sequence.fast_path_until = 0
+        self._trimmed.pop(sequence.seq_id, None)
         if self._beam_reorder.forget(sequence):
             self._released.append(sequence.seq_id)
 
-    def _update_beams(
-        self, samples: list[Sequence], candidates: dict[int, Candidates], now: float
-    ) -> list[SequenceUpdate]:
+    def _update_beams(self, samples: list[Sequence], result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the candidates of all beams among the samples; returns the updates of the searches that ended. The
         caller then removes their sequences from `_running`."""
-        ended, released = self._beam_reorder.advance(samples, candidates, self._running, self.kv)
+        ended, released = self._beam_reorder.advance(samples, result.candidates, self._running, self.kv)
         self._released += released
         updates = []
         for request in ended:
             self._running.drop_reservations(request)
-            found = hypothesis_updates(request)
-            for update in found:
-                report_times(update, request, now)
+            found = ended_search(request, now)
             for sequence in request.sequences:
                 self._finish(sequence, found[0].finish_reason or FinishReason.STOP)
             updates += found
@@ -430,19 +444,11 @@ class Scheduler:
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""
-        running = dict.fromkeys(sequence.request for sequence in self._running.sequences)
-        return take_snapshot(self.kv, running, self._waiting)
+        return take_snapshot(self.kv, dict.fromkeys(s.request for s in self._running.sequences), self._waiting)
 
     def check(self) -> None:
         """Assert the invariants of the scheduler and of the KV cache. O(blocks + requests)."""
         self.kv.check()
-        running = self._running.sequences
-        self._beam_reorder.check(running)
-        check_slots(self._requests.values(), self._running, self.kv)
+        self._beam_reorder.check(self._running.sequences)
         assert self._running.num_slots <= self._limits.max_num_seqs
-        num_timed = sum(r.params.timeout_s is not None for r in self._requests.values())
-        assert len(self._deadlines) == num_timed, "the watched time limits are not those of the live requests"
-        assert self.kv.host.num_sequences == check_waiting(self._waiting, self.kv), (
-            "the host pool holds a running sequence"
-        )
-        check_running(running, self.kv)
+        check_requests(self._requests.values(), self._waiting, self._running, self._deadlines, self.kv)

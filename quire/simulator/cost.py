@@ -30,9 +30,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, AttentionShape, Matrix, ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.work import StepWork
 
 KERNELS_PER_LAYER = 10
@@ -477,6 +477,8 @@ def _check(shape: ModelShape, layout: ParallelConfig) -> None:
                 "multiple of them",
                 param="tp",
             )
+    if layout.cp > 1:
+        raise UserError(f"cp={layout.cp} is not simulated yet: only 1 is", param="cp")
     if layout.pp > shape.num_layers:
         raise UserError(f"pp={layout.pp} exceeds the {shape.num_layers} layers of {shape.name}", param="pp")
     if layout.ep > 1 and (shape.experts is None or shape.experts.num_experts % layout.ep):

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from quire.engine.core import EngineCore
+from quire.engine.router import make_router
 from quire.errors import QuireError
 from quire.simulator.cost import CostModel
 from quire.simulator.metrics import Metrics
 from quire.simulator.replica import EngineSettings, MakeCore, Replica
-from quire.simulator.router import make_router
 from quire.simulator.trace import TraceRequest
 
 REPORT_SECONDS = 0.25
@@ -88,7 +88,7 @@ def simulate_fleet(
         for until, arrived in _windows(requests, window):
             shares: list[list[TraceRequest]] = [[] for _ in range(num_replicas)]
             for request in arrived:
-                shares[chooser.choose(request)].append(request)
+                shares[chooser.choose(request.prefix_group if request.prefix_tokens else None)].append(request)
             for number, group in enumerate(groups):
                 group.begin_window(shares[number :: len(groups)], until)
             num_live = [0] * num_replicas

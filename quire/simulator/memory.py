@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from quire.config.model_shape import DTYPE_BYTES, ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVGroup, block_bytes, group_layers
+from quire.kv_cache.sizing import most_useful_blocks
 from quire.kv_cache.spec import LayerSpec, layer_spec
 from quire.simulator.cost import CostModel
-from quire.simulator.parallel_config import ParallelConfig
 from quire.utils.sizes import format_bytes
 
 LOGIT_BYTES = 4
@@ -58,21 +59,20 @@ def check_pool(cost: CostModel, num_bytes: int) -> None:
 
 def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
     """Bytes of a pool of `num_blocks` blocks, on each device."""
-    return num_blocks * block_bytes(*_groups(cost), block_size)
+    return num_blocks * block_bytes(*_groups(cost, block_size))
 
 
 def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
     """Bytes that `max_num_seqs` sequences of full length use: the engine takes no more (quire/kv_cache/sizing.py)."""
-    groups, _ = _groups(cost)
-    return pool_bytes(cost, len(groups) * max_num_seqs * -(-max_model_len // block_size), block_size)
+    groups, _ = _groups(cost, block_size)
+    return pool_bytes(cost, most_useful_blocks(groups, max_num_seqs, max_model_len), block_size)
 
 
 def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[LayerSpec]:
-    """The KV specs of the layers of one device, for the largest pipeline stage. Raises UserError for a model whose
-    layers keep a state."""
+    """The KV specs of the layers of one device, for the largest pipeline stage."""
     stage, size = shape.layers[: shape.layers_per_stage(layout.pp)], int(DTYPE_BYTES[dtype])
     return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
 
 
-def _groups(cost: CostModel) -> tuple[tuple[KVGroup, ...], int]:
-    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout))
+def _groups(cost: CostModel, block_size: int) -> tuple[tuple[KVGroup, ...], int]:
+    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout), block_size)

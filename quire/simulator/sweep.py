@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from quire.config.parallel import ParallelConfig
 from quire.errors import InsufficientMemoryError, QuireError, UserError
 from quire.simulator.cost import CostModel
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import UnboundedRateError, find_rate
 from quire.simulator.scenario import Scenario
 from quire.simulator.work import StepWork

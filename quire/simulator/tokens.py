@@ -77,14 +77,14 @@ class Streams:
             return len(plan.seq_ids)
         return len({self._requests.get(seq_id, seq_id) for seq_id in plan.seq_ids})
 
-    def sample(self, plan: StepPlan) -> list[int]:
-        """A token for each of the plan's samples."""
+    def sample(self, plan: StepPlan) -> list[list[int]]:
+        """A token for each of the plan's samples, in a list of its own."""
         firsts = self._first_tokens
         if not firsts:
-            return plan.sample_seq_ids
+            return [[seq_id] for seq_id in plan.sample_seq_ids]
         starts, counts = plan.start_positions, plan.num_tokens
         return [
-            firsts[seq_id] + starts[source] + counts[source] if seq_id in firsts else seq_id
+            [firsts[seq_id] + starts[source] + counts[source] if seq_id in firsts else seq_id]
             for seq_id, source in zip(plan.sample_seq_ids, plan.sample_from, strict=True)
         ]
 

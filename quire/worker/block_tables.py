@@ -10,15 +10,16 @@ from quire.kv_cache.layout import NULL_BLOCK
 
 
 class BlockTables:
-    """Per KV group [num_rows, max_blocks] int32: physical blocks in logical order, then NULL_BLOCK."""
+    """Per KV group [num_rows, max_blocks of the group] int32: physical blocks in logical order, then NULL_BLOCK."""
 
-    def __init__(self, num_groups: int, num_rows: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_sizes: Sequence[int], num_rows: int, max_model_len: int) -> None:
+        """block_sizes: tokens of a block, per KV group."""
+        self.block_sizes = tuple(block_sizes)
         self.num_rows = num_rows
-        max_blocks = -(-(max_model_len + 1) // block_size)
         assert NULL_BLOCK == 0, "zeros are reserved and not touched, other values would be"
-        self._tables = tuple(np.zeros((num_rows, max_blocks), np.int32) for _ in range(num_groups))
-        self._num_blocks = np.zeros((num_groups, num_rows), np.int64)
+        widths = [-(-(max_model_len + 1) // size) for size in self.block_sizes]
+        self._tables = tuple(np.zeros((num_rows, width), np.int32) for width in widths)
+        self._num_blocks = np.zeros((len(self._tables), num_rows), np.int64)
 
     @property
     def num_groups(self) -> int:
@@ -56,9 +57,17 @@ class BlockTables:
 
     def gather(self, rows: np.ndarray, num_tokens: int) -> tuple[np.ndarray, ...]:
         """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
-        width = -(-num_tokens // self.block_size)
-        return tuple(table[rows, :width] for table in self._tables)
+        return tuple(
+            table[rows, : -(-num_tokens // size)] for table, size in zip(self._tables, self.block_sizes, strict=True)
+        )
 
-    def entries(self, rows: np.ndarray, logical_indices: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Single entries, one for each row and index ([N] int64): per group [N] int32."""
-        return tuple(table[rows, logical_indices] for table in self._tables)
+    def written(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[int]:
+        """The blocks, of all groups, in which positions starts .. ends - 1 of `rows` lie (all [S] int64)."""
+        entries = []
+        for table, size in zip(self._tables, self.block_sizes, strict=True):
+            first = starts // size
+            counts = (ends - 1) // size - first + 1
+            logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+            entries.append(table[np.repeat(rows, counts), logical])
+        blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
+        return blocks

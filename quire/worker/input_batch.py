@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from quire.worker.block_tables import BlockTables
     from quire.worker.request_state import RequestState
 
 
@@ -66,15 +65,6 @@ class InputBatch(NamedTuple):
     def positions(self) -> np.ndarray:
         """[T] int64: position of each token in its sequence."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
-
-    def written_blocks(self, tables: BlockTables) -> list[int]:
-        """The blocks that the model writes keys and values to in this step, of all KV groups."""
-        first, last = self.starts // tables.block_size, (self.ends - 1) // tables.block_size
-        counts = last - first + 1
-        logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        entries = tables.entries(np.repeat(self.rows, counts), logical)
-        blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
-        return blocks
 
 
 def build_input_batch(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.errors import InsufficientMemoryError
+from quire.errors import ConfigError, InsufficientMemoryError
 from quire.kernels.cpu.memory import allocate
-from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.layout import KVCacheLayout, KVGroup
 from quire.utils.sizes import format_bytes
 
 
@@ -28,7 +28,7 @@ def allocate_host_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
 
 
 def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) -> list[torch.Tensor]:
-    page_bytes = layout.groups[0].spec.page_bytes(layout.block_size)
+    page_bytes = layout.page_bytes
     try:
         return [allocate(num_blocks * page_bytes).view(num_blocks, page_bytes) for _ in range(layout.layers_per_group)]
     except InsufficientMemoryError:
@@ -39,7 +39,18 @@ def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) 
 
 
 def typed_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Views of the pages for the plain torch back end: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
-    spec = layout.groups[0].spec
-    shape = (layout.num_blocks, 2, layout.block_size, spec.num_kv_heads, spec.head_dim)
-    return [page.view(dtype).view(shape) for page in pages]
+    """Views of the pages for a back end that reads all groups alike: [num_blocks, 2, block_size, num_kv_heads,
+    head_dim]. Raises ConfigError where groups have pages of different shapes."""
+    group, *others = layout.groups
+    shape = group.spec.page_shape(group.block_size)
+    if any(other.spec.page_shape(other.block_size) != shape for other in others):
+        raise ConfigError("the attention back end takes pages of one shape, and this model's KV groups have several")
+    return group_pages(pages, group, dtype)
+
+
+def group_pages(pages: Sequence[torch.Tensor], group: KVGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views of the pages as one group uses them: for each of its layers [num_blocks, *spec.page_shape(block_size)],
+    without the padding. dtype: of stored elements; torch.uint8 for states."""
+    shape = group.spec.page_shape(group.block_size)
+    used = [page[:, : group.page_bytes].view(dtype) for page in pages[: len(group.layers)]]
+    return [page.unflatten(1, shape) for page in used]

@@ -39,8 +39,9 @@ class Launched(NamedTuple):
         nonfinite: Sequence[int] = ()
         if samples is not None:
             tokens = samples.assemble([next(hosts) for _ in samples.tensors()])
-            result.token_ids, nonfinite = tokens.token_ids.tolist(), tokens.nonfinite
-            result.logprobs, result.candidates = tokens.logprobs, tokens.candidates
+            result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
+            result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
+            result.candidates = tokens.candidates
         nonfinite_prompts = []
         for scores in self.scores:
             try:
@@ -80,7 +81,7 @@ class ModelRunner:
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
-        if plan.swap_out and transfers.is_reading(batch.written_blocks(requests.tables)):
+        if plan.swap_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)

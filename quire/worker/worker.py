@@ -98,7 +98,7 @@ class Worker:
             self._transfers = self.platform.make_transfers(pages, self._host_pool)
             if cache.offload_dir is not None:
                 self._disk = FileTier(self._open_store(layout, self._host_pool), self._transfers)
-        tables = BlockTables(len(layout.groups), num_rows, model.max_model_len, layout.block_size)
+        tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
         sampling = SamplingRows(num_rows)
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling)
         requests = RequestState(tables, sampling, compute.columns)

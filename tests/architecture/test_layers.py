@@ -16,7 +16,7 @@ TYPING_SEAMS = {
     # their types, nothing more.
     ("quire.request", "quire.kv_cache.block_hash"),
     ("quire.request", "quire.decoding.beam"),
-    ("quire.request", "quire.kv_cache.manager"),
+    ("quire.request", "quire.kv_cache.block_table"),
 }
 FIRST_COMPUTE_LAYER = LAYER_OF["kernels"]
 REGISTRY_TARGET = re.compile(r"(quire\.[a-z_.]+):[A-Za-z_]\w*")

@@ -12,7 +12,7 @@ from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.kernels.reference import copy_blocks, paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 
 GROUPED = LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 LAYERS = {
@@ -51,8 +51,8 @@ class Pool:
         self.layer, self.histories, self.block_size = layer, histories, block_size
         per_sequence = [-(-len(history.q) // block_size) for history in histories]
         num_blocks = 1 + sum(per_sequence)
-        spec = FullAttentionSpec(layer.num_kv_heads, layer.head_dim, 4)
-        groups, size = group_layers([spec])
+        spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, 4)
+        groups, size = group_layers([spec], block_size)
         self.pages = torch.full((num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim), 3.0)
         self.backend = TorchAttention(KVCacheLayout(block_size, num_blocks, groups, size), [self.pages])
         scattered = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).split(

@@ -14,7 +14,7 @@ from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton import attention_tiles
 from quire.kernels.triton.attention_tiles import DeviceLimits, Tiles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.layers.operations import HeadWeights
 
 WINDOW = 24
@@ -44,7 +44,9 @@ class Pool:
         self.device = device
         generator = torch.Generator().manual_seed(1)
         self.qkv = [torch.randn(length, 2, 4 * 16, generator=generator) for length in lengths]
-        groups, size = group_layers([FullAttentionSpec(1, 16, 4), SlidingWindowSpec(1, 16, 4, window=WINDOW)])
+        groups, size = group_layers(
+            [AttentionSpec(1, 16, 16, 4), SlidingWindowSpec(1, 16, 16, 4, window=WINDOW)], BLOCK
+        )
         counts = [-(-length // BLOCK) for length in lengths]
         num_blocks = 1 + 2 * sum(counts)
         pages = [torch.full((num_blocks, 2, BLOCK, 1, 16), float("nan")) for _ in range(size)]
@@ -188,9 +190,9 @@ def test_which_kernels_run(small_parts: None, device: torch.device) -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 def test_every_kernel_is_known_at_the_start(group: int, invariant: bool) -> None:
     """No length of a chunk needs tiles that the lengths to compile do not."""
-    spec = FullAttentionSpec(1, 64, 2)
+    spec = AttentionSpec(1, 64, 64, 2)
     backend = TritonAttention(
-        KVCacheLayout(BLOCK, 4, *group_layers([spec])),
+        KVCacheLayout(BLOCK, 4, *group_layers([spec], BLOCK)),
         [torch.zeros(4, 2, BLOCK, 1, 64, dtype=torch.bfloat16)],
         DeviceLimits(),
         num_heads=group,

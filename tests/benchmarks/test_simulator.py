@@ -15,6 +15,7 @@ from benchmarks.simulator import predict, scale
 from quire.cli import calibrate, plan, simulate
 from quire.clock import VirtualClock
 from quire.config.model_shape import ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.executors.step_log import StepLog, StepLogHeader, StepRecord, read_step_log
 from quire.simulator.cost import CostModel, Precision
@@ -22,7 +23,6 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.hardware import Hardware, find
 from quire.simulator.jitter import Jitter
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings
 from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest

@@ -107,6 +107,10 @@ def test_engine_options_from_flags() -> None:
     assert made == EngineOptions(model="some/model", block_size=8, enable_prefix_caching=False, kv_cache_memory="1GiB")
 
 
+def test_ranks_have_a_short_flag() -> None:
+    assert options("-tp", "2").tensor_parallel_size == options("--tensor-parallel-size", "2").tensor_parallel_size == 2
+
+
 def test_model_may_be_positional_or_a_flag_but_not_two_different_ones() -> None:
     assert options("--model", "a").model == options("a").model == options("a", "--model", "a").model == "a"
     with pytest.raises(UserError, match="give one"):

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from quire.cli.main import main
 from quire.cli.memory_plan import estimate_activations, plan_engine
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.errors import InsufficientMemoryError
 from quire.executors.local import LocalExecutor
 from quire.kv_cache.spec import layer_specs
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find, profiles, to_json
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan
@@ -279,7 +279,10 @@ def test_a_profile_of_a_file(model: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_windows_make_long_sequences_cheaper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write(tmp_path, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32})
     found = plan_json(capsys, model, "--memory", "1GiB", "--bandwidth", "1GB")
-    assert found["kv_groups"] == [{"num_layers": 4, "window": 32}]
+    assert found["kv_groups"] == [
+        {"num_layers": 4, "kind": "sliding", "window": 32, "block_size": 16, "page_bytes": 16 * KV_TOKEN_BYTES // 4}
+    ]
+    assert (found["kv_page_bytes"], found["kv_padding"]) == (16 * KV_TOKEN_BYTES // 4, 0)
     (entry,) = found["concurrency"]
     assert entry["blocks_per_sequence"] == 3
     step_bytes = 4 * READ_PER_STEP + 32 * KV_TOKEN_BYTES
@@ -390,10 +393,18 @@ def test_quantised_weights_are_counted_as_they_are_stored(
     assert f"as {method}" in capsys.readouterr().out
 
 
-def test_a_model_whose_layers_keep_a_state_is_not_laid_out_yet(
+def test_a_model_whose_layers_keep_a_state_is_planned_and_not_simulated_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **sizes}))
-    assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 2
-    assert "layers that keep a state cannot be laid out yet" in capsys.readouterr().err
+    found = plan_json(capsys, str(tmp_path), "--gpu", "h100")
+    assert [group["kind"] for group in found["kv_groups"]] == ["state", "state", "state", "full"]
+    state, full = found["kv_groups"][0], found["kv_groups"][-1]
+    assert state["block_size"] % full["block_size"] == 0
+    assert max(state["page_bytes"], full["page_bytes"]) <= found["kv_page_bytes"]
+    assert 0 <= found["kv_padding"] <= 0.12
+    assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 0
+    assert "KV padding" in capsys.readouterr().out
+    assert main(["simulate", "--model", str(tmp_path), "--gpu", "h100", "--workload", "alpaca", "--rate", "1"]) == 2
+    assert "can be planned, but not simulated yet" in capsys.readouterr().err

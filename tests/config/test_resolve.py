@@ -103,7 +103,7 @@ def test_options_reach_their_slices(model: str) -> None:
         ("preemption_mode", "swop"),
         ("swap_space", "4GiB"),
         ("quantization", "awq"),
-        ("tensor_parallel_size", 2),
+        ("tensor_parallel_size", 0),
         ("pipeline_parallel_size", 0),
     ],
 )

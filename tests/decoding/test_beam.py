@@ -9,9 +9,9 @@ import pytest
 
 from quire.decoding.beam import BeamSearch, follow
 from quire.decoding.parallel import create_sequences
-from quire.kv_cache.layout import KVCacheLayout, KVGroup
+from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.manager import KVCacheManager
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.request import EngineRequest, FinishReason, Request
 from quire.sampling_params import SamplingParams
 from quire.step import Candidates
@@ -24,7 +24,7 @@ class Searcher:
     """A search whose beams have real blocks; `step` gives candidates to the beams, in their order."""
 
     def __init__(self, prompt: list[int] | None = None, max_tokens: int = 8, **params: Any) -> None:
-        layout = KVCacheLayout(BLOCK, 64, (KVGroup(FullAttentionSpec(1, 8, 4), (0,)),), 1)
+        layout = KVCacheLayout(BLOCK, 64, *group_layers([AttentionSpec(1, 8, 8, 4)], BLOCK))
         self.kv = KVCacheManager(layout, enable_prefix_caching=True)
         source = EngineRequest(
             request_id="r",

@@ -73,7 +73,7 @@ def test_max_model_len_beyond_the_models(bundled_model_path: Path) -> None:
     [
         ({"blok_size": 16}, "blok_size"),
         ({"block_size": 24}, "block_size"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size"),
         ({"quantization": "int3"}, "quantization"),
         ({"quantization": "gptq"}, "quantization"),
         ({"quantization": "int8", "attention_backend": "torch"}, "quantization"),

@@ -19,12 +19,12 @@ import pytest
 
 from quire import envs
 from quire.config.options import EngineOptions
-from quire.engine import process_client
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.messages import Abort
 from quire.engine.process_client import ProcessClient
-from quire.engine.runtime_directory import LAST_WORDS_FILE, PREFIX
 from quire.errors import ConfigError, EngineDeadError, InsufficientMemoryError, ModelLoadError
+from quire.utils import child_process
+from quire.utils.runtime_directory import LAST_WORDS_FILE, PREFIX
 from tests.engine.driving import add, call, first_update, stats, tokens_until_finished
 from tests.engine.scripts import start_script
 
@@ -230,8 +230,8 @@ def test_a_process_that_cannot_even_report_leaves_its_last_words(tmp_path: Path)
 def test_the_last_words_are_the_cause(
     options: EngineOptions, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    boot = process_client._BOOT.replace("; main()", "; import zmq; zmq.Context = lambda: 1 / 0; main()")
-    monkeypatch.setattr(process_client, "_BOOT", boot)
+    boot = child_process._BOOT.replace("; main()", "; import zmq; zmq.Context = lambda: 1 / 0; main()")
+    monkeypatch.setattr(child_process, "_BOOT", boot)
     client = ProcessClient(options, executor=FAKES + "plain")
     with pytest.raises(EngineDeadError, match="the engine process failed: ZeroDivisionError: division by zero"):
         _ = client.ready

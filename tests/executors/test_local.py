@@ -51,7 +51,7 @@ def with_depth(config: EngineConfig, queue_depth: int, num_threads: int = 1) -> 
 
 def ready(config: EngineConfig) -> LocalExecutor:
     executor = LocalExecutor(config)
-    groups, layers_per_group = group_layers(executor.load_model())
+    groups, layers_per_group = group_layers(executor.load_model(), 16)
     executor.allocate(KVCacheLayout(16, 20, groups, layers_per_group))
     return executor
 
@@ -77,13 +77,13 @@ def test_a_life(config: EngineConfig, queue_depth: int) -> None:
     specs = executor.load_model()
     assert len(specs) == 3
     assert executor.profile(64, 4).available > 0
-    groups, layers_per_group = group_layers(specs)
+    groups, layers_per_group = group_layers(specs, 16)
     executor.allocate(KVCacheLayout(16, 20, groups, layers_per_group))
     futures = [executor.execute(prefill(step, step)) for step in range(4)]
     assert futures[0].done() or queue_depth == 2
     results = [future.result(timeout=60) for future in futures]
     assert [result.step_id for result in results] == [0, 1, 2, 3]
-    assert len({result.token_ids[0] for result in results}) == 1
+    assert len({result.token_ids[0][0] for result in results}) == 1
     assert len(worker_threads()) == queue_depth - 1
     executor.shutdown()
     executor.shutdown()

@@ -73,7 +73,7 @@ def make_config(
 ) -> EngineConfig:
     """num_host_blocks: at most, for `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig
     that differ from SCHEDULER's."""
-    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load_model())
+    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load_model(), block_size)
     return EngineConfig(
         model=ModelConfig(
             name="fake",
@@ -92,7 +92,7 @@ def make_config(
             memory_utilization=0.5,
             num_blocks_override=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
-            swap_space=num_host_blocks * block_bytes(groups, layers_per_group, block_size),
+            swap_space=num_host_blocks * block_bytes(groups, layers_per_group),
             offload_dir=Path("fake") if offload else None,
         ),
         scheduler=replace(SCHEDULER, **scheduler),
@@ -218,6 +218,7 @@ class CoreDriver(CoreClient):
         self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.disk = disk
         self.executor.nonfinite_token = nonfinite_token
+        self.executor.queue_depth = config.scheduler.queue_depth
         self.executor.observe = self.ledger.follow
         # A core with a given pool size does not profile, which is where the fake learns the limits that it enforces.
         self.executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)

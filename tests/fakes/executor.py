@@ -14,38 +14,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
-    Candidates,
     NewSequence,
     PromptLogprobs,
     SequenceFork,
     SequenceSampling,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from tests.fakes.disk import FakeDisk
+from tests.fakes.token_rule import ChooseToken, TokenRule, mix
 
-_MASK = 2**63 - 1
-_GREEDY_SEED = 0x5EED
-
-ChooseToken = Callable[[SequenceSampling, int, list[int]], int]
-"""(sampling, number of tokens generated before, all tokens so far) -> the next token."""
+ProposeDrafts = Callable[[int, list[int], int], list[int]]
+"""(seq_id, the tokens that the model would choose, how many drafts) -> the drafts of a worker."""
 
 
 class ContractViolationError(AssertionError):
     """A plan broke the contract of quire/step.py."""
-
-
-def _mix(*values: int) -> int:
-    """A number that depends on all of `values` and is the same in every process."""
-    return hash(values) & _MASK
 
 
 def _require(condition: bool, message: str) -> None:
@@ -65,10 +55,14 @@ class _Row:
     """None: the row has just begun (prefix hit, or fork with its own history): it starts anywhere."""
     chain: list[int] = field(default_factory=list)
     """chain[p] depends on tokens 0..p."""
+    drafts: list[int] = field(default_factory=list)
+    """Of the step at hand."""
+    rejected: list[tuple[int, int]] = field(default_factory=list)
+    """(number of a step, drafts of it that were rejected)"""
 
     def extend_chain(self) -> None:
         for position in range(len(self.chain), len(self.token_ids)):
-            self.chain.append(_mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
+            self.chain.append(mix(self.chain[-1] if self.chain else 0, self.token_ids[position], position))
 
 
 class FakeExecutor:
@@ -93,13 +87,17 @@ class FakeExecutor:
         record: bool = False,
     ) -> None:
         self._specs = [_spec(window) for window in windows]
-        self._vocab_size = vocab_size
+        self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
         self._fail_at_step = fail_at_step
         self._load_error = load_error
-        self._choose = choose
         self._verify = verify
         self._record = record
+        self.propose_drafts: ProposeDrafts | None = None
+        """Drafts for sequences with `num_drafts` for which a plan has none."""
+        self.queue_depth = 1
+        """How far a plan may be ahead of the results that the scheduler has seen."""
+        self.num_drafts = self.num_accepted_drafts = 0
         self.disk: FakeDisk | None = None
         """The disk tier; set it before the first plan."""
         self.nonfinite_token: int | None = None
@@ -203,6 +201,8 @@ class FakeExecutor:
         for seq_id in plan.released:
             _require(seq_id in self._rows, f"released sequence {seq_id} has no row")
             self._disown(self._rows.pop(seq_id))
+        for seq_id, kept in plan.trimmed_tables.items():
+            self._trim(seq_id, kept)
         for new in plan.new_sequences:
             self._create(new)
         for fork in plan.beam_reorders:
@@ -214,13 +214,17 @@ class FakeExecutor:
         if self._verify:
             # What left a window is not read any more, so this very plan may give it to another sequence.
             for seq_id, start in zip(plan.seq_ids, plan.start_positions, strict=True):
+                row = self._row(seq_id)
                 for group in range(self._num_groups):
-                    self._drop_outside_window(self._row(seq_id), group, start)
+                    self._drop_outside_window(row, group, start if row.num_computed is None else row.num_computed)
         self._update_tables(plan)
         self._check_swapped_in_are_left_alone(plan)
         result = StepResult(step_id=plan.step_id, token_ids=[])
-        for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
-            self._compute(seq_id, start, count, result)
+        for index, (seq_id, start) in enumerate(zip(plan.seq_ids, plan.start_positions, strict=True)):
+            num_drafts = plan.num_drafts[index] if plan.num_drafts else 0
+            start = self._check_start(seq_id, start)
+            self._draft(seq_id, num_drafts, plan.drafts.get(seq_id))
+            self._compute(seq_id, start, plan.num_tokens[index], result)
         # The latest moment that the contract allows: a read of one of these blocks before it finds something else.
         self._load_from_host(plan.swap_in)
         for fork in plan.forks:
@@ -236,6 +240,11 @@ class FakeExecutor:
         batch = len(plan.seq_ids)
         _require(len(plan.start_positions) == batch == len(plan.num_tokens), "columns of different length")
         _require(len(set(plan.seq_ids)) == batch, f"a sequence is scheduled twice: {plan.seq_ids}")
+        _require(len(plan.num_drafts) in (0, batch), "the column of drafts has a different length")
+        for index, count in enumerate(plan.num_drafts):
+            own = [s for s, source in zip(plan.sample_seq_ids, plan.sample_from, strict=True) if source == index]
+            _require(not count or own == [plan.seq_ids[index]], f"drafts of {plan.seq_ids[index]}, not sampled alone")
+            _require(0 <= count < plan.num_tokens[index], f"{count} drafts in {plan.num_tokens[index]} tokens")
         _require(len(plan.sample_seq_ids) == len(plan.sample_from), "sample columns of different length")
         _require(len(set(plan.sample_seq_ids)) == len(plan.sample_seq_ids), "a sequence is sampled twice")
         _require(all(count >= 1 for count in plan.num_tokens), f"nothing to compute: {plan.num_tokens}")
@@ -323,25 +332,24 @@ class FakeExecutor:
     def _compute(self, seq_id: int, start: int, count: int, result: StepResult) -> None:
         row = self._row(seq_id)
         end = start + count
+        known = len(row.token_ids)
         _require(
-            row.num_computed is None or start == row.num_computed,
-            f"sequence {seq_id} starts at {start} but has computed {row.num_computed} tokens",
+            end == known + len(row.drafts) if row.drafts else end <= known,
+            f"sequence {seq_id} computes up to {end} of {known} tokens and {len(row.drafts)} drafts",
         )
-        _require(
-            end <= len(row.token_ids),
-            f"sequence {seq_id} computes up to {end} of {len(row.token_ids)} tokens",
-        )
+        row.token_ids += row.drafts
         row.extend_chain()
+        del row.token_ids[known:]
         if self._verify:
             for group in range(self._num_groups):
                 self._check_read(seq_id, row, group, start)
                 self._write(seq_id, row, group, start, end)
-        row.num_computed = end
+        row.num_computed = end - len(row.drafts)
         wanted = row.sampling.params.prompt_logprobs
         last = min(end, row.num_prompt_tokens - 1)
         if wanted is not None and start + 1 <= last:
             positions = range(start + 1, last + 1)
-            entries = [self._logprobs(row.token_ids[p], row.chain[p - 1], wanted) for p in positions]
+            entries = [self._rule.logprobs(row.token_ids[p], row.chain[p - 1], wanted) for p in positions]
             result.prompt_logprobs[seq_id] = PromptLogprobs(start=start + 1, entries=entries)
 
     def _fork(self, fork: SequenceFork) -> None:
@@ -390,56 +398,100 @@ class FakeExecutor:
                 f"sequence {seq_id} of {known} tokens is sampled after {read.num_computed} computed ones",
             )
             state = read.chain[known - 1]
-            token_id = self._pick(row, state)
+            token_ids = (
+                self._accept(row, read)
+                if read is row
+                else [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
+            )
             if row.sampling.num_candidates:
-                result.candidates[index] = self._candidates(row, state)
-                token_id = result.candidates[index].token_ids[0]
-            result.token_ids.append(token_id)
-            if row.sampling.params.ranks_samples and row.sampling.params.logprobs is None:
-                result.logprobs[index] = self._logprobs(token_id, state, 0)
-            elif row.sampling.params.logprobs is not None and not row.sampling.num_candidates:
-                result.logprobs[index] = self._logprobs(token_id, state, row.sampling.params.logprobs)
+                result.candidates[index] = self._rule.candidates(row.sampling, known - row.num_prompt_tokens, state)
+                token_ids = [result.candidates[index].token_ids[0]]
+            result.token_ids.append(token_ids)
+            num_top = row.sampling.params.logprobs
+            if row.sampling.params.ranks_samples and num_top is None:
+                num_top = 0
+            elif row.sampling.num_candidates:
+                num_top = None
+            if num_top is not None:
+                states = read.chain[known - 1 :]
+                result.logprobs[index] = [
+                    self._rule.logprobs(each, states[place], num_top) for place, each in enumerate(token_ids)
+                ]
             if self.nonfinite_token is not None and self.nonfinite_token in read.token_ids[:known]:
                 result.nonfinite.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)
-        for seq_id, token_id in zip(plan.sample_seq_ids, result.token_ids, strict=True):
-            self._rows[seq_id].token_ids.append(token_id)
+        for seq_id, token_ids in zip(plan.sample_seq_ids, result.token_ids, strict=True):
+            row = self._rows[seq_id]
+            num_rejected = len(row.drafts) + 1 - len(token_ids)
+            if row.drafts:
+                self.num_drafts += len(row.drafts)
+                self.num_accepted_drafts += len(token_ids) - 1
+                row.rejected.append((self.num_steps, num_rejected))
+                row.num_computed = len(row.token_ids) + len(token_ids) - 1
+                del row.chain[row.num_computed :]
+                row.drafts = []
+            row.token_ids += token_ids
         if self._verify:
             rows = len(self._rows)
             _require(rows <= self._max_num_seqs, f"{rows} rows exceed max_num_seqs {self._max_num_seqs}")
 
-    # Tokens.
+    # Drafts.
 
-    def _pick(self, row: _Row, state: int) -> int:
-        sampling = row.sampling
-        index = len(row.token_ids) - row.num_prompt_tokens
-        if self._choose is not None:
-            return self._choose(sampling, index, row.token_ids)
-        seed = _GREEDY_SEED if sampling.params.is_greedy else sampling.seed
-        token_id = _mix(state, seed, index) % self._vocab_size
-        while index < sampling.params.min_tokens and token_id in sampling.stop_token_ids:
-            token_id = (token_id + 1) % self._vocab_size
-        return token_id
+    def _trim(self, seq_id: int, kept: list[int]) -> None:
+        for table, num_blocks in zip(self._row(seq_id).tables, kept, strict=True):
+            _require(num_blocks <= len(table), f"sequence {seq_id} is cut to {num_blocks} of {len(table)} blocks")
+            if self._verify:
+                for block_id in table[num_blocks:]:
+                    self._release_block(block_id)
+            del table[num_blocks:]
 
-    def _candidates(self, row: _Row, state: int) -> Candidates:
-        """Distinct tokens with falling scores, so close together that often the worse beam has the better child."""
-        banned: set[int] = set()
-        if len(row.token_ids) - row.num_prompt_tokens < row.sampling.params.min_tokens:
-            banned = set(row.sampling.stop_token_ids)
-        token_ids: dict[int, None] = {}
-        number = 0
-        while len(token_ids) < min(row.sampling.num_candidates, self._vocab_size - len(banned)):
-            token_id = _mix(state, number) % self._vocab_size
-            number += 1
-            if token_id not in banned:
-                token_ids[token_id] = None
-        gaps = [0.25 + _mix(state, number, 1) % 64 / 64 for number in range(len(token_ids))]
-        return Candidates(list(token_ids), [-gap for gap in accumulate(gaps)])
+    def _check_start(self, seq_id: int, start: int) -> int:
+        """Where the sequence really starts. What the plan says is more by the drafts that were rejected since the last
+        result that the scheduler has seen."""
+        row = self._row(seq_id)
+        if row.num_computed is None:
+            return start
+        row.rejected = [(step, count) for step, count in row.rejected if step > self.num_steps - self.queue_depth]
+        _require(
+            0 <= start - row.num_computed <= sum(count for _, count in row.rejected),
+            f"sequence {seq_id} starts at {start} but has computed {row.num_computed} tokens",
+        )
+        return row.num_computed
 
-    def _logprobs(self, token_id: int, state: int, num_top: int) -> TokenLogprobs:
-        top = [_mix(state, rank) % self._vocab_size for rank in range(num_top)]
-        return TokenLogprobs([token_id, *top], [-1.0 - 0.5 * rank for rank in range(num_top + 1)], rank=1)
+    def _draft(self, seq_id: int, num_drafts: int, proposed: list[int] | None) -> None:
+        """Give a row the drafts of this step: those of the plan, or the worker's own."""
+        row = self._row(seq_id)
+        row.drafts = proposed or []
+        if num_drafts and proposed is None:
+            _require(self.propose_drafts is not None, f"drafts are asked for {seq_id}, and this worker has none")
+            assert self.propose_drafts is not None
+            row.drafts = list(self.propose_drafts(seq_id, self.foresee(seq_id, num_drafts), num_drafts))
+        _require(len(row.drafts) == num_drafts, f"{len(row.drafts)} drafts of {seq_id} instead of {num_drafts}")
+
+    def foresee(self, seq_id: int, count: int) -> list[int]:
+        """The next tokens of a sequence, one after the other."""
+        row = self._row(seq_id)
+        ahead = replace(row, token_ids=list(row.token_ids), chain=list(row.chain))
+        for _ in range(count):
+            ahead.extend_chain()
+            ahead.token_ids.append(
+                self._rule.pick(row.sampling, ahead.token_ids, row.num_prompt_tokens, ahead.chain[-1])
+            )
+        return ahead.token_ids[len(row.token_ids) :]
+
+    def _accept(self, row: _Row, read: _Row) -> list[int]:
+        """Those leading drafts of a row that are what the model chooses, and the token behind them."""
+        known = len(row.token_ids)
+        accepted: list[int] = []
+        for place in range(len(row.drafts) + 1):
+            state, all_ids = read.chain[known - 1 + place], row.token_ids + accepted if accepted else row.token_ids
+            token_id = self._rule.pick(row.sampling, all_ids, row.num_prompt_tokens, state)
+            accepted.append(token_id)
+            # Behind a token with non-finite logits nothing is accepted: the next step reports them.
+            if place == len(row.drafts) or token_id != row.drafts[place] or token_id == self.nonfinite_token:
+                break
+        return accepted
 
     # Blocks.
 
@@ -486,7 +538,7 @@ class FakeExecutor:
         """Blocks that no position from `start` on reads may serve someone else, said or unsaid."""
         assert self._layout is not None
         spec = self._layout.groups[group].spec
-        if isinstance(spec, SlidingWindowSpec):
+        if spec.window is not None:
             table = row.tables[group]
             for index in range(min(max(0, start - spec.window + 1) // self._layout.block_size, len(table))):
                 self._release_block(table[index])
@@ -499,7 +551,7 @@ class FakeExecutor:
             if block_id == NULL_BLOCK:
                 spec = self._layout.groups[group].spec
                 _require(
-                    isinstance(spec, SlidingWindowSpec) and (index + 1) * size <= start - spec.window + 1,
+                    spec.window is not None and (index + 1) * size <= start - spec.window + 1,
                     f"sequence {seq_id} reads block {index}, which it gave up",
                 )
                 continue
@@ -524,5 +576,5 @@ class FakeExecutor:
 
 def _spec(window: int | None) -> LayerSpec:
     if window is None:
-        return FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
-    return SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=window)
+        return AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
+    return SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=window)

@@ -26,12 +26,19 @@ class SlotLedger:
         self._size = block_size
         self._tables: dict[int, Tables] = {}
         """seq_id -> per group the physical blocks, as a worker knows them."""
+        self.has_drafts = False
+        """Set by the first plan with drafts: how many tokens such a step yields a plan does not say, so the slots are
+        not compared any more; what is owned and shared is."""
         self._filled_by: dict[tuple[int, int], int] = {}
         """(block, offset) -> step that fills the slot."""
 
     def follow(self, plan: StepPlan) -> None:
         for seq_id in plan.released:
             del self._tables[seq_id]
+        for seq_id, kept in plan.trimmed_tables.items():
+            for table, num_blocks in zip(self._tables[seq_id], kept, strict=True):
+                del table[num_blocks:]
+        self.has_drafts |= bool(plan.num_drafts)
         for device, host in plan.swap_out:
             self._copy(device, self._HOST + host)  # first of all: this plan may hand the block out again
         for _, _, host in plan.disk_loads:
@@ -81,6 +88,11 @@ class SlotLedger:
         assert stats.num_used_blocks == len(owners)
         assert stats.num_logical_blocks == owners.total()
         assert stats.num_shared_blocks == sum(count > 1 for count in owners.values())
+        if self.has_drafts:
+            slots = stats.num_stored_tokens, stats.num_reserved_slots, stats.num_wasted_slots
+            assert min(slots) >= 0, slots
+            assert sum(slots) == len(steps)
+            return stats
         assert stats.num_wasted_slots == steps.count(None), (stats.num_wasted_slots, steps.count(None))
         assert stats.num_reserved_slots == sum(step in in_flight for step in steps)
         assert stats.num_stored_tokens == len(steps) - stats.num_wasted_slots - stats.num_reserved_slots

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.request import FinishReason
+from quire.step import StepPlan
 from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 
 STEPS_PER_EPISODE = 150
 MAX_MODEL_LEN = 64
@@ -59,9 +63,7 @@ class Episode:
         self._rng = rng
         self.options = self._draw_engine()
         self._nonfinite_token = rng.choice([None, None, DAMAGING])
-        self.driver = CoreDriver(
-            make_config(max_model_len=MAX_MODEL_LEN, **self.options), nonfinite_token=self._nonfinite_token
-        )
+        self.driver = self._make_driver(make_config(max_model_len=MAX_MODEL_LEN, **self.options))
         self.requests: dict[str, dict[str, Any]] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []
@@ -71,6 +73,9 @@ class Episode:
         self.num_pinned_to_the_end = 0
         self._load = rng.choice([0.1, 0.4, 1.0])
         """Requests that arrive in a step, on average."""
+
+    def _make_driver(self, config: EngineConfig) -> CoreDriver:
+        return CoreDriver(config, nonfinite_token=self._nonfinite_token)
 
     def run(self, num_steps: int = STEPS_PER_EPISODE) -> Counter[str]:
         """Traffic for `num_steps` steps, then on to the end. Returns what happened."""
@@ -233,16 +238,47 @@ class Episode:
                     assert self.driver.finished[name, index] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
+class DraftingEpisode(Episode):
+    """An episode with drafts, some of which are accepted, and one to four plans in flight."""
+
+    def _draw_engine(self) -> dict[str, Any]:
+        return {**super()._draw_engine(), "queue_depth": self._rng.randint(1, 4)}
+
+    def _make_driver(self, config: EngineConfig) -> CoreDriver:
+        drafter = RandomDrafts(
+            self._rng.randrange(1000), self._rng.randint(1, 6), right=self._rng.choice([0.3, 0.7, 1.0])
+        )
+        driver = make_drafting_driver(config, drafter, nonfinite_token=self._nonfinite_token)
+        self._num_trimmed = 0
+        follow = driver.ledger.follow
+
+        def observe(plan: StepPlan) -> None:
+            self._num_trimmed += len(plan.trimmed_tables)
+            follow(plan)
+
+        driver.executor.observe = observe
+        return driver
+
+    def run(self, num_steps: int = STEPS_PER_EPISODE) -> Counter[str]:
+        totals = super().run(num_steps)
+        executor = self.driver.executor
+        totals[f"queue_depth_{self.options['queue_depth']}"] += 1
+        totals.update(
+            drafts=executor.num_drafts, accepted_drafts=executor.num_accepted_drafts, trimmed_tables=self._num_trimmed
+        )
+        return totals
+
+
 def _width(kind: dict[str, Any]) -> int:
     return int(kind.get("best_of") or kind.get("n", 1))
 
 
-def run_traffic(seed: int, num_steps: int) -> Counter[str]:
+def run_traffic(seed: int, num_steps: int, make_episode: Callable[[random.Random], Episode] = Episode) -> Counter[str]:
     """Episodes, one after the other, until `num_steps` steps are done. A failure names the episode to replay."""
     totals: Counter[str] = Counter()
     while totals["engine_steps"] < num_steps:
         name = f"{seed}.{totals['episodes']}"
-        episode = Episode(random.Random(name))
+        episode = make_episode(random.Random(name))
         try:
             totals += episode.run()
         except BaseException as error:

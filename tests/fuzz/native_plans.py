@@ -13,7 +13,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.paged_attention import AttentionPlans, block_bytes, copy_blocks, move_blocks
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from tests.fuzz.child import cases_of
 from tests.fuzz.harness import Fuzzer
 
@@ -56,10 +56,10 @@ def attention_plan(rng: Random) -> None:
 
 def attention_batch(rng: Random) -> None:
     """The wrapper, whose tensors may have other shapes and dtypes."""
-    spec: Any = FullAttentionSpec(2, 8, 4)
+    spec: Any = AttentionSpec(2, 8, 8, 4)
     if rng.random() < 0.5:
-        spec = SlidingWindowSpec(2, 8, 4, window=number(rng, 9))
-    groups, per_group = group_layers([spec])
+        spec = SlidingWindowSpec(2, 8, 8, 4, window=number(rng, 9))
+    groups, per_group = group_layers([spec], 16)
     plans = AttentionPlans(KVCacheLayout(16, number(rng, 40), groups, per_group), number(rng, 8), 2)
     dtype = rng.choice((torch.int64, torch.int64, torch.int64, torch.int32, torch.float32))
     num = rng.choice((2, 2, 2, 1, 3))

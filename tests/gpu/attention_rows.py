@@ -11,7 +11,7 @@ from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.operations import HeadWeights
 from tests.kernels.triton.helpers import random
 
@@ -38,9 +38,9 @@ class Sequence:
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)) + 1
         self._table = order.to(device, torch.int32)[None]
         pages = random(device, num_blocks + 1, 2, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype=dtype, seed=3)
-        spec = FullAttentionSpec(layer.num_kv_heads, layer.head_dim, dtype.itemsize)
+        spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
         self._backend = TritonAttention(
-            KVCacheLayout(BLOCK_SIZE, num_blocks + 1, *group_layers([spec])),
+            KVCacheLayout(BLOCK_SIZE, num_blocks + 1, *group_layers([spec], BLOCK_SIZE)),
             [pages],
             limits_of(device),
             num_heads=layer.num_heads,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.host_pool import Footprint
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
-from quire.kv_cache.manager import BlockTable, KVCacheManager
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 
-FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
-WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=6)
+FULL = AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=6)
 TOKENS = list(range(40))
 
 
 def make_manager(
     specs: tuple[LayerSpec, ...] = (FULL,), num_blocks: int = 20, num_host_blocks: int = 20, caching: bool = False
 ) -> KVCacheManager:
-    groups, layers_per_group = group_layers(specs)
+    groups, layers_per_group = group_layers(specs, 4)
     layout = KVCacheLayout(4, num_blocks + 1, groups, layers_per_group, num_host_blocks)
     return KVCacheManager(layout, enable_prefix_caching=caching)
 

@@ -6,20 +6,21 @@ import dataclasses
 
 import pytest
 
-from quire.kv_cache.groups import hit_blocks, rules_for
+from quire.kv_cache.block_table import BlockTable
+from quire.kv_cache.coordinator import Coordinator
 from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, group_layers
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.prefix_index import PrefixIndex
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 
-FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
-WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=6)
+FULL = AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=6)
 
 
 def make_manager(
     specs: tuple[LayerSpec, ...] = (FULL,), num_blocks: int = 20, block_size: int = 4, caching: bool = True
 ) -> KVCacheManager:
-    groups, layers_per_group = group_layers(specs)
+    groups, layers_per_group = group_layers(specs, block_size)
     layout = KVCacheLayout(block_size, num_blocks + 1, groups, layers_per_group)
     return KVCacheManager(layout, enable_prefix_caching=caching)
 
@@ -228,9 +229,9 @@ def test_a_bound_is_no_larger_than_it_must_be() -> None:
 
 def test_a_block_leaves_the_window_with_its_last_token() -> None:
     """The query at position p reads p - 5 .. p: block 0 (0 .. 3) up to p = 8, not at 9."""
-    rules = rules_for(WINDOW, 4)
-    assert [rules.first_needed_block(position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
-    assert [rules_for(FULL, 4).first_needed_block(position) for position in (0, 9, 100)] == [0, 0, 0]
+    full, window = Coordinator(group_layers((FULL, WINDOW), 4)[0]).managers
+    assert [window.first_needed_block(position) for position in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+    assert [full.first_needed_block(position) for position in (0, 9, 100)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +251,9 @@ def test_the_longest_hit_of_a_window(cached: set[int], expected: int) -> None:
     index, hashes = PrefixIndex(num_blocks=16), [bytes([block]) for block in range(6)]
     for block in cached:
         index.insert(hashes[block], 10 + block)
-    rules = rules_for(WINDOW, 4)
-    assert rules.longest_hit(index, hashes, 6) == expected
-    table = hit_blocks(rules, index, hashes, expected, 4)
+    groups = Coordinator(group_layers((WINDOW,), 4)[0])
+    assert groups.agreed_hit([index], [b"root", *hashes], 24) == 4 * expected
+    (table,) = groups.hit_tables([index], [b"root", *hashes], 4 * expected)
     assert table == [10 + block if block >= expected - 2 else NULL_BLOCK for block in range(expected)]
 
 

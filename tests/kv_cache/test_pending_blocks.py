@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.manager import BlockTable, KVCacheManager
+from quire.kv_cache.block_table import BlockTable
+from quire.kv_cache.manager import KVCacheManager
 from tests.kv_cache.test_manager import FULL, WINDOW, make_manager
 
 TOKENS = list(range(23))

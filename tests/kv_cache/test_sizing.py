@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from quire.config.cache import CacheConfig
-from quire.errors import ConfigError, InsufficientMemoryError
+from quire.errors import InsufficientMemoryError
 from quire.kv_cache.block_hash import HashChain
-from quire.kv_cache.layout import KVCacheLayout, block_bytes, group_layers
+from quire.kv_cache.coordinator import padding
+from quire.kv_cache.layout import ALIGNMENT, PADDING_GOAL, KVCacheLayout, block_bytes, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile, size_pool
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LatentSpec, SlidingWindowSpec, StateSpec
 
-FULL = FullAttentionSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4)
-WINDOW = SlidingWindowSpec(num_kv_heads=2, head_dim=8, dtype_bytes=4, window=6)
+FULL = AttentionSpec(num_kv_heads=2, key_dim=8, value_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=2, key_dim=8, value_dim=8, dtype_bytes=4, window=6)
 TOKEN_BYTES = 2 * 2 * 8 * 4
 
 
@@ -30,7 +33,7 @@ def cache(
 
 
 def size(config: CacheConfig, available: int = 10**9, activations: int = 0, max_num_seqs: int = 1000) -> KVCacheLayout:
-    groups, layers_per_group = group_layers([FULL] * 4)
+    groups, layers_per_group = group_layers([FULL] * 4, 16)
     profile = MemoryProfile(available, activations, weights=0)
     return size_pool(groups, layers_per_group, config, profile, max_model_len=1024, max_num_seqs=max_num_seqs)
 
@@ -114,13 +117,13 @@ def test_what_is_given_need_not_be_measured(config: CacheConfig, is_given: bool)
 
 
 def test_equal_layers_are_one_group() -> None:
-    groups, layers_per_group = group_layers([FULL] * 5)
+    groups, layers_per_group = group_layers([FULL] * 5, 16)
     assert [group.layers for group in groups] == [(0, 1, 2, 3, 4)]
-    assert block_bytes(groups, layers_per_group, 16) == 5 * 16 * TOKEN_BYTES
+    assert block_bytes(groups, layers_per_group) == 5 * 16 * TOKEN_BYTES
 
 
 def test_kinds_are_split_into_groups_of_one_size() -> None:
-    groups, layers_per_group = group_layers([FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW])
+    groups, layers_per_group = group_layers([FULL, WINDOW, WINDOW, FULL, WINDOW, WINDOW], 16)
     assert layers_per_group == 2
     assert [group.layers for group in groups] == [(0, 3), (1, 2), (4, 5)]
     layout = KVCacheLayout(16, 10, groups, layers_per_group)
@@ -128,15 +131,43 @@ def test_kinds_are_split_into_groups_of_one_size() -> None:
 
 
 def test_odd_counts_leave_pages_of_the_last_group_unused() -> None:
-    groups, layers_per_group = group_layers([FULL] * 3 + [WINDOW] * 5)
+    groups, layers_per_group = group_layers([FULL] * 3 + [WINDOW] * 5, 16)
     assert layers_per_group == 3
     assert [len(group.layers) for group in groups] == [3, 3, 2]
 
 
-def test_pages_of_different_size_are_refused() -> None:
-    other = FullAttentionSpec(num_kv_heads=4, head_dim=8, dtype_bytes=4)
-    with pytest.raises(ConfigError, match="different sizes"):
-        group_layers([FULL, other])
+def test_kinds_that_keep_less_of_a_token_get_blocks_of_more_tokens() -> None:
+    """Four times the bytes of a token: a fourth of the tokens."""
+    wide = AttentionSpec(num_kv_heads=8, key_dim=8, value_dim=8, dtype_bytes=4)
+    groups, layers_per_group = group_layers([FULL, wide, FULL, wide], 16)
+    assert layers_per_group == 2
+    assert [(group.layers, group.block_size) for group in groups] == [((0, 2), 64), ((1, 3), 16)]
+    assert {group.page_bytes for group in groups} == {64 * TOKEN_BYTES}
+    assert block_bytes(groups, layers_per_group) == 2 * 64 * TOKEN_BYTES
+
+
+def test_pages_that_no_block_sizes_make_equal_are_padded() -> None:
+    latent = LatentSpec(width=100, dtype_bytes=2)
+    groups, layers_per_group = group_layers([FULL, latent], 16)
+    layout = KVCacheLayout(16, 10, groups, layers_per_group)
+    assert all(group.block_size % 16 == 0 for group in groups)
+    assert layout.page_bytes % ALIGNMENT == 0
+    assert all(0 <= layout.page_bytes - group.page_bytes <= 2 * PADDING_GOAL * layout.page_bytes for group in groups)
+    assert 0 < padding(groups, layout.block_bytes, 1) <= PADDING_GOAL
+
+
+def test_attention_takes_blocks_as_large_as_a_state_and_snapshots_lie_on_their_boundaries() -> None:
+    state = StateSpec(num_bytes=1000 * TOKEN_BYTES, snapshot_interval=1500)
+    groups, layers_per_group = group_layers([state, FULL, state, state], 16)
+    assert layers_per_group == 1
+    assert [group.block_size for group in groups] == [1984, 1984, 1984, 992]
+    assert [group.page_bytes // TOKEN_BYTES for group in groups] == [1000, 1000, 1000, 992]
+
+
+def test_states_alone_need_no_blocks_of_tokens() -> None:
+    groups, layers_per_group = group_layers([StateSpec(num_bytes=1000, snapshot_interval=100)] * 3, 16)
+    assert [(group.layers, group.block_size) for group in groups] == [((0, 1, 2), 112)]
+    assert block_bytes(groups, layers_per_group) == 3000
 
 
 def test_hashes_chain_and_do_not_depend_on_how_they_were_extended() -> None:
@@ -152,6 +183,29 @@ def test_hashes_chain_and_do_not_depend_on_how_they_were_extended() -> None:
     assert len(whole.block_hash(0)) == 32
 
 
+def test_hashes_are_what_other_processes_have_stored() -> None:
+    chain = HashChain(4, "tenant")
+    chain.extend(list(range(8)), 2)
+    root = hashlib.sha256(b"quire.kv.v1\0tenant").digest()
+    first = hashlib.sha256(root + b"".join(token.to_bytes(4, "little") for token in range(4))).digest()
+    assert chain.hashes[:2] == [root, first]
+
+
+def test_an_extra_key_changes_its_block_and_those_behind_it() -> None:
+    def hashes(keys: dict[int, tuple[bytes, ...]]) -> list[bytes]:
+        chain = HashChain(16, "", keys)
+        chain.extend(list(range(64)), 4)
+        return chain.hashes[1:]
+
+    plain = hashes({})
+    known = set(plain)
+    for keys in ({2: (b"image",)}, {2: (b"ima", b"ge")}, {2: (b"image", b"adapter")}, {2: (b"",)}):
+        found = hashes(keys)
+        assert found[:2] == plain[:2]
+        assert not known & set(found[2:])
+        known.update(found)
+
+
 # A device with memory of its own
 
 GIB = 2**30
@@ -164,7 +218,7 @@ def on_device(available: int = 60 * GIB, used: int = 20 * GIB, host: int = 64 * 
 
 
 def device_blocks(config: CacheConfig, profile: MemoryProfile, max_num_seqs: int = 10**6) -> KVCacheLayout:
-    groups, layers_per_group = group_layers([FULL] * 4)
+    groups, layers_per_group = group_layers([FULL] * 4, 16)
     return size_pool(groups, layers_per_group, config, profile, max_model_len=1024, max_num_seqs=max_num_seqs)
 
 

@@ -70,7 +70,7 @@ class PagedRunner:
 
     def __post_init__(self) -> None:
         specs = self.model.kv_specs()
-        groups, layers_per_group = group_layers(specs)
+        groups, layers_per_group = group_layers(specs, self.block_size)
         self.blocks_per_row = -(-self.max_len // self.block_size)
         num_blocks = 1 + self.max_rows * len(groups) * self.blocks_per_row
         layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)

@@ -34,14 +34,14 @@ def model(saved_model: Callable[[str], SavedModel]) -> NativeModel:
 
 
 def pool(model: NativeModel, num_blocks: int = 40) -> NativeAttention:
-    groups, layers_per_group = group_layers(model.kv_specs())
+    groups, layers_per_group = group_layers(model.kv_specs(), BLOCK_SIZE)
     layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
     return NativeAttention(layout, allocate_pages(layout), "float32", 4, 2)
 
 
 def forward(model: NativeModel, backend: NativeAttention, num_tokens: int, first_block: int = 1) -> torch.Tensor:
     """Hidden states of one sequence of `num_tokens`, computed in one step."""
-    tables = BlockTables(1, 1, num_tokens, BLOCK_SIZE)
+    tables = BlockTables([BLOCK_SIZE], 1, num_tokens)
     tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
     prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
     token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)

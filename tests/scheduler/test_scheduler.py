@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from quire.kv_cache.manager import BlockAllocation
+from quire.kv_cache.block_table import BlockAllocation
 from quire.request import EngineRequest, FinishReason, Request, Sequence
 from quire.sampling_params import SamplingParams
 from quire.scheduler.plan_builder import PlanBuilder

@@ -42,7 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.integers(6, 40),
         max_prefill_chunk=st.sampled_from([None, 1, 5]),
-        queue_depth=st.sampled_from([1, 2]),
+        queue_depth=st.sampled_from([1, 2, 3, 4]),
         priority_seconds=st.sampled_from([0.02, 10.0]),
         max_pins=st.sampled_from([0, 1, 2, 3]),
         enable_prefix_caching=st.booleans(),

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from quire.kv_cache.block_table import BlockAllocation, BlockTable
 from quire.kv_cache.host_pool import Footprint
-from quire.kv_cache.manager import BlockAllocation, BlockTable, KVCacheManager
+from quire.kv_cache.manager import KVCacheManager
 from quire.request import FinishReason
 from quire.scheduler.preemption import PreemptionCosts, choice
 from quire.step import StepPlan

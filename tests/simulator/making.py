@@ -8,9 +8,9 @@ from itertools import cycle
 
 from quire.config.families import read_shape
 from quire.config.model_shape import ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import Hardware, find
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, simulate
 from quire.simulator.trace import TraceRequest
 

@@ -27,7 +27,7 @@ class Bench:
         self.cost = make_cost(hardware)
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(self.cost, self.clock, queue_depth=queue_depth)
-        groups, per_group = group_layers(self.executor.load_model())
+        groups, per_group = group_layers(self.executor.load_model(), 16)
         self.layout = KVCacheLayout(16, 100, groups, per_group, 50)
         self.executor.allocate(self.layout)
 

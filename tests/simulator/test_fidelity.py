@@ -176,5 +176,5 @@ def test_plans_are_the_engines(depth: int, mode: str, caching: bool, policy: str
 
 
 def bytes_of_a_block(config: EngineConfig) -> int:
-    groups, layers_per_group = group_layers(layer_specs(config.model))
-    return block_bytes(groups, layers_per_group, 16)
+    groups, layers_per_group = group_layers(layer_specs(config.model), 16)
+    return block_bytes(groups, layers_per_group)

@@ -12,7 +12,6 @@ import pytest
 from quire.errors import InsufficientMemoryError, QuireError, UserError
 from quire.simulator.fleet import ProcessGroup, ReplicaSpec, _windows, merged, simulate_fleet
 from quire.simulator.replica import EngineSettings
-from quire.simulator.router import LeastLoaded, PrefixAware, RoundRobin, make_router
 from quire.simulator.trace import TraceRequest
 from quire.simulator.workloads import Arrivals, stream
 from tests.simulator.making import make_cost, settings
@@ -80,60 +79,6 @@ def test_a_process_that_dies_is_told(number: signal.Signals) -> None:
         group.close()
 
 
-def plain(group: str | None = None) -> TraceRequest:
-    return TraceRequest(0.0, 100, 10, group, 50 if group else 0)
-
-
-def test_round_robin_goes_around() -> None:
-    router = RoundRobin(3)
-    assert [router.choose(plain()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_the_least_loaded_is_chosen_and_counted() -> None:
-    router = LeastLoaded(3)
-    router.learn([4, 1, 2])
-    assert [router.choose(plain()) for _ in range(5)] == [1, 2, 1, 2, 1]
-    router.learn([9, 9, 0])
-    assert [router.choose(plain()) for _ in range(9)] == [2] * 9
-
-
-def test_equal_loads_are_taken_in_turn() -> None:
-    router = LeastLoaded(4)
-    assert [router.choose(plain()) for _ in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_a_prefix_stays_with_its_replica_until_that_has_too_much() -> None:
-    router = PrefixAware(4)
-    homes = {group: router.choose(plain(group)) for group in "abcdefgh"}
-    router.learn([0] * 4)
-    assert {group: router.choose(plain(group)) for group in "abcdefgh"} == homes
-    assert len(set(homes.values())) > 1
-    loads = [0] * 4
-    loads[homes["a"]] = 100
-    router.learn(loads)
-    assert router.choose(plain("a")) != homes["a"]
-    router.learn([100] * 4)
-    assert router.choose(plain("a")) == homes["a"], "all have as much"
-
-
-def test_a_replica_has_a_quarter_more_than_its_share_and_four_requests_at_most() -> None:
-    """Of four that had nothing: a prefix stays at home while k <= 1.25 k / 4 + 4, that is for six requests."""
-    router = PrefixAware(4)
-    chosen = [router.choose(plain("a")) for _ in range(7)]
-    assert len(set(chosen[:6])) == 1
-    assert chosen[6] != chosen[0]
-
-
-def test_another_replica_takes_over_its_share_of_the_prefixes_and_moves_no_other() -> None:
-    groups = [f"group {number}" for number in range(200)]
-    four, five = ({group: PrefixAware(count).choose(plain(group)) for group in groups} for count in (4, 5))
-    shares = collections.Counter(four.values())
-    assert min(shares[replica] for replica in range(4)) > 30
-    moved = [group for group in groups if five[group] != four[group]]
-    assert {five[group] for group in moved} == {4}
-    assert 20 < len(moved) < 65
-
-
 def test_time_goes_in_windows() -> None:
     """A request at the end of a window belongs to the next one; the empty ones between two requests are one."""
     arrivals = [TraceRequest(arrival, 1, 1) for arrival in (0.1, 0.2, 0.25, 1.1, 1.2)]
@@ -150,12 +95,6 @@ def test_reports_tell_the_router_who_is_done() -> None:
     assert [result.num_requests for result in results] == [1, 2]
 
 
-def test_requests_without_a_prefix_go_to_the_least_loaded() -> None:
-    router = PrefixAware(3)
-    router.learn([5, 0, 5])
-    assert [router.choose(plain()) for _ in range(3)] == [1, 1, 1]
-
-
 def test_prefix_aware_routing_finds_more_prefixes_than_round_robin() -> None:
     hits = {
         router: merged(simulate_fleet(requests(), spec(), 4, router=router, report_seconds=0.02))
@@ -163,11 +102,6 @@ def test_prefix_aware_routing_finds_more_prefixes_than_round_robin() -> None:
     }
     found = {router: metrics.stats.prefix_cache_hits_total for router, metrics in hits.items()}
     assert found["prefix-aware"] > found["round-robin"]
-
-
-def test_an_unknown_router_is_named() -> None:
-    with pytest.raises(UserError, match="did you mean 'least-loaded'"):
-        make_router("least-load", 2)
 
 
 def test_every_replica_gets_its_share() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config.model_shape import ModelShape
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.cost import (
     KERNELS_PER_LAYER,
@@ -21,7 +22,6 @@ from quire.simulator.cost import (
     Precision,
 )
 from quire.simulator.hardware import Factors, Hardware, find, from_json, profiles, to_json
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from quire.simulator.work import StepWork
 from quire.step import StepPlan

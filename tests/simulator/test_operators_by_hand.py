@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from quire.config.parallel import ParallelConfig
 from quire.simulator.cost import KERNELS_PER_LAYER, KERNELS_PER_STEP, CostModel, Precision
 from quire.simulator.hardware import find
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import find_shape
 from tests.simulator.test_operators import GPU, work_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.metrics import Metrics, Moments
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.plots import figure, plot_latency, plot_memory, plot_pareto
 from quire.simulator.replica import simulate
 from quire.simulator.sweep import SweepResult, point

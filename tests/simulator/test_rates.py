@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from quire.config.parallel import ParallelConfig
 from quire.errors import QuireError, UserError
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.rates import PRECISION, find_rate
 from quire.simulator.scenario import Scenario, SyntheticSource
 from quire.simulator.sweep import Point, layouts, pareto_front, point, run_layout, side_by_side, sweep

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, InsufficientMemoryError
 from quire.simulator.cost import CostModel
 from quire.simulator.hardware import find
 from quire.simulator.memory import activation_bytes, kv_cache_bytes
 from quire.simulator.metrics import Metrics
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.replica import EngineSettings, Observer, Record, Replica, simulate
 from quire.simulator.shape import find_shape
 from quire.simulator.trace import TraceRequest

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.cli.memory_plan import plan_devices, plan_engine
 from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
 from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
 from quire.config.resolve import resolve
 from quire.errors import ModelLoadError, UserError
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec, layer_specs
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec, layer_specs
 from quire.models.loader import load_model
 from quire.simulator.cost import CostModel, Precision
 from quire.simulator.hardware import find
 from quire.simulator.memory import device_specs
-from quire.simulator.parallel_config import ParallelConfig
 from quire.simulator.shape import built_in, find_shape
 
 LLAMA = {
@@ -220,7 +220,7 @@ def test_what_is_kept_of_a_token() -> None:
 def test_specs_of_a_hybrid_and_of_latent_attention() -> None:
     specs = device_specs(find_shape("gemma-3-27b"), "bfloat16", ParallelConfig(tp=2, pp=2))
     assert len(specs) == 31
-    assert [isinstance(spec, FullAttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
+    assert [isinstance(spec, AttentionSpec) for spec in specs[:7]] == [False] * 5 + [True, False]
     assert isinstance(specs[0], SlidingWindowSpec)
     assert (specs[0].window, specs[0].num_kv_heads, specs[0].token_bytes) == (1024, 8, 2 * 8 * 128 * 2)
     assert device_specs(find_shape("deepseek-v3"), "bfloat16", ParallelConfig(tp=8))[0].token_bytes == 576 * 2

@@ -66,7 +66,7 @@ def make_driver(platform: str, model_path: Path, executors: list[LocalExecutor])
         settings = {"model": str(model_path), "max_num_seqs": 8, "block_size": block_size, **defaults, **options}
         executor = make_executor(resolve(EngineOptions.from_keywords(settings)))
         executors.append(executor)
-        groups, layers_per_group = group_layers(executor.load_model())
+        groups, layers_per_group = group_layers(executor.load_model(), block_size)
         executor.allocate(KVCacheLayout(block_size, num_blocks, groups, layers_per_group))
         return Driver(executor.execute, block_size=block_size, num_blocks=num_blocks)
 

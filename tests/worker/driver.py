@@ -105,11 +105,11 @@ class Driver:
         plan, future = self._in_flight.pop(0)
         result = future.result()
         assert result.step_id == plan.step_id
-        for index, (seq_id, token) in enumerate(zip(plan.sample_seq_ids, result.token_ids, strict=True)):
+        for index, (seq_id, tokens) in enumerate(zip(plan.sample_seq_ids, result.token_ids, strict=True)):
             if seq_id in self.sequences:
-                self.sequences[seq_id].tokens.append(token)
+                self.sequences[seq_id].tokens.extend(tokens)
                 if index in result.logprobs:
-                    self.sequences[seq_id].logprobs.append(result.logprobs[index])
+                    self.sequences[seq_id].logprobs.extend(result.logprobs[index])
         for seq_id, found in result.prompt_logprobs.items():
             entries = self.sequences[seq_id].prompt_logprobs
             assert found.start == len(entries) + 1

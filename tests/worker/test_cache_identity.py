@@ -25,7 +25,7 @@ def configured(model_path: Path, **options: object) -> EngineConfig:
 
 
 def namespace(config: EngineConfig, code: dict[str, str] | None = None, **layout: object) -> bytes:
-    groups, layers_per_group = group_layers(layer_specs(config.model))
+    groups, layers_per_group = group_layers(layer_specs(config.model), config.cache.block_size)
     shape = KVCacheLayout(config.cache.block_size, 100, groups, layers_per_group)
     return cache_namespace(config.model, config.load, config.device, replace(shape, **layout), code or CODE)  # type: ignore[arg-type]
 

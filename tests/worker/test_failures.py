@@ -64,7 +64,7 @@ def test_a_nonfinite_sequence_has_a_token_that_exists(make_driver: MakeDriver, s
     driver.submit({1: 1})
     results = [driver.apply(), driver.apply()]
     assert results[0].nonfinite == [1]
-    assert 0 <= results[0].token_ids[0] < 50
+    assert 0 <= results[0].token_ids[0][0] < 50
 
 
 def test_nonfinite_prompt_logits_name_the_sequence(

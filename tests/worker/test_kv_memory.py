@@ -5,23 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
-from quire.worker.kv_tensors import allocate_pages, typed_pages
+from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.worker.kv_tensors import allocate_pages, group_pages, typed_pages
 from quire.worker.platform.cpu_blocks import copy_blocks
 from quire.worker.platform.host_memory import resident_memory
 
 
 def test_an_int8_cache_stores_a_scale_for_each_key_and_value() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(3, 8, 1, 4)])
+    groups, layers_per_group = group_layers([AttentionSpec(3, 8, 8, 1, 4)], 4)
     (page,) = allocate_pages(KVCacheLayout(4, 7, groups, layers_per_group))
     assert page.shape == (7, 4 * 2 * 3 * (8 + 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
-    full, window = FullAttentionSpec(3, 8, dtype.itemsize), SlidingWindowSpec(3, 8, dtype.itemsize, window=4)
-    groups, layers_per_group = group_layers([full, window, full, window])
+    full, window = AttentionSpec(3, 8, 8, dtype.itemsize), SlidingWindowSpec(3, 8, 8, dtype.itemsize, window=4)
+    groups, layers_per_group = group_layers([full, window, full, window], 4)
     layout = KVCacheLayout(4, 7, groups, layers_per_group)
     pages = typed_pages(allocate_pages(layout), layout, dtype)
     assert len(pages) == 2
@@ -32,7 +33,7 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
 
 
 def test_untouched_blocks_cost_nothing() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(2, 16, 4)])
+    groups, layers_per_group = group_layers([AttentionSpec(2, 16, 16, 4)], 16)
     layout = KVCacheLayout(16, 2**19, groups, layers_per_group)
     assert layout.num_blocks * layout.block_bytes == 2**31
     before = resident_memory()
@@ -51,3 +52,51 @@ def test_copies_are_one_batch_over_all_pages() -> None:
     copy_blocks(pages, [(1, 4), (1, 5), (4, 2)])
     for page, old in zip(pages, before, strict=True):
         assert torch.equal(page, old[[0, 1, 4, 3, 1, 1]])
+
+
+def fill(views: list[torch.Tensor], block: int, start: int) -> torch.Tensor:
+    """Distinct values in one block of every view; returns them."""
+    values = torch.arange(start, start + views[0][block].numel() * len(views), dtype=torch.float32)
+    values = (values % 251).to(views[0].dtype).view(len(views), *views[0].shape[1:])
+    for view, content in zip(views, values, strict=True):
+        view[block] = content
+    return values
+
+
+@pytest.mark.parametrize(
+    ("specs", "shapes"),
+    [
+        ((AttentionSpec(4, 8, 8, 2), AttentionSpec(1, 8, 8, 2)), [(2, 16, 4, 8), (2, 64, 1, 8)]),
+        ((LatentSpec(40, 2), AttentionSpec(2, 8, 8, 2)), [(48, 40), (2, 64, 2, 8)]),
+        ((AttentionSpec(2, 24, 16, 2), StateSpec(5000, 64)), [(32, 2, 40), (5000,)]),
+    ],
+)
+def test_groups_see_the_same_pages_in_their_own_shape(
+    specs: tuple[LayerSpec, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    """Block sizes 16 and 64, a latent beside full attention, and a state: each group writes blocks of its own, and a
+    copy of a block carries the whole page of every layer."""
+    groups, layers_per_group = group_layers(specs * 2, 16)
+    layout = KVCacheLayout(16, 7, groups, layers_per_group)
+    pages = allocate_pages(layout)
+    assert [page.shape for page in pages] == [(7, layout.page_bytes)] * 2
+    assert sum(page.numel() for page in pages) == layout.num_blocks * layout.block_bytes
+    views = []
+    for group in groups:
+        dtype = torch.bfloat16 if group.spec.token_bytes else torch.uint8
+        views.append(group_pages(pages, group, dtype))
+    assert [[view.shape[1:] for view in group] for group in views] == [[shape] * 2 for shape in shapes]
+    written = [fill(group, block, 100 * block) for block, group in enumerate(views, 1)]
+    copy_blocks(pages, [(1, 5), (2, 6)])
+    for (block, copy), group, content in zip(((1, 5), (2, 6)), views, written, strict=True):
+        for view, expected in zip(group, content, strict=True):
+            assert torch.equal(view[block], expected)
+            assert torch.equal(view[copy], expected)
+    assert not any(page[[0, 3, 4]].any() for page in pages)
+
+
+def test_a_back_end_that_reads_all_groups_alike_refuses_pages_of_several_shapes() -> None:
+    groups, layers_per_group = group_layers([AttentionSpec(4, 8, 8, 2), AttentionSpec(1, 8, 8, 2)], 16)
+    layout = KVCacheLayout(16, 7, groups, layers_per_group)
+    with pytest.raises(ConfigError, match="several"):
+        typed_pages(allocate_pages(layout), layout, torch.bfloat16)

@@ -134,7 +134,7 @@ def make_executor(model_path: Path, executors: list[LocalExecutor]) -> MakeExecu
         keywords = {"model": str(model_path), "num_threads": 1, "max_num_seqs": 4, "block_size": BLOCK, **options}
         executor = LocalExecutor(resolve(EngineOptions.from_keywords(keywords)))
         executors.append(executor)
-        groups, layers_per_group = group_layers(executor.load_model())
+        groups, layers_per_group = group_layers(executor.load_model(), BLOCK)
         executor.allocate(KVCacheLayout(BLOCK, 9, groups, layers_per_group, num_host_blocks=6))
         return executor
 
@@ -160,7 +160,7 @@ def plain_run(executor: LocalExecutor) -> dict[int, list[int]]:
     rows = [row(1, PROMPTS[1], [1, 2, 3]), row(2, PROMPTS[2], [4, 5, 6])]
     results = [executor.execute(plan(0, {1: (0, 6), 2: (0, 6)}, new_sequences=rows)).result()]
     results += [executor.execute(plan(step, {1: (5 + step, 1), 2: (5 + step, 1)})).result() for step in (1, 2)]
-    return {seq: [result.token_ids[index] for result in results] for index, seq in enumerate((1, 2))}
+    return {seq: [result.token_ids[index][0] for result in results] for index, seq in enumerate((1, 2))}
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -197,7 +197,7 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
 
     def run(step_plan: StepPlan) -> None:
         result = executor.execute(step_plan).result()
-        for seq_id, token in zip(step_plan.sample_seq_ids, result.token_ids, strict=True):
+        for seq_id, (token,) in zip(step_plan.sample_seq_ids, result.token_ids, strict=True):
             found[seq_id].append(token)
 
     run(plan(0, {2: (0, 6)}, new_sequences=[row(2, PROMPTS[2], [4, 5])]))
@@ -218,11 +218,11 @@ def test_a_block_that_is_handed_out_at_once_is_saved_first(
 def test_a_plan_may_hold_nothing_but_swaps(make_executor: MakeExecutor) -> None:
     executor = make_executor()
     expected = plain_run(make_executor())[1]
-    tokens = executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result().token_ids
+    tokens = executor.execute(plan(0, {1: (0, 6)}, new_sequences=[row(1, PROMPTS[1], [1, 2])])).result().token_ids[0]
     result = executor.execute(plan(1, {}, released=[1], swap_out=[(1, 4), (2, 3)])).result()
     assert result.token_ids == []
     executor.execute(plan(2, {}, swap_in=[(4, 2), (3, 1)], new_sequences=[row(1, [*PROMPTS[1], *tokens], [2, 1])]))
-    tokens += executor.execute(plan(3, {1: (6, 1)})).result().token_ids
+    tokens += executor.execute(plan(3, {1: (6, 1)})).result().token_ids[0]
     assert tokens == expected[:2]
 
 

@@ -84,7 +84,7 @@ def test_preempted_while_its_last_plan_runs(make_driver: MakeDriver) -> None:
     in_flight = driver.sequences[1]
     driver.release(1)
     driver.submit({0: 1, 2: 1})
-    late_token = driver.apply().token_ids[1]
+    (late_token,) = driver.apply().token_ids[1]
     driver.add(1, PROMPTS[1], SAMPLING[1], [*in_flight.output, late_token])
     driver.submit({0: 1, 1: 31, 2: 1})
     driver.apply()

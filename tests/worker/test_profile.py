@@ -11,7 +11,7 @@ import torch
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.worker.input_batch import InputBatch
 from quire.worker.memory_profile import estimate_activations
 from quire.worker.platform import cpu_meter
@@ -99,7 +99,7 @@ def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: py
 
 
 def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4), SlidingWindowSpec(1, 4, 4, window=8)])
+    groups, layers_per_group = group_layers([AttentionSpec(1, 4, 4, 4), SlidingWindowSpec(1, 4, 4, 4, window=8)], 4)
     layout = KVCacheLayout(4, 1 + 3, groups, layers_per_group)
     token_ids, batch = dummy_inputs(InputBatch.dummy_prompts(25, 10), layout)
     assert token_ids.tolist() == [0] * 25
@@ -112,6 +112,6 @@ def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
 
 
 def test_a_budget_that_is_a_multiple_of_the_context() -> None:
-    groups, layers_per_group = group_layers([FullAttentionSpec(1, 4, 4)])
+    groups, layers_per_group = group_layers([AttentionSpec(1, 4, 4, 4)], 4)
     _, batch = dummy_inputs(InputBatch.dummy_prompts(20, 10), KVCacheLayout(4, 6, groups, layers_per_group))
     assert batch.query_start.tolist() == [0, 10, 20]

@@ -9,7 +9,7 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import build_input_batch, build_sample_rows
+from quire.worker.input_batch import InputBatch, build_input_batch, build_sample_rows
 from quire.worker.platform.cpu_inputs import prepare_inputs
 from quire.worker.platform.cpu_step import CpuColumns
 from quire.worker.request_state import RequestState
@@ -21,7 +21,7 @@ RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2],
 def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
     """That of a CPU, with blocks of 4 tokens."""
     columns = CpuColumns(num_rows, max_model_len)
-    tables = BlockTables(num_groups, num_rows, max_model_len, 4)
+    tables = BlockTables([4] * num_groups, num_rows, max_model_len)
     return RequestState(tables, SamplingRows(num_rows), columns), columns
 
 
@@ -45,7 +45,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     assert len(rows) == 0
     sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
-    assert all(len(sampling.lists.select(kind, np.arange(8))[0]) == 0 for kind in range(4))
+    assert not any(sampling.lists.spans(kind, np.arange(8))[1].any() for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
 
 
@@ -70,8 +70,24 @@ def test_misuse_of_rows_is_a_bug_that_shows() -> None:
         rows.release(2)
 
 
+def test_tables_of_groups_with_block_sizes_of_their_own() -> None:
+    tables = BlockTables([16, 64], num_rows=2, max_model_len=127)
+    tables.append(0, [[1, 2, 3, 4, 5], [6, 7]])
+    tables.append(1, [[8], [9]])
+    rows = np.array([0, 1])
+    assert [table.shape for table in tables.gather(rows, 65)] == [(2, 5), (2, 2)]
+    assert tables.gather(rows, 65)[1].tolist() == [[6, 7], [9, NULL_BLOCK]]
+    assert tables.written(rows, np.array([60, 3]), np.array([66, 4])) == [4, 5, 6, 7, 8, 9]
+    batch = InputBatch.of(rows, starts=np.array([60, 3]), counts=np.array([6, 1]))
+    _, attention = prepare_inputs(batch, np.zeros((2, 128), np.int32), tables)
+    assert [slots[[0, 5, 6]].tolist() for slots in attention.slot_mapping] == [
+        [4 * 16 + 12, 5 * 16 + 1, 8 * 16 + 3],
+        [6 * 64 + 60, 7 * 64 + 1, 9 * 64 + 3],
+    ]
+
+
 def test_block_tables_of_two_groups() -> None:
-    tables = BlockTables(num_groups=2, num_rows=3, max_model_len=63, block_size=16)
+    tables = BlockTables([16, 16], num_rows=3, max_model_len=63)
     tables.append(0, [[5, 6], [7]])
     tables.append(0, [[8], [9, 10]])
     tables.replace(0, group=1, logical_index=1, block_id=11)

@@ -26,8 +26,8 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import copy_blocks
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
-from quire.kv_cache.layout import KVCacheLayout, KVGroup
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
 from quire.layers.operations import HeadWeights, RotaryFrequencies, TorchOperations
 
@@ -56,8 +56,10 @@ class Problem:
     def layout(self, name: str, copies: int) -> KVCacheLayout:
         """A pool in which `copies` layers have the same content."""
         scale = FLOAT_BYTES if name == "int8" else 0
-        spec = FullAttentionSpec(self.layer.num_kv_heads, self.layer.head_dim, CACHE_BYTES[name], scale)
-        return KVCacheLayout(BLOCK_SIZE, self.num_blocks, (KVGroup(spec, tuple(range(copies))),), copies)
+        spec = AttentionSpec(
+            self.layer.num_kv_heads, self.layer.head_dim, self.layer.head_dim, CACHE_BYTES[name], scale
+        )
+        return KVCacheLayout(BLOCK_SIZE, self.num_blocks, *group_layers([spec] * copies, BLOCK_SIZE))
 
     def layers(self, copies: int) -> list[LayerAttention]:
         return [replace(self.layer, layer=index) for index in range(copies)]
@@ -155,7 +157,7 @@ class _Native:
         self._machine, self._problem, self._work = machine, problem, work
         self._runtime = machine.runtime_for("bfloat16" if work.bf16_operations else "float32")
         layer, layout = problem.layer, problem.layout(name, 1)
-        page_bytes = layout.groups[0].spec.page_bytes(BLOCK_SIZE)
+        page_bytes = layout.page_bytes
         self._copies = machine.num_copies(layout.num_blocks * page_bytes)
         pages = allocate(self._copies * layout.num_blocks * page_bytes).view(-1, layout.num_blocks, page_bytes)
         self._backend = NativeAttention(

@@ -10,8 +10,8 @@ from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.paged_attention import block_bytes
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
-from quire.kv_cache.layout import KVCacheLayout, KVGroup
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
 from quire.layers.operations import HeadWeights
 
@@ -31,8 +31,8 @@ class PagedKernel:
         num_blocks = 1 + num_sequences * context // block_size
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(0))
         tables = 1 + order.view(num_sequences, -1)
-        spec = FullAttentionSpec(NUM_HEADS, HEAD_DIM, CACHE_BYTES, 0)
-        layout = KVCacheLayout(block_size, num_blocks, (KVGroup(spec, (0,)),), 1)
+        spec = AttentionSpec(NUM_HEADS, HEAD_DIM, HEAD_DIM, CACHE_BYTES, 0)
+        layout = KVCacheLayout(block_size, num_blocks, *group_layers([spec], block_size))
         page_bytes = block_bytes(block_size, NUM_HEADS, HEAD_DIM, CACHE_DTYPE)
         self._pages = allocate(num_blocks * page_bytes).view(num_blocks, page_bytes)
         self._backend = NativeAttention(layout, [self._pages], CACHE_DTYPE, NUM_HEADS, 1)

@@ -11,7 +11,6 @@ from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kv_cache.layout import KVCacheLayout
-from quire.kv_cache.spec import SlidingWindowSpec
 
 CACHE_TYPES = {
     "float32": _native.CacheType.F32,
@@ -33,7 +32,7 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
-    """Bytes of a block of one layer; `LayerSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
+    """Bytes of a block of one layer; `AttentionSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
     CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
     check_shape(block_size, num_kv_heads, num_kv_heads, head_dim)
     return _native.block_bytes(block_size, num_kv_heads, head_dim, CACHE_TYPES[cache_dtype])
@@ -47,12 +46,15 @@ class AttentionPlans:
         self._plans = []
         for group in layout.groups:
             spec = group.spec
-            check_shape(layout.block_size, num_heads, spec.num_kv_heads, spec.head_dim)
-            window = spec.window if isinstance(spec, SlidingWindowSpec) else 0
-            self._plans.append(
-                _native.AttentionPlan(
-                    layout.block_size, layout.num_blocks, num_heads, spec.num_kv_heads, window, num_threads
+            shape = spec.page_shape(group.block_size)
+            if len(shape) != 4:
+                raise ConfigError(
+                    f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
                 )
+            _, size, num_kv_heads, head_dim = shape
+            check_shape(size, num_heads, num_kv_heads, head_dim)
+            self._plans.append(
+                _native.AttentionPlan(size, layout.num_blocks, num_heads, num_kv_heads, spec.window or 0, num_threads)
             )
         self._batch: AttentionBatch | None = None
 

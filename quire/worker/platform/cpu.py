@@ -16,6 +16,8 @@ from quire.models.claims import check_dummy
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
@@ -34,9 +36,10 @@ from quire.worker.platform.interface import HostPool, Mode
 class CpuPlatform:
     """Implements Platform. Nothing is enqueued: work has run when a call returns."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError for kernels that this CPU does not have."""
+    def __init__(self, config: EngineConfig, group: ProcessGroup = SINGLE_RANK) -> None:
+        """group: the ranks that share each layer. Raises ConfigError for kernels that this CPU does not have."""
         device = config.device
+        self._group = group
         self._config = config
         self._runtime = None
         if device.attention_backend == "native":
@@ -76,7 +79,8 @@ class CpuPlatform:
         config = self._config
         if config.load.load_format == "dummy":
             check_dummy(config.model, available_memory())
-        return load_model(config.model, config.load, config.device.device, progress, self._runtime)
+        shown = progress if self._group.rank == 0 else None
+        return load_model(config.model, config.load, config.device.device, shown, self._runtime, group=self._group)
 
     def meter(self) -> CpuMeter:
         return CpuMeter(self.make_attention, self._make_sampling_kernels)

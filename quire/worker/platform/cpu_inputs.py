@@ -20,9 +20,12 @@ def prepare_inputs(
         positions, sequence_index = batch.positions, batch.sequence_index
         rows = rows[sequence_index]
     token_ids = token_table[rows, positions].astype(np.int64)
-    block_size, block_tables = tables.block_size, tables.gather(batch.rows, int(batch.ends.max()))
-    logical, offset = np.divmod(positions, block_size)
-    slots = (table[sequence_index, logical].astype(np.int64) * block_size + offset for table in block_tables)
+    block_tables, block_sizes = tables.gather(batch.rows, int(batch.ends.max())), tables.block_sizes
+    places = {size: np.divmod(positions, size) for size in set(block_sizes)}
+    slots = (
+        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1]
+        for table, size in zip(block_tables, block_sizes, strict=True)
+    )
     attention = AttentionBatch(
         query_start=torch.from_numpy(batch.query_start),
         start_positions=torch.from_numpy(batch.starts),

@@ -73,7 +73,7 @@ class CpuMeter:
         return None
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs())
+        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
         num_blocks = 1 + -(-batch.max_seq_len // limits.block_size)
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
@@ -96,8 +96,9 @@ class CpuMeter:
 
 def dummy_inputs(batch: InputBatch, layout: KVCacheLayout) -> tuple[torch.Tensor, AttentionBatch]:
     """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
-    num_seqs, longest = len(batch.rows), batch.max_seq_len
-    tables = BlockTables(len(layout.groups), num_seqs, longest, layout.block_size)
+    num_seqs, longest, block_sizes = len(batch.rows), batch.max_seq_len, [group.block_size for group in layout.groups]
+    tables = BlockTables(block_sizes, num_seqs, longest)
+    blocks = [range(1, min(layout.num_blocks, 1 - (-longest // size))) for size in block_sizes]
     for row in range(num_seqs):
-        tables.append(row, [range(1, 1 - (-longest // layout.block_size))] * len(layout.groups))
+        tables.append(row, blocks)
     return prepare_inputs(batch, np.zeros((num_seqs, longest), np.int32), tables)

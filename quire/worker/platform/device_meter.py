@@ -90,14 +90,14 @@ class DeviceMeter:
             total=total,
             used=context + max(0, free_at_start - available),
             graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens),
-            tables=table_bytes(limits, len(group_layers(model.kv_specs())[0])),
+            tables=table_bytes(limits, len(group_layers(model.kv_specs(), limits.block_size)[0])),
             host_available=available_memory(),
         )
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs())
+        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
         layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
-        shape = (layout.num_blocks, layout.block_bytes // layers_per_group)
+        shape = (layout.num_blocks, layout.page_bytes)
         pages = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(layers_per_group)]
         backend = self._make_attention(layout, pages)
         dummy = dummy_batch(layout, batch, self._device)

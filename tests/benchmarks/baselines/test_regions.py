@@ -8,14 +8,14 @@ from benchmarks.baselines.regions import Regions, SlotAccounts
 from benchmarks.baselines.reservation import reserve_max, reserve_oracle, reserve_pow2
 from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
 
-FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4)
-WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype_bytes=4, window=8)
+FULL = AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
+WINDOW = SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=8)
 
 
 def layout(num_blocks: int, *specs: LayerSpec, block_size: int = 4) -> KVCacheLayout:
-    groups, layers_per_group = group_layers(specs or (FULL,))
+    groups, layers_per_group = group_layers(specs or (FULL,), block_size)
     return KVCacheLayout(block_size, num_blocks + 1, groups, layers_per_group)
 
 

@@ -72,7 +72,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> NotedStep:
         class Done:
             def result(self) -> StepResult:
-                return StepResult(plan.step_id, [1])
+                return StepResult(plan.step_id, [[1]])
 
         return Done()  # type: ignore[return-value]
 
@@ -83,7 +83,7 @@ def test_steps_are_noted_around_the_executor() -> None:
     assert executor.name == "fake"
     future = executor.execute(StepPlan(3, [1], [0], [5], [1], [0]))
     assert [(each.num_tokens, each.finished) for each in STEPS] == [(5, 0.0)]
-    assert future.result() == StepResult(3, [1])
+    assert future.result() == StepResult(3, [[1]])
     assert STEPS[0].finished >= STEPS[0].launched > 0
     executor.execute(StepPlan(4, [], [], [], [], []))
     assert len(STEPS) == 1, "a plan without tokens is no step"

@@ -12,7 +12,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans, block_bytes
 from quire.kernels.reference import paged_attention_dense
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 
 ISAS = [isa for isa in _native.available_isas() if isa != "amx"]
 """amx shares the attention of avx512_bf16."""
@@ -89,9 +89,9 @@ class NativePool:
         self.num_blocks = 1 + sum(per_sequence)
         self.block_bytes = block_bytes(size, layer.num_kv_heads, layer.head_dim, setting.stored)
         self.memory = torch.full((self.num_blocks * self.block_bytes,), 0xFF, dtype=torch.uint8)
-        shape = (layer.num_kv_heads, layer.head_dim, 4)
-        spec = FullAttentionSpec(*shape) if layer.window is None else SlidingWindowSpec(*shape, window=layer.window)
-        groups, count = group_layers([spec])
+        shape = (layer.num_kv_heads, layer.head_dim, layer.head_dim, 4)
+        spec = AttentionSpec(*shape) if layer.window is None else SlidingWindowSpec(*shape, window=layer.window)
+        groups, count = group_layers([spec], size)
         self.plans = AttentionPlans(
             KVCacheLayout(size, self.num_blocks, groups, count), layer.num_heads, setting.threads
         )

@@ -14,7 +14,7 @@ from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native, paged_attention
 from quire.kernels.cpu.paged_attention import block_bytes, check_shape
-from quire.kv_cache.spec import LayerSpec
+from quire.kv_cache.spec import AttentionSpec
 from tests.kernels.cpu.attention_pool import (
     BF16_ISAS,
     ISAS,
@@ -337,7 +337,7 @@ def test_shapes_that_are_not_computed(block_size: int, heads: int, kv_heads: int
 @every_cache
 @pytest.mark.parametrize(("block_size", "kv_heads", "head_dim"), [(1, 1, 8), (16, 3, 80), (1024, 8, 256)])
 def test_a_block_holds_its_tokens_and_nothing_else(cache: str, block_size: int, kv_heads: int, head_dim: int) -> None:
-    spec = LayerSpec(kv_heads, head_dim, CACHE_DTYPE_BYTES[cache], CACHE_SCALE_BYTES.get(cache, 0))
+    spec = AttentionSpec(kv_heads, head_dim, head_dim, CACHE_DTYPE_BYTES[cache], CACHE_SCALE_BYTES.get(cache, 0))
     assert block_bytes(block_size, kv_heads, head_dim, cache) == spec.page_bytes(block_size)
 
 

@@ -48,7 +48,7 @@ from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 from tests.kernels.triton.sampling_calls import sampling_calls
@@ -207,9 +207,9 @@ def attention_call(
     fixed: bool = False,
 ) -> Callable[[], object]:
     """One layer of the back end over four sequences, with norms and rotation."""
-    spec = FullAttentionSpec(layer.num_kv_heads, layer.head_dim, dtype.itemsize)
+    spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
     backend = TritonAttention(
-        KVCacheLayout(16, 9, *group_layers([spec])),
+        KVCacheLayout(16, 9, *group_layers([spec], 16)),
         [empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)],
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=layer.num_heads,

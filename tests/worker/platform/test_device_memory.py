@@ -192,7 +192,7 @@ def test_pools_that_do_not_fit_say_the_arithmetic() -> None:
 
 def test_pages_of_a_host_are_only_reserved(bundled_model_path: Path) -> None:
     model = resolve(EngineOptions(model=str(bundled_model_path), device="cpu")).model
-    groups, layers_per_group = group_layers(layer_specs(model))
+    groups, layers_per_group = group_layers(layer_specs(model), 16)
     layout = KVCacheLayout(16, 100_000, groups, layers_per_group)
     pages = allocate_device_pages(layout, make_memory(CPU), CPU)
     assert len(pages) == layers_per_group

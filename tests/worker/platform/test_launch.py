@@ -137,7 +137,7 @@ def test_the_device_is_asked_for_nothing(model_path: Path, guard: Guard, executo
     options = {"model": str(model_path), "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4, **DEVICE}
     executor = LocalExecutor(resolve(EngineOptions.from_keywords(options)))
     executors.append(executor)
-    groups, layers_per_group = group_layers(executor.load_model())
+    groups, layers_per_group = group_layers(executor.load_model(), 4)
     executor.allocate(KVCacheLayout(4, 40, groups, layers_per_group))
 
     def execute(plan: StepPlan) -> Any:

@@ -162,7 +162,7 @@ class Rows:
 
     def __init__(self, device: torch.device) -> None:
         self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
-        tables = BlockTables(NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE)
+        tables = BlockTables([BLOCK_SIZE] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
         sampling = SamplingRows()
         self.columns = StagedColumns(self.arena, sampling)  # type: ignore[arg-type]
         self.requests = RequestState(tables, sampling, self.columns)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.step import StepPlan
 from quire.worker.disk_tier import FileTier, HostBlocks
 from quire.worker.kv_transfer import Pairs
@@ -114,7 +114,8 @@ def test_nothing_to_do_costs_nothing() -> None:
 
 
 def layout() -> KVCacheLayout:
-    groups, layers_per_group = group_layers([FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype_bytes=2)] * NUM_PAGES)
+    spec = AttentionSpec(num_kv_heads=1, key_dim=4, value_dim=4, dtype_bytes=2)
+    groups, layers_per_group = group_layers([spec] * NUM_PAGES, 4)
     return KVCacheLayout(4, NUM_BLOCKS, groups, layers_per_group, num_host_blocks=NUM_HOST_BLOCKS - 1)
 
 

@@ -14,7 +14,7 @@ from quire.config.resolve import resolve
 from quire.executors.local import LocalExecutor
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import FullAttentionSpec
+from quire.kv_cache.spec import AttentionSpec
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan
 from quire.worker.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
@@ -23,7 +23,7 @@ from tests.fakes.host_math import HostAttention
 from tests.worker.driver import Driver, sampling_of
 from tests.worker.platform.conftest import DEVICE, MakeDriver
 
-GROUPS = group_layers([FullAttentionSpec(1, 16, 4)])
+GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)])
 
 
 def run(executor: LocalExecutor, plans: Sequence[StepPlan]) -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_compiled_while_serving(
     )
     executors.append(executor)
     executor._worker.platform.compiles = True  # type: ignore[union-attr]
-    groups, layers_per_group = group_layers(executor.load_model())
+    groups, layers_per_group = group_layers(executor.load_model(), 4)
     starting, serving = CompilationRecorder(), CompilationRecorder()
     with recorded_launches(starting):
         executor.allocate(KVCacheLayout(4, 60, groups, layers_per_group))

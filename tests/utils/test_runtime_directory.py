@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.runtime_directory import PREFIX, RuntimeDirectory, sweep
 from quire.errors import ConfigError
+from quire.utils.runtime_directory import PREFIX, RuntimeDirectory, sweep
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Routers: they choose a request's replica from what a router knows, the replicas' reports and its own choices.
 
-Reports come at a fixed interval. Between two of them a router counts what it has sent since, and what has finished
-since it does not know.
+A report says how many requests each replica has. From one report to the next a router counts what it sends; what
+finishes meanwhile it learns with the report. The engine reports before each request (quire/engine/replicas.py), the
+simulator at a fixed interval.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from quire.errors import UserError, nearest_name
-from quire.simulator.trace import TraceRequest
 
 SLACK = 1.25
 """A replica takes requests of its prefixes while its live requests are at most SLACK times the mean ..."""
@@ -25,8 +25,9 @@ class Router(Protocol):
     needs_reports: bool
     """Whether the choice depends on the reports at all."""
 
-    def choose(self, request: TraceRequest) -> int:
-        """The replica for a request; it counts as sent there."""
+    def choose(self, prefix: str | None) -> int:
+        """The replica for a request; it counts as sent there. prefix: the same for requests that begin alike, None for
+        one that shares no prefix."""
         ...
 
     def learn(self, num_live: Sequence[int]) -> None:
@@ -43,7 +44,7 @@ class RoundRobin:
         self._num_replicas = num_replicas
         self._next = 0
 
-    def choose(self, request: TraceRequest) -> int:
+    def choose(self, prefix: str | None) -> int:
         chosen = self._next
         self._next = (chosen + 1) % self._num_replicas
         return chosen
@@ -61,7 +62,7 @@ class LeastLoaded:
         self._loads = [0] * num_replicas
         self._next = 0
 
-    def choose(self, request: TraceRequest) -> int:
+    def choose(self, prefix: str | None) -> int:
         loads, num_replicas = self._loads, len(self._loads)
         order = (*range(self._next, num_replicas), *range(self._next))
         chosen = min(order, key=loads.__getitem__)
@@ -82,8 +83,8 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """Requests of one prefix group go to the same replica, whose cache then holds the prefix, unless it has far more
-    than its share of the requests: then to the next one in the group's own order of all replicas (rendezvous hashing),
+    """Requests of one prefix go to the same replica, whose cache then holds the prefix, unless it has far more
+    than its share of the requests: then to the next one in the prefix's own order of all replicas (rendezvous hashing),
     so that a popular prefix spreads over as few of them as it needs. Others go to the least loaded."""
 
     needs_reports = True
@@ -91,12 +92,12 @@ class PrefixAware:
     def __init__(self, num_replicas: int) -> None:
         self._least_loaded = LeastLoaded(num_replicas)
 
-    def choose(self, request: TraceRequest) -> int:
-        if request.prefix_group is None or not request.prefix_tokens:
-            return self._least_loaded.choose(request)
+    def choose(self, prefix: str | None) -> int:
+        if prefix is None:
+            return self._least_loaded.choose(None)
         loads = self._least_loaded.loads
         limit = SLACK * sum(loads) / len(loads) + SLACK_REQUESTS
-        order = sorted(range(len(loads)), key=lambda replica: _weight(request.prefix_group or "", replica))
+        order = sorted(range(len(loads)), key=lambda replica: _weight(prefix, replica))
         chosen = next((replica for replica in order if loads[replica] <= limit), order[0])
         return self._least_loaded.send(chosen)
 
@@ -104,8 +105,8 @@ class PrefixAware:
         self._least_loaded.learn(num_live)
 
 
-def _weight(group: str, replica: int) -> bytes:
-    return hashlib.blake2b(f"{replica} {group}".encode(), digest_size=8).digest()
+def _weight(prefix: str, replica: int) -> bytes:
+    return hashlib.blake2b(f"{replica} {prefix}".encode(), digest_size=8).digest()
 
 
 ROUTERS: Mapping[str, type[RoundRobin] | type[LeastLoaded] | type[PrefixAware]] = {

@@ -1,0 +1,94 @@
+"""How many devices share a model, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.model import ModelConfig
+from quire.config.options import EngineOptions
+from quire.errors import ConfigError
+
+MAX_RANKS = 64
+"""Processes on one host."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """tp: devices that share each layer (tensor parallelism; experts and vocabulary are shared out as well). pp: groups
+    of them that share the layers (pipeline parallelism). dp: replicas of all that, with a router in front of them.
+    ep: devices over which whole experts are spread (expert parallelism), a multiple of tp; those of several replicas
+    then exchange tokens in every layer and hold a share of the experts each. 1: experts are shared out by tp.
+    cp: groups of tp devices that share the tokens of each sequence (context parallelism).
+
+    Raises ConfigError for sizes that do not fit together. Which sizes the engine runs, `resolve` says.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
+        if self.ep > 1 and (self.ep % self.tp or self.dp % self.replicas_together):
+            raise ConfigError(
+                f"ep={self.ep} must be a multiple of tp={self.tp}, and take whole groups of the dp={self.dp} replicas",
+                param="ep",
+            )
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.tp * self.cp * self.pp
+
+    @property
+    def replicas_together(self) -> int:
+        """Replicas that share one set of experts."""
+        return max(1, self.ep // self.tp)
+
+    @property
+    def num_devices(self) -> int:
+        return self.devices_per_replica * self.dp
+
+    def __str__(self) -> str:
+        rest = "".join(f" {name}={value}" for name, value in (("ep", self.ep), ("cp", self.cp)) if value > 1)
+        return f"tp={self.tp} pp={self.pp} dp={self.dp}{rest}"
+
+
+def check_ranks_available(options: EngineOptions, is_accelerated: bool) -> None:
+    """Raise ConfigError for options that do not go together with tensor_parallel_size > 1."""
+    if options.tensor_parallel_size > MAX_RANKS:
+        raise ConfigError(
+            f"tensor_parallel_size must be at most {MAX_RANKS}, not {options.tensor_parallel_size}",
+            param="tensor_parallel_size",
+        )
+    if is_accelerated:
+        raise _refused(options, "runs on a CPU so far: choose device='cpu'", "device")
+    if options.kv_offload_dir is not None:
+        raise _refused(options, "does not go together with kv_offload_dir yet", "kv_offload_dir")
+    if options.preemption_mode != "recompute":
+        mode = f"preemption_mode={options.preemption_mode!r}"
+        raise _refused(options, f"does not go together with {mode} yet: choose recompute", "preemption_mode")
+
+
+def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that the ranks cannot share."""
+    if model.path.is_file() or options.load_format == "gguf":
+        raise _refused(options, "does not load GGUF files yet: choose a safetensors checkpoint", "tensor_parallel_size")
+    if model.quantization is not None:
+        method = model.quantization.method
+        reason = f"does not share out quantised weights ({method}) yet: choose a checkpoint that is not quantised"
+        raise _refused(options, reason, "tensor_parallel_size")
+    tp = options.tensor_parallel_size
+    if model.num_heads % tp:
+        raise _refused(options, f"does not divide the model's {model.num_heads} heads", "tensor_parallel_size")
+    fewer, more = sorted((tp, model.num_kv_heads))
+    if more % fewer:
+        reason = f"neither divides the model's {model.num_kv_heads} key and value heads nor is a multiple of them"
+        raise _refused(options, reason, "tensor_parallel_size")
+
+
+def _refused(options: EngineOptions, reason: str, param: str) -> ConfigError:
+    return ConfigError(f"tensor_parallel_size={options.tensor_parallel_size} {reason}", param=param)

@@ -1,0 +1,18 @@
+"""The executor that a configuration asks for."""
+
+from __future__ import annotations
+
+from quire.config.engine import EngineConfig
+from quire.executors.interface import Executor
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """One worker in this process, or processes for several ranks. Only what is needed is imported: an engine core whose
+    ranks are other processes has no use for torch."""
+    if config.parallel.num_devices > 1:
+        from quire.executors.multiprocess import make_multiprocess_executor
+
+        return make_multiprocess_executor(config)
+    from quire.executors.local import LocalExecutor
+
+    return LocalExecutor(config)

@@ -1,0 +1,253 @@
+"""Ranks as processes of this host, each with a socket to the engine core: calls go out in order, answers come back.
+
+A rank that ends, for whatever reason, ends the others: none can compute without it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import msgspec
+
+from quire import envs
+from quire.config.engine import EngineConfig
+from quire.errors import EngineDeadError, QuireError, named_error
+from quire.executors.interface import Executor
+from quire.executors.rank import EXECUTE, JOIN, RankAnswer, RankCall, RankLaunch
+from quire.executors.ranked import RankedExecutor
+from quire.executors.wire import decode, encode
+from quire.parallel.mesh import Mesh
+from quire.step import StepPlan, StepResult
+from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
+from quire.utils.runtime_directory import RuntimeDirectory
+
+GRACE_SECONDS = 2.0
+"""After a rank's error, the time for the other ranks to answer, or to be found ended. Then they count as waiting for
+the rank that has failed, and are ended."""
+EXIT_SECONDS = 5.0
+MEETING_POINT = "ranks"
+
+
+def make_multiprocess_executor(config: EngineConfig) -> Executor:
+    """Start one process for each rank of the configuration. Raises ConfigError, and what a rank fails with."""
+    return RankedExecutor(RankProcesses(config))
+
+
+class PendingCall:
+    """A call that went to every rank. decode: of an answer's body. answers: in rank order, None: not yet."""
+
+    def __init__(self, method: str, decode: Callable[[msgspec.Raw], Any], num_ranks: int) -> None:
+        self.method = method
+        self.answers: list[RankAnswer | None] = [None] * num_ranks
+        self.future: Future[list[Any]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._decode = decode
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every rank has answered."""
+        return None not in self.answers
+
+    def error(self) -> QuireError | None:
+        """What the first rank that failed says."""
+        for rank, answer in enumerate(self.answers):
+            if answer is not None and answer.error is not None:
+                error = answer.error
+                if error.error_type is None:
+                    return QuireError(f"rank {rank} failed: {error.message}")
+                return named_error(error.error_type, error.message, error.param)
+        return None
+
+    def settle(self, death: EngineDeadError | None = None) -> None:
+        """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
+        answers, else the answers."""
+        error = death or self.error()
+        if error is not None:
+            self.future.set_exception(error)
+            return
+        try:
+            results = [self._decode(answer.body) for answer in self.answers if answer is not None]
+        except msgspec.DecodeError as mistake:  # whatever it is, the core waits for this future
+            self.future.set_exception(mistake)
+        else:
+            self.future.set_result(results)
+
+
+class RankProcesses:
+    """Implements `Workers`. One thread reads what the ranks send, and notices when one ends."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the processes; return when they have met. Raises what a rank fails with."""
+        self._num_ranks = Mesh(config.parallel).num_ranks
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decode_result = msgspec.msgpack.Decoder(StepResult).decode
+        self._sending = threading.Lock()
+        self._lock = threading.Lock()
+        """Of the three below. Never held while a message is sent: a rank that cannot send does not read either."""
+        self._pending: deque[PendingCall] = deque()
+        self._death: EngineDeadError | None = None
+        self._is_closed = False
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = RuntimeDirectory.create(envs.runtime_directory())
+        self._abandon = weakref.finalize(self, _abandon, self._processes, self._directory, os.getpid())
+        self._reader = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
+        try:
+            for rank in range(self._num_ranks):
+                self._start(rank)
+            self._reader.start()
+            self.call(JOIN, config)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [process.pid for process in self._processes]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._submit(PendingCall(method, decode, self._num_ranks), encode(arguments)).result()
+
+    def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
+        return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), self._encoder.encode(plan))
+
+    def check(self) -> None:
+        with self._lock:
+            if self._death is not None:
+                raise self._death.again()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._death is None:
+                self._death = EngineDeadError("the executor is shut down")
+        for connection in self._connections:
+            _hang_up(connection)  # the rank and our reader see the end of the stream
+        for process in self._processes:
+            wait_or_kill(process, EXIT_SECONDS)
+        if self._reader.is_alive():
+            self._reader.join()
+        with self._sending:
+            for connection in self._connections:
+                connection.close()
+        self._abandon()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            meeting_point = str(self._directory.path / MEETING_POINT)
+            launch = RankLaunch(rank, self._num_ranks, theirs.fileno(), meeting_point)
+            line = msgspec.json.encode(launch)
+            process = start_interpreter("quire.executors.rank", f"quire-rank-{rank}", line, [theirs.fileno()])
+        self._connections.append(Connection(ours.detach()))
+        self._processes.append(process)
+
+    def _submit(self, call: PendingCall, body: bytes) -> Future[list[Any]]:
+        message = self._encoder.encode(RankCall(call.method, msgspec.Raw(body)))
+        with self._sending:
+            with self._lock:
+                if self._death is not None:
+                    raise self._death.again()
+                self._pending.append(call)
+            for connection in self._connections:
+                _send(connection, message)
+        return call.future
+
+    def _read(self) -> None:
+        """Take the ranks' answers until one of them ends, or fails while others wait for it."""
+        ranks = {connection: rank for rank, connection in enumerate(self._connections)}
+        answers = msgspec.msgpack.Decoder(RankAnswer)
+        deadline: float | None = None
+        while deadline is None or time.monotonic() < deadline:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for ready in wait(list(ranks), remaining):
+                assert isinstance(ready, Connection), "nothing else was given"
+                rank = ranks[ready]
+                try:
+                    message = ready.recv_bytes()
+                except (EOFError, OSError):
+                    self._die(self._explain_exit(rank))
+                    return
+                if self._take(rank, answers.decode(message)):
+                    self._die("a rank failed in a step")
+                    return
+            deadline = (deadline or time.monotonic() + GRACE_SECONDS) if self._has_failure() else None
+        with self._lock:
+            failed = [call for call in self._pending if call.error() is not None]
+            self._pending = deque(call for call in self._pending if call not in failed)
+        for call in failed:
+            call.settle()
+        self._die(f"{failed[0].error()}; the other ranks waited for it")
+
+    def _take(self, rank: int, answer: RankAnswer) -> bool:
+        """Note a rank's answer to its oldest call, and complete the call when it was the last. Returns whether a step
+        has failed: the ranks' request states are undefined then."""
+        with self._lock:
+            call = next(call for call in self._pending if call.answers[rank] is None)
+            call.answers[rank] = answer
+            if not call.is_answered:
+                return False
+            self._pending.remove(call)
+        call.settle()
+        return call.method == EXECUTE and call.error() is not None
+
+    def _has_failure(self) -> bool:
+        """Whether a rank has failed in a call that others have not answered."""
+        with self._lock:
+            return any(call.error() is not None for call in self._pending)
+
+    def _die(self, reason: str) -> None:
+        """End all ranks, and fail every call."""
+        with self._lock:
+            if self._death is None:
+                self._death = EngineDeadError(reason)
+            pending = list(self._pending)
+            self._pending.clear()
+        for process in self._processes:
+            kill(process)
+        for call in pending:
+            call.settle(self._death.again())
+
+    def _explain_exit(self, rank: int) -> str:
+        process = self._processes[rank]
+        try:
+            status = process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} of {self._num_ranks} (process {process.pid}) closed its connection"
+        hint = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
+        return f"rank {rank} of {self._num_ranks} (process {process.pid}) {describe_exit(status)}{hint}"
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    with suppress(OSError):  # where the rank has ended, the reader notices it and tells every call
+        connection.send_bytes(message)
+
+
+def _hang_up(connection: Connection) -> None:
+    """End the stream in both directions."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same, suppress(OSError):  # the rank may have ended
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def _abandon(processes: Sequence[subprocess.Popen[bytes]], directory: RuntimeDirectory, owner: int) -> None:
+    """Make sure that nothing is left of the ranks. Also runs at the end of the interpreter."""
+    if os.getpid() != owner:
+        return  # a fork of the owner ends; the ranks are not its own
+    for process in processes:
+        kill(process)
+    directory.remove()

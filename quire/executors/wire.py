@@ -1,0 +1,76 @@
+"""Control calls between an executor and its ranks, as msgpack: configurations, layouts and profiles.
+
+Each composite value is an array that begins with its kind, so that what a config.json says can not be taken for a kind,
+and records of one field list stay apart. Records are the frozen dataclasses of the modules below; no other class can be
+named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.config import cache, device, engine, load, model, model_shape, parallel, quantization
+from quire.config import scheduler as scheduler_config
+from quire.kv_cache import layout, sizing, spec
+from quire.scheduler import preemption
+
+_MODULES = (
+    *(cache, device, engine, load, model, model_shape, parallel, quantization, scheduler_config),
+    *(layout, sizing, spec, preemption),
+)
+_RECORDS = {
+    found.__name__: found
+    for module in _MODULES
+    for found in vars(module).values()
+    if isinstance(found, type) and is_dataclass(found)
+}
+_INTEGER_BITS = 63
+
+
+def encode(value: object) -> bytes:
+    """Raises TypeError for a value that has no place here."""
+    return msgspec.msgpack.encode(_plain(value))
+
+
+def decode(data: bytes) -> Any:
+    """What `encode` was given; mappings come back as dictionaries."""
+    return _restored(msgspec.msgpack.decode(data))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        return ["integer", str(value)]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, Path):
+        return ["path", str(value)]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *map(_plain, value)]
+    if type(value).__name__ in _RECORDS:
+        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]
+    if hasattr(value, "items"):
+        return ["mapping", *([_plain(key), _plain(item)] for key, item in value.items())]
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a rank")
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *parts = value
+    match kind:
+        case "integer":
+            return int(parts[0])
+        case "path":
+            return Path(parts[0])
+        case "mapping":
+            return {_restored(key): _restored(item) for key, item in parts}
+        case "list":
+            return [_restored(part) for part in parts]
+        case "tuple":
+            return tuple(_restored(part) for part in parts)
+    record = _RECORDS[kind]
+    return record(**{field.name: _restored(part) for field, part in zip(fields(record), parts, strict=True)})

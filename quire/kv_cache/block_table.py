@@ -1,0 +1,41 @@
+"""The block tables of one sequence, and what an allocation changed in them."""
+
+from __future__ import annotations
+
+from quire.kv_cache.block_hash import HashChain
+
+
+class BlockTable:
+    """The block tables of one sequence: per group, logical index -> physical block. Owned by the manager."""
+
+    __slots__ = ("capacity", "chain", "first_held", "num_committed", "pending_hash", "tables", "tail_shared")
+
+    def __init__(self, tables: list[list[int]], capacity: int, chain: HashChain | None) -> None:
+        self.tables = tables
+        self.capacity = capacity
+        """Tokens that every group has slots for."""
+        self.chain = chain
+        self.first_held = [0] * len(tables)
+        """Per group: all earlier table entries are `NULL_BLOCK`."""
+        self.num_committed = 0
+        """Leading hash blocks whose content was offered to the prefix index."""
+        self.pending_hash: bytes | None = None
+        """Hash of the block that this sequence offers next, if its tokens are known already."""
+        self.tail_shared = False
+        """The last, partly filled block may have other owners: copy before writing (paper §4.4)."""
+
+
+class BlockAllocation:
+    """What `allocate_slots` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
+
+    __slots__ = ("copies", "moved", "new_blocks", "replaced", "tail_was_shared")
+
+    def __init__(self, new_blocks: list[list[int]], tail_was_shared: bool) -> None:
+        self.new_blocks = new_blocks
+        self.tail_was_shared = tail_was_shared
+        self.replaced: list[tuple[int, int, int]] = []
+        """(group, logical index, new block)"""
+        self.copies: list[tuple[int, int]] = []
+        """(source, destination). First those of `replaced`, then one for each state that goes on behind a snapshot."""
+        self.moved: list[tuple[int, int]] = []
+        """(group, logical index) of live states that are the last of `new_blocks` now, and no longer there."""

@@ -1,0 +1,41 @@
+"""Blocks of sliding-window attention: a sequence gives back what left its window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.kv_cache.layout import KVGroup
+from quire.kv_cache.prefix_index import Findable
+
+
+class SlidingManager:
+    """GroupManager of layers in which a query at position p reads positions p - window + 1 .. p only."""
+
+    keeps_all = False
+    has_snapshots = False
+
+    def __init__(self, group: KVGroup) -> None:
+        window = group.spec.window
+        assert window is not None, "a group of sliding windows has a window"
+        self.block_size = group.block_size
+        self._window = window
+
+    def first_needed_block(self, position: int) -> int:
+        return max(0, position - self._window + 1) // self.block_size
+
+    def longest_hit(self, index: Findable, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """A hit of h blocks needs only those that the next query reads; look from the longest down."""
+        hit = num_blocks
+        while hit > 0:
+            first = self.first_needed_block(hit * self.block_size)
+            missing = next((b for b in range(hit - 1, first - 1, -1) if index.find(hashes[b]) is None), None)
+            if missing is None:
+                return hit
+            hit = missing
+        return 0
+
+    def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        span = min(num_tokens, self._window - 1 + max_chunk)
+        # A span of s tokens can start inside a block and so touch one block more than ceil(s / block size).
+        touched = (span + self.block_size - 2) // self.block_size + 1
+        return min(-(-num_tokens // self.block_size), touched)

@@ -1,0 +1,73 @@
+"""Ranks and their groups: arithmetic, without processes.
+
+Ranks are numbered with tensor parallelism fastest, then context, pipeline and data parallelism: the ranks that exchange
+most are neighbours, and a replica is a run of consecutive ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.config.parallel import ParallelConfig
+
+KINDS = ("tp", "cp", "pp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates, each from 0."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of one model, 0 <= rank < num_ranks."""
+
+    sizes: ParallelConfig
+
+    @property
+    def num_ranks(self) -> int:
+        return self.sizes.num_devices
+
+    def place(self, rank: int) -> Place:
+        """The coordinates of a rank."""
+        rest, tp = divmod(rank, self.sizes.tp)
+        rest, cp = divmod(rest, self.sizes.cp)
+        dp, pp = divmod(rest, self.sizes.pp)
+        return Place(dp, pp, cp, tp)
+
+    def rank(self, place: Place) -> int:
+        """The rank at these coordinates."""
+        sizes = self.sizes
+        return ((place.dp * sizes.pp + place.pp) * sizes.cp + place.cp) * sizes.tp + place.tp
+
+    def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of a kind of `KINDS`, ascending; every rank is in exactly one, and a group lists its ranks in
+        ascending order, which is the order of their shares.
+
+        A group of "tp", "cp", "pp" or "dp" has that coordinate from 0 on and shares the others. A group of "ep" has
+        `ep` ranks of one stage: the tp ranks of neighbouring replicas.
+        """
+        return tuple(sorted(self._groups(kind)))
+
+    def group_of(self, rank: int, kind: str) -> tuple[int, ...]:
+        """The group of that kind which the rank is in."""
+        return next(group for group in self.groups(kind) if rank in group)
+
+    def _groups(self, kind: str) -> Iterator[tuple[int, ...]]:
+        shared: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.num_ranks):
+            place = self.place(rank)
+            if kind == "ep":
+                key: tuple[int, ...] = (place.pp, place.cp)
+            else:
+                key = tuple(value for name, value in vars(place).items() if name != kind)
+            shared.setdefault(key, []).append(rank)
+        for ranks in shared.values():
+            size = self.sizes.ep if kind == "ep" else len(ranks)
+            yield from (tuple(ranks[start : start + size]) for start in range(0, len(ranks), size))

@@ -1,0 +1,63 @@
+"""Collectives of torch.distributed between processes of one host, over gloo on the loopback interface.
+
+The groups are objects: torch's process-wide default group is not used, so that two engines can live side by side.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+LOOPBACK = "127.0.0.1"
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""A guard only: the executor notices the end of a rank, and ends the ranks that wait for it."""
+
+
+class GlooGroup:
+    """Implements ProcessGroup for tensors in host memory."""
+
+    def __init__(self, meeting_point: Path, rank: int, size: int) -> None:
+        """Return when all ranks have joined. meeting_point: a file, made by the ranks, in a directory that only this
+        user can enter; the ranks exchange their addresses there."""
+        self.rank = rank
+        self.size = size
+        library: Any = torch.distributed  # its type stubs leave out what makes a group by itself
+        options = library.ProcessGroupGloo._Options()
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = COLLECTIVE_TIMEOUT
+        store = library.FileStore(str(meeting_point), size)
+        self._group: Any = library.ProcessGroupGloo(store, rank, size, options)
+        self.barrier()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """gloo's own sum divides a tensor among the ranks by its size, and adds each part in another order: a row's
+        bits would depend on the batch. So every rank adds up all parts."""
+        parts = self._gather(tensor)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self._gather(tensor), dim=dim)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        sent = tensor.clone(memory_format=torch.contiguous_format)
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = source
+        self._group.broadcast([sent], options).wait()
+        return sent
+
+    def barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order, in memory of its own."""
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._group.allgather([parts], [tensor]).wait()
+        return parts

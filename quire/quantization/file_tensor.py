@@ -1,0 +1,49 @@
+"""A tensor of a checkpoint's file of which only the parts asked for are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+ReadSlice = Callable[[int, int, int], torch.Tensor]
+"""(dim, start, length) -> that part of a tensor, dense, in host memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """shape: of the whole tensor. dtype: as it is stored. Reading may raise ModelLoadError, and is possible until the
+    next tensor of the file is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read_whole: Callable[[], torch.Tensor]
+    read_slice: ReadSlice
+    transposed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def t(self) -> FileTensor:
+        """The matrix with its dimensions exchanged; nothing is read."""
+        return replace(self, shape=self.shape[::-1], transposed=not self.transposed)
+
+    def read(self) -> torch.Tensor:
+        """All of it."""
+        tensor = self.read_whole()
+        return tensor.t() if self.transposed else tensor
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        """The part [start, start + length) of a dimension, and nothing else, is read."""
+        if (start, length) == (0, self.shape[dim]):
+            return self.read()
+        if self.transposed:
+            return self.read_slice(1 - dim, start, length).t()
+        return self.read_slice(dim, start, length)

@@ -1,0 +1,82 @@
+"""Processes that one engine starts for itself: fresh interpreters that end with their parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+
+
+def start_interpreter(module: str, name: str, line: bytes, fds: Collection[int]) -> subprocess.Popen[bytes]:
+    """Start `module`'s main() in a fresh interpreter, so that the caller's script is not imported again and needs no
+    __main__ guard; its search path is ours, so that both run the same quire. A process group of its own keeps Ctrl-C
+    away.
+
+    name: shown in lists of processes. line: its first line on standard input, which stays open while we live. fds:
+    files that it inherits. A process that has ended already is no error here.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([str(each) for each in sys.path]), name],
+        stdin=subprocess.PIPE,
+        pass_fds=tuple(fds),
+        process_group=0,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it ended already: the caller notices by what it waits for
+    return process
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process at once, wait for it and close its standard input. Idempotent."""
+    assert process.stdin is not None
+    process.kill()
+    process.wait()
+    process.stdin.close()
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], timeout: float) -> None:
+    """Wait for the process to end, by force after `timeout` seconds."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def describe_exit(status: int) -> str:
+    """What became of a process with this `returncode`: "exited with ..." or "was killed by signal ..."."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    return f"was killed by signal {-status} ({name})"
+
+
+def watch_parent(last_act: Callable[[], None]) -> None:
+    """End this process, after `last_act`, as soon as the parent is gone: the pipe on standard input closes.
+
+    A thread and a pipe rather than PR_SET_PDEATHSIG: that signal comes when the *thread* that started the process
+    ends, and engines are started from short-lived threads too.
+    """
+
+    def watch() -> None:
+        try:
+            while os.read(0, 4096):
+                pass
+        finally:  # also when the pipe cannot be read: a process must not outlive its parent unnoticed
+            last_act()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,75 @@
+"""tensor_parallel_size and pipeline_parallel_size: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import envs
+from quire.config.engine import EngineConfig
+from quire.config.options import EngineOptions
+from quire.config.parallel import ParallelConfig
+from quire.config.resolve import resolve
+from quire.errors import ConfigError
+
+
+def resolved(model: str, **options: Any) -> EngineConfig:
+    return resolve(EngineOptions.from_keywords({"model": model, **options}))
+
+
+def test_one_rank_by_default(model: str) -> None:
+    assert resolved(model).parallel == ParallelConfig() == ParallelConfig(1, 1, 1, 1, 1)
+
+
+def test_ranks_run_on_plain_operators_and_share_the_threads(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "affinity_cores", lambda: 6)
+    config = resolved(model, tensor_parallel_size=4)
+    assert config.parallel == ParallelConfig(tp=4)
+    assert config.parallel.num_devices == 4
+    assert (config.device.device, config.device.attention_backend) == ("cpu", "torch")
+    assert (config.model.dtype, config.model.kv_cache_dtype) == ("float32", "float32")
+    assert config.device.num_threads == 1
+    assert resolved(model, tensor_parallel_size=2).device.num_threads == 3
+    assert resolved(model, tensor_parallel_size=2, num_threads=5).device.num_threads == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size", "must be at least 1"),
+        ({"tensor_parallel_size": 128}, "tensor_parallel_size", "must be at most 64"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size", "does not divide the model's 4 heads"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "=2 is not available yet: only 1 is"),
+        ({"attention_backend": "native"}, "attention_backend", "tensor_parallel_size=2 runs on plain torch operators"),
+        ({"quantization": "int8"}, "quantization", "needs the native CPU kernels"),
+        ({"kv_offload_dir": "kv"}, "kv_offload_dir", "=2 does not go together with kv_offload_dir yet"),
+        ({"preemption_mode": "swap"}, "preemption_mode", "together with preemption_mode='swap' yet: choose recompute"),
+        ({"load_format": "gguf"}, "tensor_parallel_size", "=2 does not load GGUF files yet"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_yet_is_refused(model: str, options: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(model, **{"tensor_parallel_size": 2, **options})
+    assert caught.value.param == param
+
+
+def test_quantised_checkpoints_are_refused(model: str) -> None:
+    path = Path(model) / "config.json"
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=r"=2 does not share out quantised weights \(\S+\) yet"):
+        resolved(model, tensor_parallel_size=2)
+
+
+def test_key_and_value_heads_are_shared_out_or_repeated(model: str) -> None:
+    path = Path(model) / "config.json"
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **heads}))
+    for size in (3, 6, 12):
+        assert resolved(model, tensor_parallel_size=size).parallel.tp == size
+    with pytest.raises(ConfigError, match="neither divides the model's 3 key and value heads nor is a multiple"):
+        resolved(model, tensor_parallel_size=2)

@@ -1,0 +1,206 @@
+"""Two ranks as processes over gloo: the tokens of one rank, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire.clock import SystemClock
+from quire.config.engine import EngineConfig
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.engine.core import EngineCore
+from quire.engine.messages import Abort, AddRequest, Call
+from quire.errors import EngineDeadError, ModelLoadError, QuireError
+from quire.executors import multiprocess
+from quire.executors.local import LocalExecutor
+from quire.executors.multiprocess import RankProcesses
+from quire.executors.ranked import RankedExecutor
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.step import NewSequence, SequenceSampling, StepPlan
+from tests.models.families import FAMILIES, qwen3
+from tests.models.harness import randomize, save
+from tests.processes import has_ended
+
+MAX_TOKENS = 24
+NUM_BLOCKS = 22
+"""So few that running requests are preempted."""
+GREEDY = SequenceSampling(SamplingParams(temperature=0), 0, [], [])
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(randomize(qwen3()), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("QUIRE_RUNTIME_DIR", str(directory))
+    return directory
+
+
+def configured(path: Path, **options: Any) -> EngineConfig:
+    settings = {
+        "attention_backend": "torch",
+        "num_threads": 1,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        "num_blocks_override": NUM_BLOCKS,
+    }
+    return resolve(EngineOptions(model=str(path), **{**settings, **options}))
+
+
+def requests() -> list[EngineRequest]:
+    """Twelve greedy requests, a third of which begin alike."""
+    rng = random.Random(0)
+    made = []
+    for number in range(12):
+        prompt = [rng.randrange(97) for _ in range(rng.randrange(3, 50))]
+        if number % 3 == 0:
+            prompt = [7] * 20 + prompt
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+        made.append(
+            EngineRequest(
+                request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=MAX_TOKENS, seed=number
+            )
+        )
+    return made
+
+
+def run(core: EngineCore) -> dict[str, list[int]]:
+    """The tokens of each request; number 5 is aborted after its fourth token."""
+    for request in requests():
+        core.handle(AddRequest(request))
+    found: dict[str, list[int]] = {}
+    while core.has_work:
+        for update in core.step().updates:
+            tokens = found.setdefault(update.request_id, [])
+            tokens.extend(update.new_token_ids)
+            if update.request_id == "5" and len(tokens) == 4:
+                core.handle(Abort("5"))
+    core.scheduler.check()
+    return found
+
+
+def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
+    ranks = RankProcesses(config)
+    return EngineCore(config, RankedExecutor(ranks), SystemClock()), ranks
+
+
+def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
+    """With prefix hits, preemption and an abort in the batch; asleep and awake again; two steps in flight."""
+    config = configured(model_path)
+    alone = EngineCore(config, LocalExecutor(config), SystemClock())
+    expected = run(alone)
+    alone.shutdown()
+    shared = configured(model_path, tensor_parallel_size=2, queue_depth=2)
+    core, ranks = two_ranks(shared)
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    try:
+        assert run(core) == expected
+        stats = core.stats()
+        assert stats.preemptions_total > 0
+        assert stats.prefix_cache_hits_total > 0
+        for method, argument in (("sleep", "1"), ("wake_up", ""), ("sleep", "2"), ("wake_up", "")):
+            answer = core.handle(Call(1, method, argument))
+            assert answer is not None
+            assert answer.error is None
+        assert run(core) == expected
+        assert "2 ranks" in core.ready.backend
+    finally:
+        core.shutdown()
+        core.shutdown()
+    assert all(has_ended(process) for process in processes)
+    assert [process.returncode for process in ranks._processes] == [0, 0]
+    assert list(runtime_directory.iterdir()) == []
+
+
+def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
+    """In a step, which the other rank is in the middle of; then nothing more is done."""
+    ranks = RankProcesses(configured(model_path, tensor_parallel_size=2))
+    executor = RankedExecutor(ranks)
+    groups, layers_per_group = group_layers(executor.load_model(), 16)
+    profile = executor.profile(128, 16)
+    assert profile.available > 0
+    assert profile.weights > 0
+    executor.allocate(KVCacheLayout(16, NUM_BLOCKS, groups, layers_per_group))
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    processes[1].suspend()
+    plan = StepPlan(1, [1], [0], [3], [1], [0], new_sequences=[NewSequence(1, [1, 2, 3], 3, [[1]], GREEDY)])
+    future = executor.execute(plan)
+    assert not future.done()
+    processes[1].kill()
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 \(process \d+\) was killed by signal 9 \(SIGKILL\)"):
+        future.result(60)
+    assert all(has_ended(process) for process in processes)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+        executor.idle()
+    with pytest.raises(EngineDeadError, match="rank 1 of 2"):
+        executor.execute(plan)
+    executor.shutdown()
+
+
+def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path) -> None:
+    """The first is an answer like any other; after the second the ranks' states are undefined."""
+    path = save(randomize(FAMILIES["llama"]()), tmp_path)
+    (path / "model.safetensors").unlink()
+    ranks = RankProcesses(configured(path, tensor_parallel_size=2))
+    executor = RankedExecutor(ranks)
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="holds no weights"):
+            executor.load_model()
+    assert not executor.idle()
+    with pytest.raises(QuireError, match="rank 0 failed: AssertionError: allocate comes before"):
+        executor.execute(StepPlan(1, [5], [0], [3], [5], [0])).result(60)
+    assert all(has_ended(process) for process in processes)
+    with pytest.raises(EngineDeadError, match="a rank failed in a step"):
+        executor.idle()
+    executor.shutdown()
+
+
+def ends_at_once(module: str, name: str, line: bytes, fds: list[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+
+
+def test_a_process_that_does_not_start(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocess, "start_interpreter", ends_at_once)
+    with pytest.raises(EngineDeadError, match=r"rank \d of 2 \(process \d+\) exited with status 3"):
+        RankProcesses(configured(model_path, tensor_parallel_size=2))
+
+
+PARENT = """
+import sys
+from quire.llm import LLM
+llm = LLM(sys.argv[1], tensor_parallel_size=2, num_threads=1, num_blocks_override=22, skip_tokenizer_init=True)
+assert "torch" not in sys.modules, "a core whose ranks are other processes needs no torch"
+print(len(llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_parent(model_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        assert int(parent.stdout.readline()) > 0
+        ranks = psutil.Process(parent.pid).children()
+        assert len(ranks) == 2
+        os.kill(parent.pid, signal.SIGKILL)
+        assert all(has_ended(rank) for rank in ranks)
+    finally:
+        parent.kill()
+        parent.communicate()

@@ -1,0 +1,119 @@
+"""Several ranks as one executor: how their answers become one, and what crosses the sockets."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.config.options import EngineOptions
+from quire.config.resolve import resolve
+from quire.errors import EngineDeadError, QuireError
+from quire.executors.ranked import RankedExecutor
+from quire.executors.wire import decode, encode
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.sizing import DeviceShare, MemoryProfile
+from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
+from quire.scheduler.preemption import PreemptionCosts
+from quire.step import StepPlan, StepResult
+
+PLAN = StepPlan(4, [], [], [], [], [])
+
+
+class FakeWorkers:
+    """Answers as it is told. calls: what was asked."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[Any, ...]] = []
+        self.death: EngineDeadError | None = None
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        self.calls.append((method, *arguments))
+        return self.answers
+
+    def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
+        self.calls.append(("execute", plan))
+        future: Future[list[StepResult]] = Future()
+        future.set_result(self.answers)
+        return future
+
+    def check(self) -> None:
+        if self.death is not None:
+            raise self.death
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+def test_the_ranks_keep_the_same_in_the_cache() -> None:
+    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5)]
+    assert RankedExecutor(FakeWorkers(specs, list(specs))).load_model() == specs
+    with pytest.raises(QuireError, match="the ranks disagree on what the layers keep"):
+        RankedExecutor(FakeWorkers(specs, [AttentionSpec(1, 8, 8, 4), specs[1]])).load_model()
+
+
+def test_the_host_has_the_memory_once() -> None:
+    first, second = MemoryProfile(available=1000, activations=70, weights=300), MemoryProfile(900, 80, 290)
+    profile = RankedExecutor(workers := FakeWorkers(first, second)).profile(128, 16)
+    assert profile == MemoryProfile(available=450, activations=80, weights=300)
+    assert workers.calls == [("profile", 128, 16)]
+
+
+def test_the_slowest_rank_sets_the_costs() -> None:
+    costs = RankedExecutor(FakeWorkers(PreemptionCosts(3.0, 1.0), PreemptionCosts(2.0, 5.0))).measure_preemption_costs()
+    assert costs == PreemptionCosts(3.0, 5.0)
+
+
+def test_the_first_ranks_result_counts() -> None:
+    first = StepResult(4, [7, 8], nonfinite=[3])
+    assert RankedExecutor(FakeWorkers(first, StepResult(4, [7, 8]))).execute(PLAN).result() is first
+
+
+@pytest.mark.parametrize("other", [StepResult(4, [7, 9]), StepResult(4, [7]), StepResult(5, [7, 8])])
+def test_ranks_that_disagree_fail_the_step(other: StepResult) -> None:
+    future = RankedExecutor(FakeWorkers(StepResult(4, [7, 8]), StepResult(4, [7, 8]), other)).execute(PLAN)
+    with pytest.raises(QuireError, match="ranks 0 and 2 disagree on the tokens of step 4"):
+        future.result()
+
+
+def test_every_call_goes_to_the_ranks() -> None:
+    executor = RankedExecutor(workers := FakeWorkers("plain torch", "plain torch"))
+    assert executor.describe_backend() == "plain torch, on each of 2 ranks"
+    executor.sleep(2)
+    executor.wake_up()
+    executor.shutdown()
+    assert workers.calls == [("describe_backend",), ("sleep", 2), ("wake_up",), ("close",)]
+
+
+def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
+    executor = RankedExecutor(workers := FakeWorkers())
+    assert not executor.idle()
+    workers.death = EngineDeadError("rank 1 of 2 was killed")
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        executor.idle()
+
+
+def test_configurations_and_layouts_arrive_as_they_were() -> None:
+    config = resolve(EngineOptions(tensor_parallel_size=2, step_log="log"))
+    groups, layers_per_group = group_layers([AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5)], 16)
+    layout = KVCacheLayout(16, 9, groups, layers_per_group)
+    profile = MemoryProfile(1, 2, 3, DeviceShare(1, 2, 3, 4, 5))
+    for value in (config, layout, profile, [], (), {}, None, [1.5, True, b"x", "y", (2**70, -(2**70))]):
+        assert decode(encode(value)) == value
+
+
+def test_what_a_configuration_says_is_not_taken_for_a_record() -> None:
+    config = resolve(EngineOptions())
+    strange = {"list": ["tuple", 1], "KVGroup": [["path", "/"]], "mapping": {"path": ["integer", "x"]}}
+    found = decode(encode(replace(config, model=replace(config.model, hf=strange))))
+    assert found.model.hf == strange
+
+
+def test_nothing_else_is_sent() -> None:
+    with pytest.raises(TypeError, match="a set cannot be sent to a rank"):
+        encode({"a": {1}})
+    with pytest.raises(KeyError, match="Popen"):
+        decode(b"\x91\xa5Popen")

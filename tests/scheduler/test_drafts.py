@@ -1,0 +1,190 @@
+"""Drafts: a step yields as many tokens as the workers accept, and the text is the one without drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from quire.decoding.drafts import Drafts
+from quire.request import FinishReason, Sequence
+from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.drafts import RandomDrafts, make_drafting_driver
+from tests.fakes.traffic import DraftingEpisode, run_traffic
+from tests.scheduler.test_state_machine import EngineMachine
+
+
+class OwnDrafts:
+    """The scheduler proposes tokens of a given text, when it knows all before them; else the worker does."""
+
+    def __init__(self, text: list[int], max_drafts: int) -> None:
+        self.text = text
+        self.max_drafts = max_drafts
+
+    def propose(self, sequence: Sequence, limit: int) -> Drafts:
+        if sequence.num_pending_tokens:
+            return Drafts(limit)
+        place = sequence.num_output_tokens
+        found = self.text[place : place + limit]
+        return Drafts(len(found), found)
+
+
+def make_driver(drafter: Any, **options: Any) -> CoreDriver:
+    return make_drafting_driver(make_config(**options), drafter, record=True)
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + 7 * i) % 90 + 1 for i in range(length)]
+
+
+def test_right_drafts_are_as_many_tokens_more() -> None:
+    text = generate_alone(prompt(9), max_tokens=13)[0]
+    driver = make_driver(OwnDrafts(text, 3))
+    driver.add("r", prompt(9), max_tokens=13, logprobs=2)
+    driver.run()
+    assert driver.tokens["r", 0] == text
+    assert [entry.token_ids[0] for entry in driver.logprobs["r", 0]] == text
+    assert [plan.num_tokens for plan in driver.executor.plans] == [[9], [4], [4], [4]], "one, and three times four"
+    stats = driver.core.stats()
+    assert (stats.generation_tokens_total, stats.steps_total) == (13, 4)
+    assert driver.executor.num_accepted_drafts == driver.executor.num_drafts == 9
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2, 3, 4])
+def test_wrong_drafts_cost_nothing_but_their_computation(queue_depth: int) -> None:
+    text = generate_alone(prompt(9), max_tokens=20)[0]
+    driver = make_driver(OwnDrafts([96 - token for token in text], 5), queue_depth=queue_depth, block_size=2)
+    driver.executor.propose_drafts = lambda _seq_id, right, _count: [96 - token for token in right]
+    driver.add("r", prompt(9), max_tokens=20)
+    while driver.core.has_work:
+        driver.step()
+        driver.scheduler.check()
+        for sequence in driver.scheduler._running.sequences:
+            blocks = sequence.blocks
+            assert blocks.capacity - 2 < sequence.num_computed_tokens <= blocks.capacity, "blocks of rejected drafts"
+    assert driver.tokens["r", 0] == text
+    assert driver.executor.num_drafts > 0 == driver.executor.num_accepted_drafts
+    assert any(plan.trimmed_tables for plan in driver.executor.plans)
+    driver.assert_all_free()
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2, 3, 4])
+def test_an_end_token_among_accepted_drafts_cuts_the_rest(queue_depth: int) -> None:
+    text = generate_alone(prompt(9), max_tokens=20)[0]
+    stop = next(token for place, token in enumerate(text) if place >= 6 and token not in text[:place])
+    driver = make_driver(OwnDrafts(text, 4), queue_depth=queue_depth)
+    driver.executor.propose_drafts = lambda _seq_id, right, _count: right
+    driver.add("r", prompt(9), max_tokens=20, stop_token_ids=[stop])
+    driver.run()
+    assert driver.tokens["r", 0] == text[: text.index(stop) + 1]
+    assert driver.finished["r", 0] is FinishReason.STOP
+    assert driver.core.stats().generation_tokens_total == text.index(stop) + 1
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_max_tokens_is_the_last(max_tokens: int) -> None:
+    text = generate_alone(prompt(9), max_tokens=20)[0]
+    driver = make_driver(OwnDrafts(text, 4), queue_depth=2)
+    driver.executor.propose_drafts = lambda _seq_id, right, _count: right
+    driver.add("r", prompt(9), max_tokens=max_tokens)
+    driver.run()
+    assert driver.tokens["r", 0] == text[:max_tokens]
+    assert driver.finished["r", 0] is FinishReason.LENGTH
+
+
+def test_accepted_drafts_are_cached() -> None:
+    """A later prompt that continues the text hits all of it but the last token."""
+    text = generate_alone(prompt(9), max_tokens=20)[0]
+    driver = make_driver(OwnDrafts(text, 6), block_size=4)
+    driver.add("r", prompt(9), max_tokens=20)
+    driver.run()
+    driver.add("again", [*prompt(9), *text, 5], max_tokens=1)
+    driver.run()
+    assert driver.core.stats().prefix_cache_hits_total == 28
+
+
+def test_drafts_are_dropped_when_blocks_run_out() -> None:
+    """Drafts are dropped before a request is preempted for them."""
+    text = generate_alone(prompt(8), max_tokens=8)[0]
+    driver = make_driver(OwnDrafts(text, 6), num_blocks=8, block_size=2)
+    driver.add("r", prompt(8), max_tokens=8)
+    driver.run()
+    assert driver.tokens["r", 0] == text
+    driver.add("a", prompt(5, start=3), max_tokens=3)
+    driver.add("b", prompt(5, start=7), max_tokens=3)
+    driver.run()
+    assert driver.core.stats().preemptions_total == 0
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("windows", [(None, None), (5, 5), (None, 7)])
+def test_parallel_samples_with_drafts(queue_depth: int, windows: tuple[int | None, ...]) -> None:
+    drafter = RandomDrafts(queue_depth, 5)
+    driver = make_driver(drafter, queue_depth=queue_depth, windows=windows, block_size=2, num_blocks=200)
+    driver.add("r", prompt(11), n=3, temperature=1.0, max_tokens=25)
+    driver.run()
+    expected = generate_alone(prompt(11), n=3, temperature=1.0, max_tokens=25)
+    assert [driver.tokens["r", index] for index in range(3)] == expected
+    assert 0 < driver.executor.num_accepted_drafts < driver.executor.num_drafts
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_traffic_with_drafts(seed: int) -> None:
+    """Everything that can cross, with one to four plans in flight: all texts are those of lone runs without drafts."""
+    totals = run_traffic(seed, 4000, DraftingEpisode)
+    assert totals["queue_depth_4"] > 0
+    assert totals["drafts"] > totals["accepted_drafts"] > 300
+    assert totals["trimmed_tables"] > 50
+    for name in ("preemptions_total", "prefix_cache_hits_total", "evictions_total", "aborts", "swap_preemptions_total"):
+        assert totals[name] > 10, name
+
+
+class DraftingMachine(EngineMachine):
+    """EngineMachine with drafts and one to four plans in flight."""
+
+    totals: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        num_blocks=st.integers(6, 60),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.integers(6, 40),
+        max_prefill_chunk=st.sampled_from([None, None, 5]),
+        queue_depth=st.sampled_from([1, 2, 3, 4]),
+        enable_prefix_caching=st.booleans(),
+        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
+        num_host_blocks=st.sampled_from([3, 20, 200]),
+        max_drafts=st.integers(1, 6),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, max_drafts: int, seed: int, **options) -> None:  # type: ignore[no-untyped-def]
+        self.max_pins = seed % 3
+        self.driver = make_drafting_driver(make_config(max_model_len=64, **options), RandomDrafts(seed, max_drafts))
+        self.requests: dict[str, dict] = {}
+        self.aborted: set[tuple[str, int | None]] = set()
+        self.prefixes: list[str] = []
+
+    def take_stock(self) -> None:
+        super().take_stock()
+        self.totals["accepted drafts"] += self.driver.executor.num_accepted_drafts
+
+
+def test_random_schedules_with_drafts() -> None:
+    DraftingMachine.totals.clear()
+    run_state_machine_as_test(
+        DraftingMachine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=80,
+            phases=[Phase.explicit, Phase.generate],
+            report_multiple_bugs=False,
+        ),
+    )
+    totals = DraftingMachine.totals
+    assert totals["steps_total"] > 1_000
+    assert totals["accepted drafts"] > 100
