@@ -38,6 +38,11 @@ void bind_weight(nb::module_& module) {
       .value("F32", CacheType::kF32)
       .value("BF16", CacheType::kBF16)
       .value("I8", CacheType::kI8);
+  nb::enum_<Elementwise>(module, "Elementwise")
+      .value("ADD", Elementwise::kAdd)
+      .value("MULTIPLY", Elementwise::kMultiply)
+      .value("SCALE", Elementwise::kScale)
+      .value("SOFT_CAP", Elementwise::kSoftCap);
   nb::enum_<MatmulPrecision>(module, "MatmulPrecision")
       .value("FLOAT32", MatmulPrecision::kFloat32)
       .value("BFLOAT16", MatmulPrecision::kBFloat16);
@@ -100,6 +105,14 @@ void bind_program(nb::module_& module) {
           },
           "inverse_frequencies"_a, "rotary_dim"_a, "magnitude"_a, "out"_a)
       .def(
+          "gather", [](Program& program, int64_t width, const Ref& x) { program.add(GatherArgs{width, x}); },
+          "width"_a, "x"_a)
+      .def(
+          "elementwise",
+          [](Program& program, Elementwise kind, float factor, int64_t width, const Ref& x, const Ref& y,
+             const Ref& out) { program.add(ElementwiseArgs{kind, factor, width, x, y, out}); },
+          "kind"_a, "factor"_a, "width"_a, "x"_a, "y"_a, "out"_a)
+      .def(
           "attention",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
@@ -135,7 +148,7 @@ void bind_program(nb::module_& module) {
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
              const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
-             uintptr_t scratch) {
+             uintptr_t scratch, uintptr_t read_rows, int64_t num_read) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
             Step step;
             step.rows = rows;
@@ -145,10 +158,13 @@ void bind_program(nb::module_& module) {
             step.num_attention = static_cast<int64_t>(attention.size());
             for (std::size_t i = 0; i < areas.size(); ++i) step.areas[i] = reinterpret_cast<std::byte*>(areas[i]);
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
+            step.read_rows = at<int64_t>(read_rows);
+            step.num_read = num_read;
             nb::gil_scoped_release released;
             program.run(step);
           },
-          "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a);
+          "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
+          "read_rows"_a = 0, "num_read"_a = 0);
 }
 
 }  // namespace

@@ -32,6 +32,8 @@ struct Step {
   const int64_t* positions = nullptr;        // [rows]
   const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
   int64_t num_attention = 0;
+  const int64_t* read_rows = nullptr;  // [num_read], ascending: what a gather leaves of the rows; null: all
+  int64_t num_read = 0;
   std::byte* areas[kMaxAreas] = {};
   std::byte* shared_scratch = nullptr;  // as many bytes as the program's kernels asked for; 64-byte aligned
 
@@ -125,10 +127,30 @@ struct RotationArgs {
   Ref out;
 };
 
+// x[i] = x[step.read_rows[i]], for i < step.num_read.
+struct GatherArgs {
+  int64_t width = 0;
+  Ref x;
+};
+
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kScale, kSoftCap };
+
+// out = x + y, x * y, factor * x, or factor * tanh(x / factor).
+struct ElementwiseArgs {
+  Elementwise kind = Elementwise::kAdd;
+  float factor = 1;
+  int64_t width = 0;
+  Ref x;
+  Ref y;    // of the first two
+  Ref out;  // may be the same place as x or y
+};
+
 struct LayerKernels {
   void (*embed)(const EmbedArgs&, const Step&, Team&);
   void (*norm)(const NormArgs&, const Step&, Team&);
   void (*rotation)(const RotationArgs&, const Step&, Team&);
+  void (*gather)(const GatherArgs&, const Step&, Team&);
+  void (*elementwise)(const ElementwiseArgs&, const Step&, Team&);
 };
 
 // -- attention (attention.cpp) --------------------------------------------------------------------------------------

@@ -178,9 +178,56 @@ void rotation(const RotationArgs& args, const Step& step, Team& team) {
   }
 }
 
+// Threads share out the columns: rows ascend, so a row is read before another one is written over it.
+void gather(const GatherArgs& args, const Step& step, Team& team) {
+  float* x = step.at(args.x);
+  for (int64_t first = team.take(kPiece); first < args.width; first = team.take(kPiece)) {
+    const int64_t count = args.width - first < kPiece ? args.width - first : kPiece;
+    for (int64_t i = 0; i < step.num_read; ++i)
+      if (step.read_rows[i] != i)
+        std::memcpy(x + i * args.x.stride + first, x + step.read_rows[i] * args.x.stride + first,
+                    static_cast<std::size_t>(count) * sizeof(float));
+  }
+}
+
+QUIRE_INLINE vf combine(Elementwise kind, vf x, vf y, float factor) {
+  switch (kind) {
+    case Elementwise::kAdd:
+      return x + y;
+    case Elementwise::kMultiply:
+      return x * y;
+    case Elementwise::kScale:
+      return x * factor;
+    case Elementwise::kSoftCap:
+      return tanh(x / factor) * factor;
+  }
+  return x;
+}
+
+void elementwise(const ElementwiseArgs& args, const Step& step, Team& team) {
+  const float* left = step.at(args.x);
+  const float* right = args.y.present() ? step.at(args.y) : left;
+  const int64_t right_stride = args.y.present() ? args.y.stride : args.x.stride;
+  float* out = step.at(args.out);
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t start = team.take(grain); start < step.rows; start = team.take(grain)) {
+    for (int64_t t = start; t < step.rows && t < start + grain; ++t) {
+      const float *x = left + t * args.x.stride, *y = right + t * right_stride;
+      float* to = out + t * args.out.stride;
+      int64_t k = 0;
+      for (; k + kLanes <= args.width; k += kLanes)
+        store(to + k, combine(args.kind, load(x + k), load(y + k), args.factor));
+      if (k < args.width) {
+        const int64_t count = args.width - k;
+        store_some(to + k, combine(args.kind, load_some(x + k, count), load_some(y + k, count), args.factor), count);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern const LayerKernels kLayers;
-const LayerKernels kLayers = {embed, norm, rotation};
+const LayerKernels kLayers = {embed, norm, rotation, gather, elementwise};
 
 }  // namespace quire::QUIRE_ISA

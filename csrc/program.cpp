@@ -19,6 +19,17 @@ void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
                                                : "a token id lies outside the embedding");
 }
 
+// Throws unless the rows that are read ascend inside the step: a gather moves them where they lie.
+void refuse_unordered_rows(const Step& step) {
+  if (step.num_read < 0) throw std::invalid_argument("a negative number of rows to read");
+  int64_t last = -1;
+  for (int64_t i = 0; i < step.num_read; ++i) {
+    if (step.read_rows[i] <= last || step.read_rows[i] >= step.rows)
+      throw std::invalid_argument("the rows to read do not ascend inside the step");
+    last = step.read_rows[i];
+  }
+}
+
 }  // namespace
 
 Program::Program(const Kernels& kernels, std::shared_ptr<Pool> pool, int64_t max_rows, MatmulPrecision precision)
@@ -33,7 +44,12 @@ void Program::add(LinearArgs args) {
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.linear_scratch(args, max_rows_));
 }
 
+void Program::require_all_rows() const {
+  if (first_gather_ != kNone) throw std::logic_error("a kernel that needs all rows follows a gather");
+}
+
 void Program::add(const EmbedArgs& args) {
+  require_all_rows();
   embeddings_.push_back(args);
   ops_.emplace_back(Call<EmbedArgs>{kernels_.layers.embed, args});
 }
@@ -41,10 +57,21 @@ void Program::add(const EmbedArgs& args) {
 void Program::add(const NormArgs& args) { ops_.emplace_back(Call<NormArgs>{kernels_.layers.norm, args}); }
 
 void Program::add(const RotationArgs& args) {
+  require_all_rows();
   ops_.emplace_back(Call<RotationArgs>{kernels_.layers.rotation, args});
 }
 
+void Program::add(const GatherArgs& args) {
+  if (first_gather_ == kNone) first_gather_ = ops_.size();
+  ops_.emplace_back(Call<GatherArgs>{kernels_.layers.gather, args});
+}
+
+void Program::add(const ElementwiseArgs& args) {
+  ops_.emplace_back(Call<ElementwiseArgs>{kernels_.layers.elementwise, args});
+}
+
 void Program::add(AttentionArgs args) {
+  require_all_rows();
   args.precision = precision_;
   attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
@@ -62,15 +89,25 @@ void Program::run(const Step& step) {
       throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
   }
   for (const EmbedArgs& args : embeddings_) refuse_foreign_rows(args, step);
+  Step reading = step;
+  if (step.read_rows != nullptr && first_gather_ != kNone) {
+    refuse_unordered_rows(step);
+    reading.rows = step.num_read;
+  }
   struct Run {
-    const std::vector<Op>& ops;
+    const Program& program;
     const Step& step;
-  } run{ops_, step};
+    const Step& reading;
+  } run{*this, step, reading};
   pool_->run(
       [](void* argument, Team& team) {
-        const Run& run = *static_cast<Run*>(argument);
-        for (const Op& op : run.ops) {
-          std::visit([&](const auto& call) { call.kernel(call.args, run.step, team); }, op);
+        const auto& [program, step, reading] = *static_cast<Run*>(argument);
+        for (std::size_t i = 0; i < program.ops_.size(); ++i) {
+          const Op& op = program.ops_[i];
+          // All rows are read: a gather leaves every row where it is.
+          if (step.read_rows == nullptr && std::holds_alternative<Call<GatherArgs>>(op)) continue;
+          const Step& rows = i >= program.first_gather_ ? reading : step;
+          std::visit([&](const auto& call) { call.kernel(call.args, rows, team); }, op);
           team.barrier();
         }
       },

@@ -21,13 +21,17 @@ class Program {
   void add(const NormArgs& args);
   void add(const RotationArgs& args);
   void add(AttentionArgs args);
+  // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
+  void add(const GatherArgs& args);
+  void add(const ElementwiseArgs& args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
   std::size_t size() const noexcept { return ops_.size(); }
 
   // Runs all kernels over step.rows rows. Throws std::invalid_argument for more than max_rows, or when a plan is
-  // missing, for other rows or for other memory, or when a token id or position has no row in an embedding.
+  // missing, for other rows or for other memory, when a token id or position has no row in an embedding, or when the
+  // rows that are read do not ascend inside the step.
   void run(const Step& step);
 
  private:
@@ -36,7 +40,12 @@ class Program {
     void (*kernel)(const Args&, const Step&, Team&);
     Args args;
   };
-  using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>>;
+  using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
+                          Call<GatherArgs>, Call<ElementwiseArgs>>;
+
+  void require_all_rows() const;
+
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   const Kernels& kernels_;
   std::shared_ptr<Pool> pool_;
@@ -44,6 +53,7 @@ class Program {
   MatmulPrecision precision_;
   std::size_t scratch_bytes_ = 0;
   std::vector<Op> ops_;
+  std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
   std::vector<EmbedArgs> embeddings_;
 };

@@ -6,8 +6,9 @@ The worker builds one AttentionBatch a step; a back end plans once (`plan`) and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -33,7 +34,8 @@ class AttentionBatch:
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """The constants of one layer's attention. scale: multiplies q·k; window: tokens seen, the own one included
-    (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off)."""
+    (None: all); soft_cap: scores become cap * tanh(score / cap) (None: off). value_dim: elements of a value head (None:
+    head_dim). sinks: [num_heads] float32, a score for each head that no value belongs to (None: none)."""
 
     layer: int
     num_heads: int
@@ -42,15 +44,41 @@ class LayerAttention:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a value head, and of a head of the result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
-class AttentionStep(Protocol):
-    """One step of one back end, over the KV pool."""
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Where S sequences with T tokens in all keep their states, for layers that keep a fixed number of bytes for each.
+
+    query_start: S + 1 numbers; sequence s owns tokens query_start[s]:query_start[s + 1]. slots: [S] int64, distinct,
+    the sequences' places in the pool. begins: [S] bool, sequences without a token before this step: whatever their
+    slot holds, their state is zero. pages: by layer, [num_slots, bytes] uint8.
+    """
+
+    query_start: Sequence[int]
+    slots: torch.Tensor
+    begins: torch.Tensor
+    pages: Mapping[int, torch.Tensor]
+
+
+class PlannedStep(Protocol):
+    """What a back end planned for one step. Models pass it on; the operations of the same back end look inside."""
+
+
+class AttentionStep(PlannedStep, Protocol):
+    """One step of a back end that attends at once, over the KV pool."""
 
     def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v ([T, num_kv_heads, head_dim]) to their slots, then attend.
+        """Write k and v ([T, num_kv_heads, head_dim] and [T, num_kv_heads, value_width]) to their slots, then attend.
 
-        q: [T, num_heads, head_dim]. Returns [T, num_heads, head_dim] in q's dtype. Causal: a token sees positions
+        q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype. Causal: a token sees positions
         up to its own, of its own sequence only, read through the block table.
         """
         ...
@@ -59,6 +87,6 @@ class AttentionStep(Protocol):
 class AttentionBackend(Protocol):
     """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
-    def plan(self, batch: AttentionBatch) -> Any:
+    def plan(self, batch: AttentionBatch) -> PlannedStep:
         """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""
         ...

@@ -52,7 +52,7 @@ class NativeAttention:
             "scale": layer.scale,
             "soft_cap": layer.soft_cap or 0.0,
             "window": layer.window or 0,
-            "sinks": 0,
+            "sinks": 0 if layer.sinks is None else layer.sinks.data_ptr(),
         }
 
 

@@ -18,7 +18,11 @@ CHUNK_BYTES = 4 << 20
 
 class TorchAttention:
     """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
-    zero) for positions beyond a sequence's blocks."""
+    zero) for positions beyond a sequence's blocks.
+
+    pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim], or, where values are of another width, [num_blocks,
+    block_size, num_kv_heads, head_dim + value_width].
+    """
 
     def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
         self._block_size = layout.block_size
@@ -53,8 +57,12 @@ class TorchAttentionStep:
     def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group, page = self._page_of_layer[layer.layer]
         pages = self._pages[page]
-        reference.write_kv(pages, self._key_rows[group], k, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if pages.dim() == 4:  # keys and values of different widths, side by side
+            rows = pages.view(-1, *pages.shape[2:])
+            rows.index_copy_(0, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1).to(pages.dtype))
+        else:
+            reference.write_kv(pages, self._key_rows[group], k, v)
+        out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in self._tile_lists(group, layer):
             attended = _attend(tiles, layer, pages, q)
             out.index_copy_(0, tiles.tokens, attended.index_select(0, tiles.places).to(q.dtype))
@@ -90,7 +98,7 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Attention of all tokens of one tile list, [num_tiles * tile_tokens, num_heads, head_dim] float32."""
-    groups, dim = layer.num_kv_heads, layer.head_dim
+    groups, dim, value_width = layer.num_kv_heads, layer.head_dim, layer.value_width
     per_group = layer.num_heads // groups
     used_rows = tiles.tile_tokens * per_group
     queries = torch.zeros(tiles.num_tiles, groups, tiles.rows, dim)
@@ -101,7 +109,7 @@ def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torc
         .reshape(tiles.num_tiles, groups, used_rows, dim)
     )
     shape = (tiles.num_tiles, groups, tiles.rows)
-    total: Partial = (torch.full((*shape, 1), HIDDEN), torch.zeros(*shape, 1), torch.zeros(*shape, dim))
+    total: Partial = (torch.full((*shape, 1), HIDDEN), torch.zeros(*shape, 1), torch.zeros(*shape, value_width))
     for chunk in tiles.chunks:
         partial = _attend_chunk(tiles, chunk, layer, pages, queries)
         for left, right in chunk.levels:
@@ -110,11 +118,15 @@ def _attend(tiles: TileList, layer: LayerAttention, pages: torch.Tensor, q: torc
         if not chunk.is_first:
             result = _merged(_select(total, chunk.root_tiles), result)
         _store(total, chunk.root_tiles, result)
+    if layer.sinks is not None:
+        sinks = layer.sinks.view(groups, 1, per_group).expand(-1, tiles.tile_tokens, -1).reshape(groups, used_rows, 1)
+        seen = (total[0][:, :, :used_rows], total[1][:, :, :used_rows], total[2][:, :, :used_rows])
+        total = _merged(seen, (sinks, torch.ones_like(sinks), torch.zeros(value_width)))
     return (
         (total[2] / total[1])[:, :, :used_rows]
-        .reshape(tiles.num_tiles, groups, tiles.tile_tokens, per_group, dim)
+        .reshape(tiles.num_tiles, groups, tiles.tile_tokens, per_group, value_width)
         .transpose(1, 2)
-        .reshape(-1, layer.num_heads, dim)
+        .reshape(-1, layer.num_heads, value_width)
     )
 
 
@@ -122,13 +134,11 @@ def _attend_chunk(
     tiles: TileList, chunk: Chunk, layer: LayerAttention, pages: torch.Tensor, queries: torch.Tensor
 ) -> Partial:
     """Each item by itself: its queries over its keys."""
-    block_size, groups, dim = pages.shape[2:]
+    groups, dim = layer.num_kv_heads, layer.head_dim
     num_items, rows = len(chunk.tiles), tiles.rows
-    vectors = pages.view(-1, dim)
-    index = (chunk.key_rows * groups + torch.arange(groups)[:, None]).view(-1)
-    key = vectors.index_select(0, index).float().view(num_items * groups, KEY_TILE, dim)
-    # A value lies block_size rows behind its key: the same index, seen from that much further on.
-    value = vectors[block_size * groups :].index_select(0, index).float().view(key.shape)
+    key, value = _gather(pages, chunk.key_rows, groups, dim)
+    key = key.view(num_items * groups, KEY_TILE, dim)
+    value = value.view(num_items * groups, KEY_TILE, layer.value_width)
     query = queries.index_select(0, chunk.tiles).view(num_items * groups, rows, dim)
     scores = torch.bmm(query, key.transpose(1, 2))
     if layer.soft_cap is not None:
@@ -145,6 +155,21 @@ def _attend_chunk(
         total.view(shape),
         torch.bmm(weights, value).mul_(total).view(shape),
     )
+
+
+def _gather(pages: torch.Tensor, key_rows: torch.Tensor, groups: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some rows and all heads, float32: [items, groups, KEY_TILE, width], flat but for the width."""
+    vectors = pages.view(-1, pages.shape[-1])
+    heads = torch.arange(groups)[:, None]
+    if pages.dim() == 4:
+        block_size = pages.shape[1]
+        slots = key_rows - key_rows.div(2 * block_size, rounding_mode="floor") * block_size
+        both = vectors.index_select(0, (slots * groups + heads).view(-1)).float()
+        return both[:, :dim].contiguous(), both[:, dim:].contiguous()
+    index = (key_rows * groups + heads).view(-1)
+    # A value lies block_size rows behind its key: the same index, seen from that much further on.
+    values = vectors[pages.shape[2] * groups :].index_select(0, index)
+    return vectors.index_select(0, index).float(), values.float()
 
 
 def _merged(left: Partial, right: Partial) -> Partial:

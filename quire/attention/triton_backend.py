@@ -118,14 +118,16 @@ class _LayerKernels:
     def varlen(self, tiles: Tiles) -> VarlenAttention:
         found = self._varlen.get(tiles)
         if found is None:
-            found = self._varlen[tiles] = VarlenAttention(self.heads.shape, self.pages, None, tiles)
+            found = self._varlen[tiles] = VarlenAttention(self.heads.shape, self.pages, self.heads.shape.sinks, tiles)
         return found
 
     def split(self, plan: SplitPlan) -> SplitAttention:
         key = plan.tiles, plan.tokens
         found = self._split.get(key)
         if found is None:
-            found = self._split[key] = SplitAttention(self.heads.shape, self.pages, None, *key, self._scratch)
+            found = self._split[key] = SplitAttention(
+                self.heads.shape, self.pages, self.heads.shape.sinks, *key, self._scratch
+            )
         return found
 
 

@@ -51,15 +51,20 @@ def paged_attention_dense(
     """One sequence's attention over what its pages hold, in query's dtype (float64 for a reference).
 
     block_table: [num_blocks_of_sequence] int. query: [n, num_heads, head_dim] of the tokens at start_position ...
-    start_position + n - 1, whose keys and values are written already. Returns [n, num_heads, head_dim].
+    start_position + n - 1, whose keys and values are written already. Returns [n, num_heads, value_width].
     """
-    block_size = pages.shape[2]
     length = start_position + query.shape[0]
     positions = torch.arange(length)
-    blocks = block_table.long()[positions // block_size]
-    stored = pages[blocks, :, positions % block_size].to(query.dtype)
+    if pages.dim() == 4:
+        block_size = pages.shape[1]
+        both = pages[block_table.long()[positions // block_size], positions % block_size].to(query.dtype)
+        stored = both.split((layer.head_dim, layer.value_width), dim=-1)
+    else:
+        block_size = pages.shape[2]
+        both = pages[block_table.long()[positions // block_size], :, positions % block_size].to(query.dtype)
+        stored = both.unbind(1)
     group = layer.num_heads // layer.num_kv_heads
-    key, value = stored.repeat_interleave(group, dim=2).unbind(1)
+    key, value = (each.repeat_interleave(group, dim=1) for each in stored)
     scores = torch.einsum("nhd,lhd->hnl", query, key) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -67,5 +72,9 @@ def paged_attention_dense(
     hidden = positions[None] > own[:, None]
     if layer.window is not None:
         hidden |= positions[None] <= own[:, None] - layer.window
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(query.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :length]
     return torch.einsum("hnl,lhd->nhd", weights, value)

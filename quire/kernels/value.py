@@ -1,11 +1,22 @@
-"""What flows between layers: a tensor when a model computes, a placeholder while its kernels are recorded."""
+"""What flows between layers: tensors when a model computes, placeholders while its kernels are recorded.
+
+Layers pass these values on and never look inside them: what they want computed, the operations of their context offer.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, Union
 
-Value: TypeAlias = Any
-"""A torch.Tensor [T, width], or a `kernels.cpu.recorder.Buffer` of that width. Layers only pass it on."""
+if TYPE_CHECKING:
+    import torch
 
-Indices: TypeAlias = Any
-"""A torch.Tensor [T] int64 (token ids or positions), or a `kernels.cpu.recorder.RecordedIndices`."""
+    from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
+
+Value: TypeAlias = Union["torch.Tensor", "Buffer"]
+"""[T, width], or the placeholder of a matrix of that width."""
+
+Indices: TypeAlias = Union["torch.Tensor", "RecordedIndices"]
+"""[T] int64, token ids or positions."""
+
+ReadRows: TypeAlias = Union["torch.Tensor", "RecordedRows"]
+"""[R] int64, ascending: the rows among the T whose hidden states are read."""

@@ -238,7 +238,7 @@ class KVCacheManager:
         blocks.tail_shared = allocation.tail_was_shared
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
-        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, or nothing
+        """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, none
         when all are. A recurrent state cannot be taken back, so no group may hold states."""
         assert not self._snapshot_groups, "a state cannot be trimmed"
         kept = [-(-num_tokens // size) for size in self._sizes]

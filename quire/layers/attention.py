@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from quire.attention.interface import LayerAttention
-from quire.kernels.value import Value
-from quire.layers.context import LayerContext, WeightSlots, prefixed
+import torch
+
+from quire.attention.interface import LayerAttention, PlannedStep
+from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.operations import HeadWeights
+from quire.layers.operations import HeadWeights, RotationTable
+from quire.quantization.integer_weight import WeightSource, copy_into
 
 
 class Attention:
@@ -18,7 +22,8 @@ class Attention:
     with fewer key and value heads than ranks, neighbouring ranks hold the same one.
 
     shape: heads, scale and window of the whole layer. qkv_bias, output_bias: of the projections.
-    norm_epsilon: of the norms over each query and key head (None: no such norms).
+    norm_epsilon: of the norms over each query and key head (None: no such norms). has_sinks: a learned score for each
+    head that no value belongs to. Raises ConfigError for heads that the context's attention does not compute.
     """
 
     def __init__(
@@ -30,29 +35,54 @@ class Attention:
         output_bias: bool,
         context: LayerContext,
         norm_epsilon: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
         kv_shares = min(ranks, shape.num_kv_heads)
-        local = replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // kv_shares)
-        query, key = shape.num_heads * dim, shape.num_kv_heads * dim
+        heads = shape.num_heads // ranks
+        self._first_head = context.group.rank * heads
+        sinks = torch.empty(heads, dtype=torch.float32, device=context.device) if has_sinks else None
+        local = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // kv_shares, sinks=sinks)
         self._qkv = ColumnParallelLinear(
             hidden_size,
-            (query, key, key),
+            (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * shape.value_width),
             bias=qkv_bias,
             context=context,
             num_shares=(ranks, kv_shares, kv_shares),
         )
-        self._output = RowParallelLinear(query, hidden_size, bias=output_bias, context=context)
+        attended = shape.num_heads * shape.value_width
+        self._output = RowParallelLinear(attended, hidden_size, bias=output_bias, context=context)
         self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
         query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
         self._heads = HeadWeights(local, query_norm, key_norm)
+        context.operations.check_heads(self._heads)
         self._operations = context.operations
+        self._num_heads = shape.num_heads
+        self._cache_dtype = context.cache_dtype
 
-    def __call__(self, x: Value, residual: Value, rotation: Any, step: Any) -> Value:
+    def __call__(
+        self,
+        x: Value,
+        residual: Value,
+        rotation: RotationTable | None,
+        step: PlannedStep,
+        rows: ReadRows | None = None,
+    ) -> Value:
         """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the tokens'
-        positions (None: none is applied). step: of the attention back end."""
+        positions (None: none is applied). step: of the attention back end. rows: [R], the tokens whose results are read
+        (None: all); then [R, hidden_size], and keys and values are kept of all tokens."""
         attended = self._operations.attend(self._heads, self._qkv(x), rotation, step)
+        if rows is not None:
+            attended = self._operations.gather_rows(attended, rows)
+            residual = self._operations.gather_rows(residual, rows)
         return self._output(attended, residual)
+
+    def cache_spec(self) -> LayerSpec:
+        """What this rank's share of the layer keeps in the KV cache."""
+        shape, dtype = self._heads.shape, self._cache_dtype
+        widths = (shape.num_kv_heads, shape.head_dim, shape.value_width)
+        sizes = (*widths, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
+        return AttentionSpec(*sizes) if shape.window is None else SlidingWindowSpec(*sizes, window=shape.window)
 
     def slots(self, qkv: tuple[str, ...], output: str, *, transposed: bool = False) -> WeightSlots:
         """qkv: the checkpoint's names of the projections (one, when it keeps them in one tensor); output: of the
@@ -63,4 +93,11 @@ class Attention:
         }
         if self._norms:
             slots |= prefixed("q_norm", self._norms[0].slots()) | prefixed("k_norm", self._norms[1].slots())
+        if self._heads.shape.sinks is not None:
+            slots["sinks"] = WeightSlot((self._num_heads,), self._load_sinks, 4 * self._num_heads)
         return slots
+
+    def _load_sinks(self, tensor: WeightSource) -> None:
+        sinks = self._heads.shape.sinks
+        assert sinks is not None, "a layer with sinks has a slot for them"
+        copy_into(sinks, tensor.narrow(0, self._first_head, len(sinks)))

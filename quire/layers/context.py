@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 
-from quire.layers.operations import Operations
+from quire.layers.operations import LayerOperations, Operations
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.integer_weight import LoadWeight
-from quire.quantization.interface import LinearMethod
+from quire.quantization.interface import LayerLinear, LinearMethod
+
+ValueT = TypeVar("ValueT")
+IndicesT = TypeVar("IndicesT")
+RowsT = TypeVar("RowsT")
+RotationT = TypeVar("RotationT")
+StepT = TypeVar("StepT")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """dtype, device: of activations and of the weights of norms. group: the ranks that share each layer.
-    operations: compute everything but the linear maps. linear, vocabulary, positions: how the weights of linear
-    layers, the matrices of the vocabulary and tables of learned positions are stored.
+    """dtype, device: of activations and of the weights of norms. cache_dtype: what keys and values are stored in, a key
+    of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
+    linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary and tables of
+    learned positions are stored.
     """
 
     dtype: torch.dtype
     device: torch.device
+    cache_dtype: str
     group: ProcessGroup
-    operations: Operations
-    linear: LinearMethod
-    vocabulary: LinearMethod
-    positions: LinearMethod
+    operations: LayerOperations
+    linear: LayerLinear
+    vocabulary: LayerLinear
+    positions: LayerLinear
 
     def replicated(self) -> LayerContext:
         """This context for a layer that every rank computes whole."""
         return replace(self, group=SINGLE_RANK)
+
+
+def layer_context(
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: str,
+    group: ProcessGroup,
+    operations: Operations[ValueT, IndicesT, RowsT, RotationT, StepT],
+    linear: LinearMethod[ValueT, IndicesT],
+    vocabulary: LinearMethod[ValueT, IndicesT],
+    positions: LinearMethod[ValueT, IndicesT],
+) -> LayerContext:
+    """The context whose operations and linear methods take the same kind of values. Layers are written for any kind,
+    so from here on its type is not known."""
+    stored = (cast("LayerLinear", method) for method in (linear, vocabulary, positions))
+    return LayerContext(dtype, device, cache_dtype, group, cast("LayerOperations", operations), *stored)
 
 
 @dataclass(frozen=True, slots=True)

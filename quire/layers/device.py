@@ -7,9 +7,12 @@ from typing import Protocol
 
 import torch
 
+from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies
+from quire.layers import functional
+from quire.layers.functional import ExpertWeights
+from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class DeviceAttentionStep(Protocol):
         ...
 
 
-class DeviceOperations:
+class DeviceOperations(SharedOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -54,6 +57,12 @@ class DeviceOperations:
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, step: DeviceAttentionStep
     ) -> torch.Tensor:
         return step.attend(heads, qkv, rotation, None)
+
+    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        return functional.experts_without_waiting(weights, x, routing, matmul)
+
+    def check_heads(self, heads: HeadWeights) -> None:
+        require_equal_widths(heads, "triton")
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The logits unchanged: the sampling kernels upcast what they read, and half the bytes are written and read."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from quire.kernels.value import Indices, Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.quantization.integer_weight import WeightSource
-from quire.quantization.interface import LinearMethod, LinearShape
+from quire.quantization.interface import LayerLinear, LinearShape
 
 
 class Embedding:
     """A table of `num_rows` vectors of `size`, stored by `method`. Each rank holds a run of ceil(num_rows / ranks)
     rows; the last ones may hold fewer."""
 
-    def __init__(self, num_rows: int, size: int, method: LinearMethod, context: LayerContext) -> None:
+    def __init__(self, num_rows: int, size: int, method: LayerLinear, context: LayerContext) -> None:
         self.method = method
         self.num_rows = num_rows
         self.context = context
@@ -28,10 +29,10 @@ class Embedding:
         """[T] int64 -> [T, size], the same on every rank, added to `onto` (which is used up) when given."""
         if self.context.group.size == 1:
             return self.method.lookup(self.parameters, indices, onto)
-        local = indices - self._first_row
-        is_local = (local >= 0) & (local < self.num_local_rows)
-        rows = self.context.group.all_reduce(self._lookup_local(local, is_local))
-        return rows if onto is None else onto + rows
+        assert isinstance(indices, torch.Tensor), "native kernels look up whole tables"
+        operations = self.context.operations
+        rows = operations.all_reduce(self.context.group, self._lookup_local(indices - self._first_row))
+        return rows if onto is None else operations.add(onto, rows)
 
     def slots(self) -> WeightSlots:
         return {
@@ -46,11 +47,14 @@ class Embedding:
         rows = tensor.narrow(0, self._first_row, self.num_local_rows)
         self.method.load_rows(self.parameters, "weight", rows, 0, self.num_local_rows)
 
-    def _lookup_local(self, local: Value, is_local: Value) -> Value:
+    def _lookup_local(self, local: torch.Tensor) -> torch.Tensor:
         """The rows of the indices that this rank holds, zeros for the others'."""
         if not self.num_local_rows:
             return local.new_zeros((len(local), self.shape.in_features), dtype=self.shape.dtype)
-        return self.method.lookup(self.parameters, local * is_local).masked_fill(~is_local[:, None], 0)
+        is_local = (local >= 0) & (local < self.num_local_rows)
+        rows = self.method.lookup(self.parameters, local * is_local)
+        assert isinstance(rows, torch.Tensor), "tensors of tensors"
+        return rows.masked_fill(~is_local[:, None], 0)
 
 
 class VocabularyProjection:
@@ -72,6 +76,7 @@ class VocabularyProjection:
         table, group = self._table, self._table.context.group
         logits = table.method.apply(table.parameters, hidden)
         if group.size > 1:
+            assert isinstance(logits, torch.Tensor), "native kernels multiply by whole tables"
             padded = F.pad(logits, (0, table.rows_per_rank - table.num_local_rows))
             logits = group.all_gather(padded, dim=-1)[:, : table.num_rows]
         return self._operations.upcast_logits(logits)

@@ -98,7 +98,8 @@ class RowParallelLinear:
         linear, group = self._context.linear, self._context.group
         if group.size == 1:
             return linear.apply(self._parameters, x, residual)
-        return residual + group.all_reduce(linear.apply(self._parameters, x))
+        operations = self._context.operations
+        return operations.add(residual, operations.all_reduce(group, linear.apply(self._parameters, x)))
 
     def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
         out_features, in_features = self._shape

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from quire.attention.interface import StateStep
 from quire.attention.native_backend import NativeAttention
-from quire.kernels.cpu.recorder import Buffer, RecordedIndices
-from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
+from quire.layers import functional
+from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
+from quire.parallel.interface import ProcessGroup
 
 
 class NativeOperations:
@@ -53,8 +60,54 @@ class NativeOperations:
             rotary_dim=0 if rotation is None else rotation.width,
         )
 
+    def check_heads(self, heads: HeadWeights) -> None:
+        require_equal_widths(heads, "native")
+
+    def gather_rows(self, x: Buffer, rows: RecordedRows) -> Buffer:
+        return rows.recorder.gather(x)
+
+    def add(self, x: Buffer, y: Buffer) -> Buffer:
+        return _elementwise(_native.Elementwise.ADD, x, y)
+
+    def multiply(self, x: Buffer, y: Buffer) -> Buffer:
+        return _elementwise(_native.Elementwise.MULTIPLY, x, y)
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        return _elementwise(_native.Elementwise.SCALE, x, None, factor)
+
+    def soft_cap(self, x: Buffer, cap: float) -> Buffer:
+        return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
+
+    def route(self, routing: Routing, logits: Buffer) -> Buffer:
+        return logits.recorder.call_torch(partial(functional.route, routing), logits.width, [logits])
+
+    def experts(self, weights: ExpertWeights, x: Buffer, routing: Buffer) -> Buffer:
+        return x.recorder.call_torch(partial(functional.experts, weights), x.width, [x, routing])
+
+    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StateStep | None) -> Buffer:
+        function = partial(functional.short_convolution, weights)
+        return x.recorder.call_torch(function, x.width, [x], takes_states=True)
+
+    def gated_delta_rule(
+        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StateStep | None
+    ) -> Buffer:
+        function, width = partial(functional.gated_delta_rule, rule), rule.num_heads * rule.value_dim
+        return inputs[0].recorder.call_torch(function, width, inputs, takes_states=True)
+
+    def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(group.all_reduce, x.width, [x])
+
+    def all_gather(self, group: ProcessGroup, x: Buffer) -> Buffer:
+        return x.recorder.call_torch(partial(group.all_gather, dim=1), group.size * x.width, [x])
+
     def upcast_logits(self, x: Buffer) -> Buffer:
         return x
+
+
+def _elementwise(kind: _native.Elementwise, x: Buffer, y: Buffer | None, factor: float = 1.0) -> Buffer:
+    return x.recorder.call(
+        "elementwise", x.width, over=x, buffers={"x": x, "y": y}, kind=kind, factor=factor, width=x.width
+    )
 
 
 def _address(vector: torch.Tensor | None) -> int:

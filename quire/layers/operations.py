@@ -4,13 +4,21 @@ kernels."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import LayerAttention
-from quire.kernels.value import Indices, Value
+from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep, StateStep
+from quire.errors import ConfigError
+from quire.kernels.value import Indices, ReadRows, Value
+from quire.layers import functional
+from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.parallel.interface import ProcessGroup
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.recorder import Buffer
+    from quire.layers.device import DeviceRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,17 @@ class HeadWeights:
     key_norm: NormWeights | None
 
 
+def require_equal_widths(heads: HeadWeights, backend: str) -> None:
+    """Raise ConfigError for values of another width than the keys', which `backend` does not compute."""
+    shape = heads.shape
+    if shape.value_width != shape.head_dim:
+        raise ConfigError(
+            f"attention_backend={backend!r} computes values as wide as keys ({shape.head_dim}), not "
+            f"{shape.value_width}; attention_backend='torch' computes both",
+            param="attention_backend",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies:
     """inverse_frequencies: [rotary_dim / 2] float32. magnitude: factor of cos and sin."""
@@ -43,23 +62,83 @@ class RotaryFrequencies:
     dtype: torch.dtype
 
 
-class Operations(Protocol):
-    """The operations of layers; every tensor has T rows, one per token."""
+ValueT = TypeVar("ValueT")
+IndicesT_contra = TypeVar("IndicesT_contra", contravariant=True)
+RowsT_contra = TypeVar("RowsT_contra", contravariant=True)
+RotationT = TypeVar("RotationT")
+StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
-    def norm(self, weights: NormWeights, x: Value) -> Value:
+
+class Operations(Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
+    """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
+    not depend on one another, bit by bit, but through attention and states."""
+
+    def norm(self, weights: NormWeights, x: ValueT) -> ValueT:
         """[T, size] -> [T, size]."""
         ...
 
-    def rotation(self, frequencies: RotaryFrequencies, positions: Indices) -> Any:
+    def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
         """The rotation of these positions, for `attend`."""
         ...
 
-    def attend(self, heads: HeadWeights, qkv: Value, rotation: Any, step: Any) -> Value:
-        """qkv: [T, (num_heads + 2 num_kv_heads) * head_dim], query, key and value heads; used up. rotation: of the
-        positions (None: none is applied). step: of an attention back end. Returns [T, num_heads * head_dim]."""
+    def attend(self, heads: HeadWeights, qkv: ValueT, rotation: RotationT | None, step: StepT_contra) -> ValueT:
+        """qkv: [T, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_width], query, key and value heads;
+        used up. rotation: of the positions (None: none is applied). step: of an attention back end. Returns [T,
+        num_heads * value_width]."""
         ...
 
-    def upcast_logits(self, x: Value) -> Value:
+    def check_heads(self, heads: HeadWeights) -> None:
+        """Raises ConfigError for heads that `attend` does not compute."""
+        ...
+
+    def gather_rows(self, x: ValueT, rows: RowsT_contra) -> ValueT:
+        """[T, width] -> [R, width], the rows that are read. x is used up."""
+        ...
+
+    def add(self, x: ValueT, y: ValueT) -> ValueT:
+        """x + y, [T, width] each."""
+        ...
+
+    def multiply(self, x: ValueT, y: ValueT) -> ValueT:
+        """x * y, element by element, [T, width] each."""
+        ...
+
+    def scale(self, x: ValueT, factor: float) -> ValueT:
+        """factor * x."""
+        ...
+
+    def soft_cap(self, x: ValueT, cap: float) -> ValueT:
+        """cap * tanh(x / cap), computed in float32."""
+        ...
+
+    def route(self, routing: Routing, logits: ValueT) -> ValueT:
+        """[T, num_experts] -> [T, num_experts]: the weights of each token's experts, 0 for those not chosen."""
+        ...
+
+    def experts(self, weights: ExpertWeights, x: ValueT, routing: ValueT) -> ValueT:
+        """[T, size] -> [T, size]: the weighted sum of what the experts compute. routing: of `route`."""
+        ...
+
+    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StateStep | None) -> ValueT:
+        """[T, channels] -> [T, channels], causal in each sequence. states: of the step (None while recording)."""
+        ...
+
+    def gated_delta_rule(
+        self, rule: DeltaRule, inputs: tuple[ValueT, ValueT, ValueT, ValueT, ValueT], states: StateStep | None
+    ) -> ValueT:
+        """inputs: query, key, value, decay and beta of `functional.gated_delta_rule`. Returns [T, num_heads *
+        value_dim]. states: of the step (None while recording)."""
+        ...
+
+    def all_reduce(self, group: ProcessGroup, x: ValueT) -> ValueT:
+        """The sum of the ranks' x, [T, width] each."""
+        ...
+
+    def all_gather(self, group: ProcessGroup, x: ValueT) -> ValueT:
+        """The ranks' x, [T, width] each, side by side: [T, ranks * width]."""
+        ...
+
+    def upcast_logits(self, x: ValueT) -> ValueT:
         """Logits in the dtype that the sampler takes: float32; on a device as they are."""
         ...
 
@@ -82,7 +161,58 @@ class Rotation:
         return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
 
-class TorchOperations:
+RotationTable: TypeAlias = Union[Rotation, "DeviceRotation", "Buffer"]
+"""What `Operations.rotation` returned."""
+
+LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable, PlannedStep]
+"""Operations as layers see them: values of one kind, whichever it is."""
+
+
+class SharedOperations:
+    """The operations that torch computes in the same way on every device."""
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
+
+    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
+        return functional.route(routing, logits)
+
+    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        return functional.experts(weights, x, routing)
+
+    def short_convolution(self, weights: ConvolutionWeights, x: torch.Tensor, states: StateStep | None) -> torch.Tensor:
+        assert states is not None, "a step of a model with states brings them"
+        return functional.short_convolution(weights, x, states)
+
+    def gated_delta_rule(
+        self,
+        rule: DeltaRule,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        states: StateStep | None,
+    ) -> torch.Tensor:
+        assert states is not None, "a step of a model with states brings them"
+        return functional.gated_delta_rule(rule, *inputs, states)
+
+    def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(x)
+
+    def all_gather(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+        return group.all_gather(x, dim=1)
+
+
+class TorchOperations(SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -101,18 +231,24 @@ class TorchOperations:
             torch.cat((-sin, sin), dim=-1).to(frequencies.dtype)[:, None],
         )
 
-    def attend(self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: Any) -> torch.Tensor:
+    def attend(
+        self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep
+    ) -> torch.Tensor:
         shape = heads.shape
-        all_heads = qkv.view(qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        turned, value = all_heads.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        num_turned = shape.num_heads + shape.num_kv_heads
+        parts = qkv.split((num_turned * shape.head_dim, shape.num_kv_heads * shape.value_width), dim=1)
+        turned = parts[0].unflatten(1, (num_turned, shape.head_dim))
+        value = parts[1].unflatten(1, (shape.num_kv_heads, shape.value_width))
         if heads.query_norm is not None and heads.key_norm is not None:
             query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
             turned = torch.cat((self.norm(heads.query_norm, query), self.norm(heads.key_norm, key)), dim=1)
         if rotation is not None:
             turned = rotation.apply(turned)
         query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        attended: torch.Tensor = step.attend(shape, query, key, value)
-        return attended.flatten(1)
+        return step.attend(shape, query, key, value).flatten(1)
+
+    def check_heads(self, heads: HeadWeights) -> None:
+        """All are computed."""
 
     def upcast_logits(self, x: torch.Tensor) -> torch.Tensor:
         return x.float()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from quire.config.rope import RopeConfig
 from quire.errors import ModelLoadError
 from quire.kernels.value import Indices
 from quire.layers.context import LayerContext
-from quire.layers.operations import RotaryFrequencies
+from quire.layers.operations import RotaryFrequencies, RotationTable
 
 
 class RotaryEmbedding:
@@ -30,7 +29,7 @@ class RotaryEmbedding:
         self._frequencies = RotaryFrequencies(frequencies.to(context.device), magnitude, context.dtype)
         self._operations = context.operations
 
-    def __call__(self, positions: Indices) -> Any:
+    def __call__(self, positions: Indices) -> RotationTable:
         """positions: [T] int64. Returns what `Operations.attend` takes."""
         return self._operations.rotation(self._frequencies, positions)
 

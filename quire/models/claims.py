@@ -8,7 +8,7 @@ import torch
 
 from quire.config.model import ModelConfig
 from quire.errors import InsufficientMemoryError
-from quire.layers.context import LayerContext
+from quire.layers.context import layer_context
 from quire.layers.operations import TorchOperations
 from quire.models.decoder import Decoder
 from quire.models.registry import model_architectures
@@ -57,9 +57,10 @@ def outline(config: ModelConfig) -> Decoder:
     """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
-    context = LayerContext(
+    context = layer_context(
         dtype=dtype,
         device=torch.device("meta"),
+        cache_dtype=config.kv_cache_dtype,
         group=SINGLE_RANK,
         operations=TorchOperations(),
         linear=plain,

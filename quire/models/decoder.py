@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Protocol
 
 from quire.attention.interface import LayerAttention
 from quire.config.families import ARCHITECTURES
@@ -12,36 +12,66 @@ from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import Indices, Value
-from quire.kv_cache.spec import LayerSpec, layer_specs
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
+from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
+from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
 from quire.quantization.integer_weight import WeightSource
+
+
+class DecoderLayer(Protocol):
+    """One layer of a decoder: what it computes, what it keeps, and where its weights go."""
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        """[T, hidden] -> [T, hidden]. rotation: of the positions; None in a model without. batch: the step. rows: [R],
+        the tokens whose results are read (None: all); then [R, hidden]."""
+        ...
+
+    def cache_spec(self) -> LayerSpec:
+        """What the layer keeps in the KV cache."""
+        ...
+
+    def slots(self) -> WeightSlots:
+        """Where the tensors of a checkpoint go, by their names inside the layer."""
+        ...
 
 
 class Decoder(ABC):
     """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, head: VocabularyProjection, names: CheckpointNames
+        self, layers: Sequence[DecoderLayer], prefix: str, head: VocabularyProjection, names: CheckpointNames
     ) -> None:
-        self._specs = layer_specs(config, context.group.size)
+        """prefix: of the layers' tensors in a checkpoint, before the number of the layer."""
+        self._layers = layers
         self._head = head
         self._names = names
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
-        """Where each tensor of a checkpoint goes; complete once the subclass has added its body."""
+        """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""
+        for index, layer in enumerate(layers):
+            self.slots |= prefixed(f"{prefix}.{index}", layer.slots())
 
-    def kv_specs(self) -> list[LayerSpec]:
-        return list(self._specs)
+    def cache_specs(self) -> list[LayerSpec]:
+        return [layer.cache_spec() for layer in self._layers]
 
     @abstractmethod
-    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
+    def forward(self, batch: ForwardBatch) -> Value:
         """As CausalLM.forward; or, given a recorder's placeholders, records it."""
+
+    def run_layers(self, x: Value, rotation: RotationTable | None, batch: ForwardBatch) -> Value:
+        """All layers in a row: [T, hidden] -> [R, hidden], the rows whose logits are read."""
+        for layer in self._layers[:-1]:
+            x = layer(x, rotation, batch)
+        return self._layers[-1](x, rotation, batch, batch.logits_rows)
 
     @property
     def output_size(self) -> int:
@@ -94,10 +124,14 @@ class LlamaLayer:
             size, fields.integer("intermediate_size"), activation, bias=family.mlp_bias.read(fields), context=context
         )
 
-    def __call__(self, x: Value, rotation: Any, attention: Any) -> Value:
-        """[T, hidden] -> [T, hidden]."""
-        x = self._attention(self._attention_norm(x), x, rotation, attention)
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
         return self._mlp(self._mlp_norm(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {
@@ -115,22 +149,16 @@ class LlamaLike(Decoder):
         fields = model_fields(config)
         self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         super().__init__(
-            config,
-            context,
+            [LlamaLayer(config, context, layer) for layer in range(config.num_layers)],
+            "model.layers",
             VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
         )
         self._rotary = RotaryEmbedding(read_rope(fields, config.head_dim), config.max_model_len, context)
-        self._layers: Sequence[LlamaLayer] = [LlamaLayer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
         self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())
-        for index, layer in enumerate(self._layers):
-            self.slots |= prefixed(f"model.layers.{index}", layer.slots())
 
-    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
-        x = self._embedding(token_ids)
-        rotation = self._rotary(positions)
-        for layer in self._layers:
-            x = layer(x, rotation, attention)
-        return self._norm(x)
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._embedding(batch.token_ids)
+        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import Indices, Value
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
+from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
+from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, layer_attention
 
@@ -34,10 +35,14 @@ class GPT2Layer:
         activation = fields.choice("activation_function", list(ACTIVATIONS), "gelu_new")
         self._mlp = MLP(size, fields.integer("n_inner", 4 * size), activation, bias=True, context=context)
 
-    def __call__(self, x: Value, attention: Any) -> Value:
-        """[T, hidden] -> [T, hidden]."""
-        x = self._attention(self._attention_norm(x), x, None, attention)
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
         return self._mlp(self._mlp_norm(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {
@@ -57,21 +62,16 @@ class GPT2LMHeadModel(Decoder):
         num_positions, whole = fields.integer("n_positions"), context.replicated()
         self._positions = Embedding(num_positions, config.hidden_size, context.positions, whole)
         super().__init__(
-            config,
-            context,
+            [GPT2Layer(config, context, layer) for layer in range(config.num_layers)],
+            "transformer.h",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
         )
-        self._layers = [GPT2Layer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = LayerNorm(config.hidden_size, fields.number("layer_norm_epsilon", 1e-5), context)
         self.slots |= prefixed("transformer.wte", self._tokens.slots())
         self.slots |= prefixed("transformer.wpe", self._positions.slots())
         self.slots |= prefixed("transformer.ln_f", self._norm.slots())
-        for index, layer in enumerate(self._layers):
-            self.slots |= prefixed(f"transformer.h.{index}", layer.slots())
 
-    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
-        x = self._positions(positions, onto=self._tokens(token_ids))
-        for layer in self._layers:
-            x = layer(x, attention)
-        return self._norm(x)
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._positions(batch.positions, onto=self._tokens(batch.token_ids))
+        return self._norm(self.run_layers(x, None, batch))

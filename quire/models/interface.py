@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
 from quire.quantization.integer_weight import WeightSource
 
 
 class CausalLM(Protocol):
     """A decoder-only language model over a flat batch of tokens (no batch dimension, no padding)."""
 
-    def kv_specs(self) -> list[LayerSpec]:
-        """What each layer keeps in the KV cache, by layer index."""
+    def cache_specs(self) -> list[LayerSpec]:
+        """What each layer says it keeps in the KV cache, by layer index."""
         ...
 
     @property
@@ -23,9 +24,9 @@ class CausalLM(Protocol):
         """Elements of a token's last hidden state. Not the layers' size where a projection follows them (OPT-350m)."""
         ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        """token_ids, positions: [T] int64. attention: the step that the attention back end's `plan` returned. Returns
-        the last hidden states (after the final norm), [T, output_size]; they may be overwritten by the next call."""
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """batch: of tensors. Returns the last hidden states (after the final norm) of the tokens that
+        `batch.logits_rows` names, [R, output_size], or of all, [T, output_size]; the next call may overwrite them."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

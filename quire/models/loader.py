@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
-from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.operations import TorchOperations
 from quire.models.claims import excess, outline
 from quire.models.decoder import Decoder
@@ -73,7 +73,7 @@ def load_model(
         with torch.inference_mode():
             _load_from(model, files, config.quantization, report, elsewhere)
     if runtime is None:
-        return model
+        return cast("CausalLM", model)  # whose context computes tensors
     from quire.models.native import NativeModel
 
     return NativeModel(model, runtime)
@@ -82,9 +82,10 @@ def load_model(
 def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
     dtype = TORCH_DTYPES[config.dtype]
     plain = UnquantizedLinear(dtype)
-    return LayerContext(
+    return layer_context(
         dtype=dtype,
         device=torch.device(device_type),
+        cache_dtype=config.kv_cache_dtype,
         group=group,
         operations=TorchOperations(),
         linear=plain,
@@ -98,9 +99,10 @@ def _native_context(config: ModelConfig) -> LayerContext:
     from quire.quantization.packed import PackedLinear, weight_formats
 
     linear, vocabulary, positions = (PackedLinear(each) for each in weight_formats(config))
-    return LayerContext(
+    return layer_context(
         dtype=torch.float32,
         device=torch.device("cpu"),
+        cache_dtype=config.kv_cache_dtype,
         group=SINGLE_RANK,
         operations=NativeOperations(),
         linear=linear,
@@ -115,9 +117,10 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
 
     dtype = TORCH_DTYPES[config.dtype]
     linear = DeviceLinear(dtype, batch_invariant=layers.batch_invariant)
-    return LayerContext(
+    return layer_context(
         dtype=dtype,
         device=layers.device,
+        cache_dtype=config.kv_cache_dtype,
         group=SINGLE_RANK,
         operations=DeviceOperations(),
         linear=linear,

@@ -8,9 +8,11 @@ import torch
 
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.kernels.cpu.memory import allocate
-from quire.kernels.cpu.recorder import RecordedIndices, RecordedProgram, Recorder
+from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedProgram, RecordedRows, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import WeightSource
 
@@ -32,8 +34,8 @@ class NativeModel:
         self._logits = torch.empty(0, 0)
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
 
-    def kv_specs(self) -> list[LayerSpec]:
-        return self._model.kv_specs()
+    def cache_specs(self) -> list[LayerSpec]:
+        return self._model.cache_specs()
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]]) -> None:
         self._model.load_weights(weights)
@@ -49,14 +51,19 @@ class NativeModel:
     def output_size(self) -> int:
         return self._model.output_size
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: NativeAttentionStep) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """As CausalLM.forward. The result lies in the program's own memory: the next call overwrites it."""
+        token_ids, positions, rows, step = batch.token_ids, batch.positions, batch.logits_rows, batch.attention
+        assert isinstance(token_ids, torch.Tensor), "a step brings tensors"
+        assert isinstance(positions, torch.Tensor), "of both"
+        assert rows is None or isinstance(rows, torch.Tensor), "and of the rows that are read"
+        assert isinstance(step, NativeAttentionStep), "a native model attends natively"
         num_rows = len(token_ids)
         body = self._body
-        if body is None or body.max_rows < num_rows or self._backend is not attention.backend:
-            body = self._record_body(attention.backend, num_rows)
-        body.run(num_rows, token_ids, positions, attention.plans)
-        return body.result(num_rows)
+        if body is None or body.max_rows < num_rows or self._backend is not step.backend:
+            body = self._record_body(step.backend, num_rows)
+        body.run(num_rows, token_ids, positions, step.plans, read_rows=rows, states=batch.states)
+        return body.result(num_rows if rows is None else len(rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = len(hidden)
@@ -64,15 +71,15 @@ class NativeModel:
         if head is None or head.max_rows < num_rows:
             head = self._record_head(hidden.shape[1], num_rows)
         hidden = hidden.contiguous()
-        head.run(num_rows, areas=(hidden.data_ptr(), self._logits.data_ptr()))
+        head.run(num_rows, externals=(hidden, self._logits))
         return self._logits[:num_rows]
 
     def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
         self._body = None  # freed first, so that two arenas never exist at the same time
         recorder = Recorder()
-        result = self._model.forward(
-            RecordedIndices(recorder, by_position=False), RecordedIndices(recorder, by_position=True), backend
-        )
+        token_ids = RecordedIndices(recorder, by_position=False)
+        positions = RecordedIndices(recorder, by_position=True)
+        result = _recorded(self._model.forward(ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))))
         self._backend = backend
         self._body = recorder.finish_program(result, self._runtime, _rounded(num_rows))
         return self._body
@@ -81,12 +88,17 @@ class NativeModel:
         self._head = None
         recorder = Recorder()
         hidden = recorder.external(hidden_size, hidden_size)
-        logits = self._model.compute_logits(hidden)
+        logits = _recorded(self._model.compute_logits(hidden))
         max_rows = _rounded(num_rows)
         self._logits = _separate_rows(max_rows, logits.width)
         recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
         return self._head
+
+
+def _recorded(value: Value) -> Buffer:
+    assert isinstance(value, Buffer), "layers pass on the kind of values that they are given"
+    return value
 
 
 def _separate_rows(num_rows: int, width: int) -> torch.Tensor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.value import Indices, Value
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
 from quire.layers.attention import Attention
+from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
+from quire.layers.operations import RotationTable
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, layer_attention
 
@@ -37,13 +38,17 @@ class OPTLayer:
         activation = fields.choice("activation_function", list(ACTIVATIONS), "relu")
         self._mlp = MLP(size, fields.integer("ffn_dim"), activation, bias=bias, context=context)
 
-    def __call__(self, x: Value, attention: Any) -> Value:
-        """[T, hidden] -> [T, hidden]."""
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
         if self._norm_first:
-            x = self._attention(self._attention_norm(x), x, None, attention)
+            x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
             return self._mlp(self._mlp_norm(x), x)
-        x = self._attention_norm(self._attention(x, x, None, attention))
+        x = self._attention_norm(self._attention(x, x, rotation, batch.attention, rows))
         return self._mlp_norm(self._mlp(x, x))
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
 
     def slots(self) -> WeightSlots:
         return {
@@ -66,12 +71,11 @@ class OPTForCausalLM(Decoder):
         whole = context.replicated()
         self._positions = Embedding(num_positions, size, context.positions, whole)
         super().__init__(
-            config,
-            context,
+            [OPTLayer(config, context, layer) for layer in range(config.num_layers)],
+            "model.decoder.layers",
             VocabularyProjection(self._tokens, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),
         )
-        self._layers = [OPTLayer(config, context, layer) for layer in range(config.num_layers)]
         self._norm = self._final_norm(config, context)
         self._project_in = self._project_out = None
         self.slots |= prefixed("model.decoder.embed_tokens", self._tokens.slots())
@@ -83,8 +87,6 @@ class OPTForCausalLM(Decoder):
             self._project_out = ColumnParallelLinear(size, (embedding_size,), bias=False, context=whole)
             self.slots |= self._project_in.slots(("model.decoder.project_in",))
             self.slots |= self._project_out.slots(("model.decoder.project_out",))
-        for index, layer in enumerate(self._layers):
-            self.slots |= prefixed(f"model.decoder.layers.{index}", layer.slots())
 
     @staticmethod
     def _final_norm(config: ModelConfig, context: LayerContext) -> LayerNorm | None:
@@ -94,13 +96,11 @@ class OPTForCausalLM(Decoder):
         affine = fields.boolean("layer_norm_elementwise_affine", True)
         return LayerNorm(config.hidden_size, NORM_EPSILON, context, affine=affine)
 
-    def forward(self, token_ids: Indices, positions: Indices, attention: Any) -> Value:
-        x = self._tokens(token_ids)
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._tokens(batch.token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
-        x = self._positions(positions + POSITION_OFFSET, onto=x)
-        for layer in self._layers:
-            x = layer(x, attention)
+        x = self.run_layers(self._positions(batch.positions + POSITION_OFFSET, onto=x), None, batch)
         if self._norm is not None:
             x = self._norm(x)
         return x if self._project_out is None else self._project_out(x)

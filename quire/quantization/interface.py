@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -37,8 +37,12 @@ class LinearShape:
         return self.out_features // 2 if self.gated else self.out_features
 
 
-class LinearMethod(Protocol):
-    """One way to keep the weights of a linear layer."""
+ValueT = TypeVar("ValueT")
+IndicesT_contra = TypeVar("IndicesT_contra", contravariant=True)
+
+
+class LinearMethod(Protocol[ValueT, IndicesT_contra]):
+    """One way to keep the weights of a linear layer, over one kind of values."""
 
     def create(self, shape: LinearShape) -> Parameters:
         """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
@@ -51,15 +55,19 @@ class LinearMethod(Protocol):
         rows first_row .. first_row + num_rows."""
         ...
 
-    def apply(self, parameters: Parameters, x: Value, residual: Value | None = None) -> Value:
+    def apply(self, parameters: Parameters, x: ValueT, residual: ValueT | None = None) -> ValueT:
         """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
         depends on that row alone. The residual is used up: the result may be written over it."""
         ...
 
-    def lookup(self, parameters: Parameters, indices: Indices, onto: Value | None = None) -> Value:
+    def lookup(self, parameters: Parameters, indices: IndicesT_contra, onto: ValueT | None = None) -> ValueT:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Bytes that a matrix or bias of this shape takes."""
         ...
+
+
+LayerLinear: TypeAlias = LinearMethod[Value, Indices]
+"""A linear method as layers see it: values of one kind, whichever it is."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
 from quire.models.interface import CausalLM
@@ -95,13 +96,20 @@ class CudaGraphRunner:
         """Whether `capture_next` has anything to do."""
         return bool(self._wanted)
 
-    def run(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
-        """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T].
+    def run(
+        self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One forward pass over `batch`, prepared at the execution's sizes. token_ids: [T]. rows: [R], those that are
+        read (None: all). Captured passes compute all rows, since R differs from step to step.
 
-        Returns the hidden states [T, hidden]; the next call may overwrite them. Padded rows are undefined.
+        Returns the hidden states [R, hidden]; the next call may overwrite them. Padded rows are undefined.
         """
         if execution.kind == "eager":
-            return self._forward(batch, token_ids)
+            return self._forward(batch, token_ids, rows)
+        hidden = self._run_captured(execution, batch, token_ids)
+        return hidden if rows is None else hidden.index_select(0, rows)
+
+    def _run_captured(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
         if execution.kind == "full":
             # A graph contains its grids, which must cover every step that uses it; each of them is a decode.
             batch = replace(batch, max_query_len=1, max_seq_len=self._longest)
@@ -128,8 +136,8 @@ class CudaGraphRunner:
         self.run(execution, batch, token_ids)
         return True
 
-    def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.forward(token_ids, batch.positions, self._backend.plan(batch))
+    def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self._model.forward(ForwardBatch(token_ids, batch.positions, self._backend.plan(batch), rows))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         self._wanted = [
@@ -173,7 +181,7 @@ class CudaGraphRunner:
     def _capture_pieces(self, capture: GraphCapture, batch: DeviceBatch, token_ids: torch.Tensor) -> _CapturedPass:
         pieces = _Pieces(capture, self._attended)
         capture.begin_capture()
-        hidden = self._model.forward(token_ids, batch.positions, pieces)
+        hidden = self._model.forward(ForwardBatch(token_ids, batch.positions, pieces))
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ class InputBatch(NamedTuple):
 
     rows, starts, counts, ends: [S] int64: request slot, first position computed in this step, number of positions, and
     the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
+    logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
+    all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
     """
 
     rows: np.ndarray
@@ -23,12 +25,15 @@ class InputBatch(NamedTuple):
     counts: np.ndarray
     ends: np.ndarray
     query_start: np.ndarray
+    logits_rows: np.ndarray | None
+    read_start: np.ndarray
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
+        """A batch of which all T tokens are read."""
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=query_start[1:])
-        return cls(rows, starts, counts, starts + counts, query_start)
+        return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
 
     @classmethod
     def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
@@ -74,14 +79,28 @@ def build_input_batch(
     rows = requests.rows_of(seq_ids)
     batch = InputBatch.of(rows, np.array(start_positions, np.int64), np.array(num_tokens, np.int64))
     assert (batch.ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
-    return batch
+    if batch.num_tokens == len(rows):  # of one token each, all are read: most steps are decodes
+        return batch
+    return _reading_less(batch, requests.sampling.rows_with_prompt_logprobs)
+
+
+def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
+    """The batch with its `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
+    counts, query_start = batch.counts, batch.query_start
+    num_read = np.where(np.isin(batch.rows, list(scored)), counts, 1) if scored else np.ones_like(counts)
+    read_start = np.zeros_like(query_start)
+    np.cumsum(num_read, out=read_start[1:])
+    if read_start[-1] == batch.num_tokens:
+        return batch
+    logits_rows = np.arange(read_start[-1]) + np.repeat(query_start[1:] - read_start[1:], num_read)
+    return batch._replace(logits_rows=logits_rows, read_start=read_start)
 
 
 class SampleRows(NamedTuple):
     """R sampled rows, in result order. All [R] int64.
 
     rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the
-    place among the T tokens whose logits are read. num_prompt_tokens: of the row.
+    place among the batch's rows that are read. num_prompt_tokens: of the row.
     """
 
     rows: np.ndarray
@@ -97,4 +116,4 @@ def build_sample_rows(
     source = np.array(sample_from, np.int64)
     rows, lengths = requests.rows_of(seq_ids), batch.ends[source]
     requests.lengths[rows] = lengths + 1
-    return SampleRows(rows, lengths, batch.query_start[1:][source] - 1, requests.num_prompt_tokens[rows])
+    return SampleRows(rows, lengths, batch.read_start[1:][source] - 1, requests.num_prompt_tokens[rows])

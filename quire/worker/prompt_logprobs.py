@@ -45,8 +45,8 @@ class PromptScorer:
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch) -> list[PromptScores]:
-        """Of the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [T, hidden
-        size]."""
+        """Of the prompt tokens that this step's positions predict: position p predicts token p + 1. hidden: [R, hidden
+        size], of the rows that are read."""
         asked = self._sampling.rows_with_prompt_logprobs
         if not asked:
             return []
@@ -57,7 +57,7 @@ class PromptScorer:
         ]
 
     def _score_row(self, hidden: torch.Tensor, batch: InputBatch, index: int, row: int) -> PromptScores | None:
-        start, first = int(batch.starts[index]), int(batch.query_start[index])
+        start, first = int(batch.starts[index]), int(batch.read_start[index])
         num_predicted = min(int(batch.ends[index]), int(self._requests.num_prompt_tokens[row]) - 1) - start
         num_top = int(self._sampling.num_prompt_logprobs[row])
         slices = []

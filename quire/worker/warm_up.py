@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
@@ -61,7 +62,7 @@ def warm_up_attention(
         if num_tokens <= max_tokens:
             batch, token_ids = inputs.padding(2, num_tokens)
             batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
-            model.forward(token_ids, batch.positions, backend.plan(batch))
+            model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
 
 
 def warm_up(

@@ -77,7 +77,7 @@ class Worker:
             require_writable(self._config.cache.offload_dir)  # fails before minutes of loading
         with LoadProgress() as progress:
             self._model = self.platform.load_model(progress)
-        return self._model.kv_specs()
+        return self._model.cache_specs()
 
     @_computes
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:

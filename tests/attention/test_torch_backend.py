@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ LAYERS = {
     "window-of-one": LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, window=1),
     "soft-cap": LayerAttention(layer=0, num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, soft_cap=2.0),
     "wide-group": LayerAttention(layer=0, num_heads=24, num_kv_heads=1, head_dim=16, scale=0.25),
+    "sinks": replace(GROUPED, sinks=torch.linspace(-2, 3, 6)),
+    "narrow-values": replace(GROUPED, value_dim=10),
+    "wide-values": replace(GROUPED, value_dim=24, window=50, sinks=torch.linspace(3, -2, 6)),
 }
 
 
@@ -38,10 +41,11 @@ class History:
     def random(cls, length: int, layer: LayerAttention, seed: int) -> History:
         generator = torch.Generator().manual_seed(seed)
 
-        def draw(heads: int) -> torch.Tensor:
-            return torch.randn(length, heads, layer.head_dim, generator=generator)
+        def draw(heads: int, width: int = layer.head_dim) -> torch.Tensor:
+            return torch.randn(length, heads, width, generator=generator)
 
-        return cls(draw(layer.num_heads) * 2, draw(layer.num_kv_heads) * 2, draw(layer.num_kv_heads))
+        keys = draw(layer.num_heads) * 2, draw(layer.num_kv_heads) * 2
+        return cls(*keys, draw(layer.num_kv_heads, layer.value_width))
 
 
 class Pool:
@@ -51,9 +55,9 @@ class Pool:
         self.layer, self.histories, self.block_size = layer, histories, block_size
         per_sequence = [-(-len(history.q) // block_size) for history in histories]
         num_blocks = 1 + sum(per_sequence)
-        spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, 4)
+        spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.value_width, 4)
         groups, size = group_layers([spec], block_size)
-        self.pages = torch.full((num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim), 3.0)
+        self.pages = torch.full((num_blocks, *spec.page_shape(block_size)), 3.0)
         self.backend = TorchAttention(KVCacheLayout(block_size, num_blocks, groups, size), [self.pages])
         scattered = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).split(
             per_sequence

@@ -16,6 +16,7 @@ def torch_context(dtype: torch.dtype = torch.float32, group: ProcessGroup | None
     return LayerContext(
         dtype=dtype,
         device=torch.device("cpu"),
+        cache_dtype="float32",
         group=group or SingleRank(),
         operations=TorchOperations(),
         linear=plain,

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from quire.attention.interface import AttentionBatch
+from quire.attention.interface import AttentionBatch, StateStep
 from quire.attention.torch_backend import TorchAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 
@@ -67,17 +68,20 @@ class PagedRunner:
     max_len: int = 256
     max_rows: int = 8
     rows: list[Row] = field(default_factory=list)
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By layer [max_rows, bytes] uint8, of a model whose layers keep states."""
 
     def __post_init__(self) -> None:
-        specs = self.model.kv_specs()
+        specs = self.model.cache_specs()
         groups, layers_per_group = group_layers(specs, self.block_size)
         self.blocks_per_row = -(-self.max_len // self.block_size)
         num_blocks = 1 + self.max_rows * len(groups) * self.blocks_per_row
         layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)
         dtype = {4: torch.float32, 2: torch.bfloat16}[specs[0].dtype_bytes]
-        shape = (num_blocks, 2, self.block_size, specs[0].num_kv_heads, specs[0].head_dim)
+        shape = (num_blocks, *specs[0].page_shape(self.block_size))
         # Not zeros: what a former owner left behind must have no influence.
         self.pages = [torch.full(shape, 7.0, dtype=dtype) for _ in range(layers_per_group)]
+        self.layout = layout
         self.backend = TorchAttention(layout, self.pages)
         self.num_groups = len(groups)
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -91,8 +95,8 @@ class PagedRunner:
         self.rows.append(Row(list(token_ids), tables))
         return len(self.rows) - 1
 
-    def step(self, work: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Compute (row, number of tokens) pairs in one step; the logits of all their tokens."""
+    def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
+        """Compute (row, number of tokens) pairs in one step; the logits of all their tokens, or of the last of each."""
         counts = torch.tensor([count for _, count in work])
         starts = torch.tensor([self.rows[row].num_computed for row, _ in work])
         sequence_index = torch.repeat_interleave(torch.arange(len(work)), counts)
@@ -111,18 +115,21 @@ class PagedRunner:
         batch = AttentionBatch(query_start, starts, positions, sequence_index, tuple(tables), tuple(slots))
         with torch.inference_mode():
             flat = torch.tensor([token for tokens in token_ids for token in tokens])
-            hidden = self.model.forward(flat, positions, self.backend.plan(batch))
+            read = query_start[1:] - 1 if last_only else None
+            slots = torch.tensor([row for row, _ in work])
+            states = StateStep(query_start.tolist(), slots, starts == 0, self.states) if self.states else None
+            hidden = self.model.forward(ForwardBatch(flat, positions, self.backend.plan(batch), read, states))
             logits = self.model.compute_logits(hidden)
         for row, count in work:
             self.rows[row].num_computed += count
-        return list(logits.split(counts.tolist()))
+        return list(logits.split(1 if last_only else counts.tolist()))
 
     def greedy(self, rows: Sequence[int], num_tokens: int) -> list[list[int]]:
         """Compute what is left of each row, then extend all of them together."""
         generated: list[list[int]] = [[] for _ in rows]
         for _ in range(num_tokens):
             work = [(row, len(self.rows[row].token_ids) - self.rows[row].num_computed) for row in rows]
-            for index, logits in enumerate(self.step(work)):
+            for index, logits in enumerate(self.step(work, last_only=True)):
                 token = int(logits[-1].argmax())
                 generated[index].append(token)
                 self.rows[rows[index]].token_ids.append(token)

@@ -41,6 +41,18 @@ def test_same_bits_alone_and_in_a_batch_of_32(name: str, saved_model: SavedModel
         assert torch.equal(together[index], alone)
 
 
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_when_only_the_last_rows_are_read(name: str, saved_model: SavedModels) -> None:
+    _, model = load(saved_model(name).directory)
+    whole, last = PagedRunner(model), PagedRunner(model)
+    prompts = random_prompts([40, 1, 17], 97)
+    work = [(whole.add(prompt), len(prompt)) for prompt in prompts]
+    assert work == [(last.add(prompt), len(prompt)) for prompt in prompts]
+    for every, one in zip(whole.step(work), last.step(work, last_only=True), strict=True):
+        assert torch.equal(every[-1:], one)
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(33, 97), (64, 192), (257, 1000), (576, 64)]
 PARTS = [(0, 1), (3, 5), (7, 14), (1, 9), (100, 163), (0, 299)]

@@ -13,6 +13,7 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
 from quire.models.native import SMALLEST_PROGRAM, NativeModel
 from quire.worker.block_tables import BlockTables
@@ -34,18 +35,24 @@ def model(saved_model: Callable[[str], SavedModel]) -> NativeModel:
 
 
 def pool(model: NativeModel, num_blocks: int = 40) -> NativeAttention:
-    groups, layers_per_group = group_layers(model.kv_specs(), BLOCK_SIZE)
+    groups, layers_per_group = group_layers(model.cache_specs(), BLOCK_SIZE)
     layout = KVCacheLayout(BLOCK_SIZE, num_blocks, groups, layers_per_group)
     return NativeAttention(layout, allocate_pages(layout), "float32", 4, 2)
 
 
-def forward(model: NativeModel, backend: NativeAttention, num_tokens: int, first_block: int = 1) -> torch.Tensor:
-    """Hidden states of one sequence of `num_tokens`, computed in one step."""
+def forward(
+    model: NativeModel,
+    backend: NativeAttention,
+    num_tokens: int,
+    first_block: int = 1,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Hidden states of one sequence of `num_tokens`, computed in one step; of some `rows` only, if given."""
     tables = BlockTables([BLOCK_SIZE], 1, num_tokens)
     tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
     prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
     token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)
-    return model.forward(token_ids, batch.positions, backend.plan(batch)).clone()
+    return model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch), rows)).clone()
 
 
 def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: NativeModel) -> None:
@@ -54,6 +61,20 @@ def test_the_number_of_rows_that_a_program_was_made_for_changes_nothing(model: N
     long = forward(model, backend, SMALLEST_PROGRAM + 50)
     assert torch.equal(forward(model, backend, 10), short)
     assert torch.equal(long[:10], short)
+
+
+@pytest.mark.parametrize("rows", [[49], [0], [0, 1, 2], [3, 17, 18, 40], list(range(50))])
+def test_rows_that_are_read_have_the_bits_of_all_rows(model: NativeModel, rows: list[int]) -> None:
+    backend = pool(model)
+    whole = forward(model, backend, 50)
+    assert torch.equal(forward(model, backend, 50, rows=torch.tensor(rows)), whole[rows])
+    assert torch.equal(forward(model, backend, 50), whole)
+
+
+@pytest.mark.parametrize("rows", [[3, 3], [4, 2], [50], [-1, 2]])
+def test_rows_that_do_not_ascend_inside_the_step_are_refused(model: NativeModel, rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="rows to read do not ascend"):
+        forward(model, pool(model), 50, rows=torch.tensor(rows))
 
 
 def test_another_pool_is_another_program(model: NativeModel) -> None:

@@ -161,7 +161,7 @@ def test_shapes_are_the_engines_models(tmp_path: Path, architecture: str) -> Non
     model = load_model(config.model, config.load)
     assert shape.weight_bytes() == model.weight_bytes() == 4 * shape.parameters()
     specs = device_specs(shape, config.model.kv_cache_dtype, ParallelConfig())
-    assert specs == layer_specs(config.model) == model.kv_specs()
+    assert specs == layer_specs(config.model) == model.cache_specs()
     kept = sum(spec.token_bytes for spec in specs)
     assert shape.kv_bytes_per_token("float32") == kept == plan_engine(config, 2**30, [16]).kv_bytes_per_token
     cost = CostModel(shape, find("h100"), ParallelConfig(), Precision.of(shape, "float32", "float32"))

@@ -12,6 +12,7 @@ from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
+from quire.layers.batch import ForwardBatch
 from quire.worker.input_batch import InputBatch
 from quire.worker.memory_profile import estimate_activations
 from quire.worker.platform import cpu_meter
@@ -33,9 +34,9 @@ def count_forwards(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     assert model is not None
     forward, compute_logits = model.forward, model.compute_logits
 
-    def spy_forward(token_ids: torch.Tensor, *args: object) -> torch.Tensor:
-        steps.append((len(token_ids), 0))
-        return forward(token_ids, *args)
+    def spy_forward(batch: ForwardBatch) -> torch.Tensor:
+        steps.append((len(batch.token_ids), 0))
+        return forward(batch)
 
     def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
         steps[-1] = (steps[-1][0], len(hidden))

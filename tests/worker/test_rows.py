@@ -109,7 +109,8 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
     block_size = 4
     rows, columns = request_state(6, max_model_len=64, num_groups=2)
     for seq_id in range(6):
-        row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, GREEDY)
+        sampling = RICH if seq_id % 3 == 0 else GREEDY
+        row = rows.add_request(seq_id, rng.integers(0, 1000, 60).tolist(), 30, sampling)
         rows.append_blocks(row, [rng.integers(1, 500, 15).tolist() for _ in range(2)])
     for _ in range(20):
         seq_ids = rng.permutation(6)[: int(rng.integers(1, 7))].tolist()
@@ -139,7 +140,12 @@ def test_the_batch_against_a_loop_over_tokens() -> None:
         assert str(token_ids.dtype) == "torch.int64"
         assert str(attention.block_tables[0].dtype) == "torch.int32"
         sampled = build_sample_rows(seq_ids[::-1], list(range(len(seq_ids)))[::-1], batch, rows)
-        assert sampled.last_index.tolist() == (np.cumsum(counts) - 1).tolist()[::-1]
+        read = np.arange(len(tokens)) if batch.logits_rows is None else batch.logits_rows
+        ends = np.cumsum(counts)
+        assert read[sampled.last_index].tolist() == (ends - 1).tolist()[::-1]
+        scored = [index for index, seq_id in enumerate(seq_ids) if seq_id % 3 == 0]
+        assert read[batch.read_start[scored]].tolist() == (ends - counts)[scored].tolist()
+        assert len(read) == sum(counts[index] if index in scored else 1 for index in range(len(counts)))
         assert sampled.lengths.tolist() == batch.ends.tolist()[::-1]
         assert rows.lengths[batch.rows].tolist() == (batch.ends + 1).tolist()
         rows.lengths[:] = 60

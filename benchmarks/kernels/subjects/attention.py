@@ -217,8 +217,7 @@ class _Native:
         program = recorder.finish_program(result, self._runtime, len(qkv))
 
         def run() -> int:
-            areas = [rows.data_ptr(), out.data_ptr()]
-            program.run(len(rows), positions=positions, plans=self._plans, areas=areas)
+            program.run(len(rows), positions=positions, plans=self._plans, externals=[rows, out])
             return len(layers)
 
         return run, out

@@ -54,7 +54,7 @@ class _SmallSubject:
         program = recorder.finish_program(result, self._machine.runtime, len(x))
 
         def run() -> int:
-            program.run(len(rows), token_ids=ids, positions=ids, areas=[rows.data_ptr()])
+            program.run(len(rows), token_ids=ids, positions=ids, externals=[rows])
             return calls
 
         return run, program.result(len(x))

@@ -173,7 +173,7 @@ class _Calls:
         program = recorder.finish_program(out, runtime, rows)
 
         def run() -> int:
-            program.run(rows, areas=[self._x.data_ptr(), self.out.data_ptr()])
+            program.run(rows, externals=[self._x, self.out])
             return calls
 
         return run

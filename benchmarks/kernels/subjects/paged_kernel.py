@@ -49,8 +49,9 @@ class PagedKernel:
 
     def run(self) -> int:
         """Write keys and values of the new tokens, and attend; 1, for one call."""
-        areas = [self._rows.data_ptr(), self.result.data_ptr()]
-        self._program.run(len(self._rows), positions=self._positions, plans=self._plans, areas=areas)
+        self._program.run(
+            len(self._rows), positions=self._positions, plans=self._plans, externals=[self._rows, self.result]
+        )
         return 1
 
     def agrees(self, other: PagedKernel) -> bool:

@@ -2,13 +2,14 @@
 
 A model is written once, as layers that pass values on. On the plain path the values are tensors. Here they are
 placeholders: each layer adds a call to the recorder and gets the placeholder of its result. `finish` then gives every
-placeholder a place in one arena (places are used again once their value was read for the last time) and makes a native
-program, which any number of rows is run through.
+placeholder a place in one arena (places are used again once their value was read for the last time) and makes native
+programs, which any number of rows is run through: one program, or several with torch between them for the operations
+that have no kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ ROW_ALIGNMENT = 16
 """Rows begin at multiples of this many elements: a cache line."""
 ARENA = 0
 """The area that placeholders live in; areas from 1 on are given to `RecordedProgram.run`."""
+GATHER = "gather"
+"""The kernel behind which a program runs over the rows that are read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +37,8 @@ class Buffer:
     width: int
     area: int
     stride: int
+    is_gathered: bool = False
+    """Whether its rows are those that are read, not all of the step's."""
     offset: int = 0
     """Elements per row of the arena that lie before it; known after `finish_program`."""
 
@@ -50,10 +55,23 @@ class RecordedIndices:
         return RecordedIndices(self.recorder, self.by_position, self.shift + shift)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedRows:
+    """The rows that are read of a step's."""
+
+    recorder: Recorder
+
+
+TorchFunction = Callable[..., torch.Tensor]
+"""Takes the buffers' rows as tensors, [rows, width] float32 each, and returns the output's."""
+
+
 @dataclass(slots=True)
 class Call:
-    """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`. over: the buffer whose
-    place the output may take, or, if `in_place`, must take: the kernel then changes what is there."""
+    """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
+    computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
+    what is there. output: the kernel's name of its output. takes_states: the function's last argument is the states
+    that the run brings."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -61,6 +79,9 @@ class Call:
     out: Buffer
     over: Buffer | None = None
     in_place: bool = False
+    output: str = "out"
+    function: TorchFunction | None = None
+    takes_states: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +91,7 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
     num_areas: int = 1
+    has_gathered: bool = False
 
     def external(self, width: int, stride: int) -> Buffer:
         """A buffer whose memory each run brings: the next area."""
@@ -93,19 +115,62 @@ class Recorder:
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
         (in_place: always; no later kernel may)."""
-        out = Buffer(self, width, ARENA, -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT)
-        self.calls.append(Call(kernel, buffers or {}, constants, out, over, in_place))
+        call = Call(kernel, buffers or {}, constants, self._output(width, buffers), over, in_place)
+        self.calls.append(call)
+        return call.out
+
+    def gather(self, x: Buffer) -> Buffer:
+        """The rows of `x` that are read, in its place. All that is recorded from here on is of those rows."""
+        assert not x.is_gathered, "rows are gathered once"
+        self.has_gathered = True
+        out = self._output(x.width, {})
+        self.calls.append(Call(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
+        return out
+
+    def call_torch(
+        self, function: TorchFunction, width: int, inputs: Sequence[Buffer], *, takes_states: bool = False
+    ) -> Buffer:
+        """Leave the native program for one operation that has no kernel: `function` of the inputs' rows gives the
+        output's, `width` wide. takes_states: its last argument is what `RecordedProgram.run` is given."""
+        buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
+        out = self._output(width, buffers)
+        self.calls.append(Call("torch", buffers, {}, out, function=function, takes_states=takes_states))
         return out
 
     def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
-        """Place the buffers and build the program. result: kept whole to the end of a run."""
+        """Place the buffers and build the programs. result: kept whole to the end of a run."""
         elements = place_buffers(self.calls, result)
-        program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
+        segments: list[Segment] = []
         absent = _native.Ref()
+        program: _native.Program | None = None
         for call in self.calls:
+            is_gather = call.kernel == GATHER
+            if call.function is not None:
+                program = None
+                segments.append(Segment(None, call, call.out.is_gathered))
+                continue
+            if program is None or (is_gather and segments[-1].is_gathered):
+                program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
+                segments.append(Segment(program, call, call.out.is_gathered and not is_gather))
             refs = {name: absent if buffer is None else _ref(buffer, max_rows) for name, buffer in call.buffers.items()}
-            getattr(program, call.kernel)(**call.constants, **refs, out=_ref(call.out, max_rows))
-        return RecordedProgram(program, result, elements, max_rows, self.keep)
+            refs[call.output] = _ref(call.out, max_rows)
+            getattr(program, call.kernel)(**call.constants, **refs)
+        return RecordedProgram(segments, result, elements, max_rows, self.keep)
+
+    def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
+        for buffer in (buffers or {}).values():
+            assert buffer is None or buffer.is_gathered == self.has_gathered, "all rows meet the rows that are read"
+        return Buffer(self, width, ARENA, -(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT, self.has_gathered)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Kernels in a row, or one call of torch (program None). call: the first. is_gathered: it begins with the rows that
+    are read."""
+
+    program: _native.Program | None
+    call: Call
+    is_gathered: bool
 
 
 def place_buffers(calls: Sequence[Call], result: Buffer) -> int:
@@ -152,22 +217,21 @@ def _ref(buffer: Buffer, max_rows: int) -> _native.Ref:
 
 
 class RecordedProgram:
-    """A program with its arena. Not for two runs at a time."""
+    """Programs and calls of torch over one arena. Not for two runs at a time."""
 
     def __init__(
-        self, program: _native.Program, result: Buffer, elements: int, max_rows: int, keep: Sequence[object]
+        self, segments: Sequence[Segment], result: Buffer, elements: int, max_rows: int, keep: Sequence[object]
     ) -> None:
         self.max_rows = max_rows
-        self._program = program
+        self._segments = list(segments)
         self._keep = list(keep)
         self._arena = allocate(elements * max_rows * FLOAT_BYTES)
-        self._scratch = allocate(program.scratch_bytes)
+        programs = [segment.program for segment in segments if segment.program is not None]
+        self._scratch = allocate(max((program.scratch_bytes for program in programs), default=0))
         self._areas = [self._arena.data_ptr() if elements else 0]
         self._scratch_address = self._scratch.data_ptr()
         if result.area == ARENA:
-            first = result.offset * max_rows
-            rows = self._arena.view(torch.float32)[first : first + max_rows * result.stride]
-            self._result = rows.view(max_rows, result.stride)[:, : result.width]
+            self._result = self._rows(result, ())
 
     def run(
         self,
@@ -175,18 +239,47 @@ class RecordedProgram:
         token_ids: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         plans: Sequence[_native.AttentionPlan] = (),
-        areas: Sequence[int] = (),
+        externals: Sequence[torch.Tensor] = (),
+        read_rows: torch.Tensor | None = None,
+        states: object = None,
     ) -> None:
-        """token_ids, positions: [num_rows] int64, contiguous. areas: addresses of the external buffers."""
-        self._program.run(
-            num_rows,
-            0 if token_ids is None else token_ids.data_ptr(),
-            0 if positions is None else positions.data_ptr(),
-            plans,
-            [*self._areas, *areas],
-            self._scratch_address,
-        )
+        """token_ids, positions: [num_rows] int64, contiguous. externals: the external buffers' rows, float32.
+        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: for functions that
+        take them."""
+        token_address = 0 if token_ids is None else token_ids.data_ptr()
+        position_address = 0 if positions is None else positions.data_ptr()
+        areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
+        read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
+        for segment in self._segments:
+            rows = num_rows if read_rows is None or not segment.is_gathered else num_read
+            if segment.program is None:
+                self._run_torch(segment.call, rows, externals, states)
+            else:
+                segment.program.run(
+                    rows,
+                    token_address,
+                    position_address,
+                    plans,
+                    areas,
+                    self._scratch_address,
+                    read_address,
+                    num_read,
+                )
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result[:num_rows]
+
+    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor], states: object) -> None:
+        assert call.function is not None, "a segment without a program is a call of torch"
+        inputs = [self._rows(each, externals)[:num_rows] for each in call.buffers.values() if each is not None]
+        computed = call.function(*inputs, states) if call.takes_states else call.function(*inputs)
+        self._rows(call.out, externals)[:num_rows].copy_(computed)
+
+    def _rows(self, buffer: Buffer, externals: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The memory of a buffer, [max_rows, width]; of an external one, what the run brought."""
+        if buffer.area != ARENA:
+            return externals[buffer.area - 1]
+        first = buffer.offset * self.max_rows
+        rows = self._arena.view(torch.float32)[first : first + self.max_rows * buffer.stride]
+        return rows.view(self.max_rows, buffer.stride)[:, : buffer.width]

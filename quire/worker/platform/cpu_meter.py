@@ -10,6 +10,7 @@ import torch
 from quire.attention.interface import AttentionBackend, AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.kernels import SamplingKernels
@@ -73,7 +74,7 @@ class CpuMeter:
         return None
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
+        groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
         num_blocks = 1 + -(-batch.max_seq_len // limits.block_size)
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
@@ -81,7 +82,7 @@ class CpuMeter:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backend = self._make_attention(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
-        return lambda: model.forward(token_ids, attention.positions, backend.plan(attention))
+        return lambda: model.forward(ForwardBatch(token_ids, attention.positions, backend.plan(attention)))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

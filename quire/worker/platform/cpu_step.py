@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.results import Logprobs, Samples
@@ -106,7 +107,9 @@ class CpuStep(NamedTuple):
     def forward(self) -> torch.Tensor:
         compute = self.compute
         token_ids, attention = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
-        return compute.model.forward(token_ids, attention.positions, compute.attention.plan(attention))
+        rows = None if self.batch.logits_rows is None else torch.from_numpy(self.batch.logits_rows)
+        step = compute.attention.plan(attention)
+        return compute.model.forward(ForwardBatch(token_ids, attention.positions, step, rows))
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
         compute, rows = self.compute, samples.rows

@@ -66,6 +66,6 @@ class DeviceInputs:
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
         """The same tensors for a batch that is nothing but padding, to capture graphs with."""
         none = np.zeros(0, np.int64)
-        batch = InputBatch(none, none, none, none, np.zeros(1, np.int64))
+        batch = InputBatch.of(none, none, none)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
         return self.prepare(batch, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

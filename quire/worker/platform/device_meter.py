@@ -11,6 +11,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
+from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import NUM_WORDS
 from quire.worker.cuda_graphs import DeviceBackend
@@ -30,8 +31,8 @@ CONTEXT_BYTES = 640 << 20
 much counts as this engine's; the rest is others'."""
 GRAPH_BYTES_PER_LAYER = 256 * 2**10
 """An estimate of what the driver keeps for one layer's kernels in one graph."""
-COLUMNS_PER_SEQUENCE = 7
-"""Words of an upload: three columns of the batch, four of its samples."""
+COLUMNS_PER_SEQUENCE = 8
+"""Words of an upload: four columns of the batch, four of its samples."""
 
 
 class DeviceMeter:
@@ -90,19 +91,19 @@ class DeviceMeter:
             total=total,
             used=context + max(0, free_at_start - available),
             graphs=graph_bytes(self._config, self._settings, activations, limits.max_num_tokens),
-            tables=table_bytes(limits, len(group_layers(model.kv_specs(), limits.block_size)[0])),
+            tables=table_bytes(limits, len(group_layers(model.cache_specs(), limits.block_size)[0])),
             host_available=available_memory(),
         )
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
-        groups, layers_per_group = group_layers(model.kv_specs(), limits.block_size)
+        groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
         layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
         shape = (layout.num_blocks, layout.page_bytes)
         pages = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(layers_per_group)]
         backend = self._make_attention(layout, pages)
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
-        return lambda: model.forward(token_ids, dummy.positions, backend.plan(dummy))
+        return lambda: model.forward(ForwardBatch(token_ids, dummy.positions, backend.plan(dummy)))
 
 
 def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:

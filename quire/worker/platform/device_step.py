@@ -100,10 +100,11 @@ class DeviceCompute:
         writes.add_to(upload)
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
         columns = add_columns(batch, upload)
+        logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples]
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, sampled)
+        return DeviceStep(self, batch, copies, columns, logits_rows, sampled)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -127,13 +128,14 @@ class DeviceCompute:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Implements ComputeStep. copies, columns, sampled: where the upload has them, the last two in the order of
+    """Implements ComputeStep. copies and the others: where the upload has them; columns, sampled: in the order of
     StepColumns and SampleRows."""
 
     compute: DeviceCompute
     batch: InputBatch
     copies: Sequence[Section]
     columns: Sequence[Section]
+    logits_rows: Section | None
     sampled: Sequence[Section]
 
     def copy_blocks(self) -> None:
@@ -146,7 +148,8 @@ class DeviceStep:
         execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
         on_device = StepColumns(*map(compute.upload.view, self.columns))
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
-        return compute.passes.run(execution, inputs, token_ids)
+        rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
+        return compute.passes.run(execution, inputs, token_ids, rows)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
         compute = self.compute

@@ -75,7 +75,7 @@ class ComputeStep(Protocol):
         ...
 
     def forward(self) -> torch.Tensor:
-        """Run the model over the scheduled tokens. Returns [T or more, hidden size]."""
+        """Run the model over the scheduled tokens. Returns [R or more, hidden size], of the rows that are read."""
         ...
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:

@@ -59,6 +59,37 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.int32), second.contiguous().view(torch.int32))
 
 
+# -- element by element -----------------------------------------------------------------------------------------------
+
+
+@each_isa
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("kind", "factor", "reference"),
+    [
+        ("ADD", 1.0, lambda x, y: x + y),
+        ("MULTIPLY", 1.0, lambda x, y: x * y),
+        ("SCALE", 0.375, lambda x, _: 0.375 * x),
+        ("SOFT_CAP", 30.0, lambda x, _: 30 * torch.tanh(x / 30)),
+    ],
+)
+def test_elementwise_kernels_are_those_of_float64(
+    isa: str, width: int, kind: str, factor: float, reference: Callable[..., torch.Tensor]
+) -> None:
+    x, y = (strided(20 * randn(37, width, seed=seed)) for seed in range(2))
+    out = strided(torch.zeros(37, width))
+
+    def record(program: Any, refs: list[Any]) -> None:
+        second = refs[1] if kind in ("ADD", "MULTIPLY") else _native.Ref()
+        program.elementwise(_native.Elementwise[kind], factor, width, refs[0], second, refs[2])
+
+    run(isa, 2, record, [x, y, out])
+    torch.testing.assert_close(out.double(), reference(x.double(), y.double()), rtol=1e-6, atol=1e-5)
+    alone = strided(torch.zeros(1, width))
+    run(isa, 1, record, [strided(x[5:6]), strided(y[5:6]), alone])
+    assert same_bits(alone, out[5:6])
+
+
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 

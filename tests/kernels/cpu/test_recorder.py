@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.recorder import ARENA, Buffer, Recorder, place_buffers
+from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, place_buffers
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.layers.native import NativeOperations
 
 
 @dataclass
@@ -95,3 +98,32 @@ def test_memory_that_the_caller_brings_is_not_placed() -> None:
     recorder.redirect(logits, recorder.external(100, 100))
     assert place_buffers(recorder.calls, logits) == 0
     assert (hidden.area, logits.area, logits.stride) == (ARENA + 1, ARENA + 2, 100)
+
+
+def test_a_program_leaves_for_torch_and_comes_back() -> None:
+    """Kernels, torch, kernels, torch over outside memory: with all rows, and with those that are read."""
+    operations, recorder = NativeOperations(), Recorder()
+    source, target = recorder.external(24, 24), recorder.external(48, 48)
+    doubled = operations.add(operations.scale(source, 3.0), source)
+    squared = recorder.call_torch(torch.square, 24, [doubled])
+    kept = operations.gather_rows(squared, RecordedRows(recorder))
+    scaled = operations.scale(recorder.call_torch(torch.neg, 24, [kept]), 0.5)
+    last = recorder.call_torch(lambda x, states: torch.cat((x, x + states), dim=1), 48, [scaled], takes_states=True)
+    recorder.redirect(last, target)
+    program = recorder.finish_program(last, NativeRuntime("auto", 2), 64)
+    for rows in (None, torch.tensor([2, 3, 9])):
+        x, out = torch.randn(10, 24), torch.zeros(64, 48)
+        program.run(10, externals=[x, out], read_rows=rows, states=7)
+        expected = -0.5 * torch.square(4 * x)
+        if rows is not None:
+            expected = expected[rows]
+        torch.testing.assert_close(out[: len(expected)], torch.cat((expected, expected + 7), dim=1))
+        assert not out[len(expected) :].any()
+
+
+def test_all_rows_do_not_meet_the_rows_that_are_read() -> None:
+    recorder = Recorder()
+    whole, part = recorder.call("embed", 16), recorder.call("embed", 16)
+    part = recorder.gather(part)
+    with pytest.raises(AssertionError, match="all rows meet"):
+        recorder.call("elementwise", 16, buffers={"x": part, "y": whole})

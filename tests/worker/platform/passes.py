@@ -108,7 +108,9 @@ class Passes:
         self, config: ModelConfig, settings: ExecutionSettings, backend: type[TwinBackend] = TwinBackend, **options: Any
     ) -> None:
         plain = UnquantizedLinear(torch.float32)
-        context = LayerContext(torch.float32, torch.device("cpu"), SingleRank(), StepOperations(), plain, plain, plain)
+        context = LayerContext(
+            torch.float32, torch.device("cpu"), "float32", SingleRank(), StepOperations(), plain, plain, plain
+        )
         self.model: Decoder = model_architectures().load(config.architecture)(config, context)
         self.model.load_weights(dummy_weights(self.model.slots, 3, lambda *_: None, torch.device("cpu")))
         self.backend = backend(config.num_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_dim)

@@ -108,7 +108,7 @@ def test_a_start_without_memory_captures_what_fits(config: ModelConfig) -> None:
 def test_the_same_bits_at_the_same_sizes(config: ModelConfig, kind: str) -> None:
     """Against an eager pass over the same padded inputs, of the same sizes."""
     graphs, eager = Passes(config, SETTINGS[kind]), Passes(config, SETTINGS[kind])
-    eager.passes.run = lambda _, batch, token_ids: eager.passes._forward(batch, token_ids)  # type: ignore[method-assign]
+    eager.passes.run = lambda _, batch, token_ids, rows=None: eager.passes._forward(batch, token_ids, rows)  # type: ignore[method-assign]
     for step in random_steps(12, 60):
         assert torch.equal(graphs.run(*step), eager.run(*step))
     assert graphs.passes.num_captured

@@ -31,6 +31,8 @@ GREEDY = sampling_of(SamplingParams(temperature=0))
 class SamplingRows:
     """Of each row the words are zero, the seed and its complement; forgets nothing."""
 
+    rows_with_prompt_logprobs: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self._seeds: dict[int, int] = {}
 

@@ -15,6 +15,7 @@ from quire.executors.local import LocalExecutor
 from quire.kernels.triton.runtime import recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
+from quire.layers.batch import ForwardBatch
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan
 from quire.worker.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
@@ -23,7 +24,7 @@ from tests.fakes.host_math import HostAttention
 from tests.worker.driver import Driver, sampling_of
 from tests.worker.platform.conftest import DEVICE, MakeDriver
 
-GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)])
+GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)], 16)
 
 
 def run(executor: LocalExecutor, plans: Sequence[StepPlan]) -> None:
@@ -66,9 +67,9 @@ class Lengths(HostAttention):
 
 
 class NoModel:
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: None) -> torch.Tensor:
-        assert len(token_ids) == len(positions)
-        return positions
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        assert len(batch.token_ids) == len(batch.positions)
+        return batch.positions
 
 
 def test_attention_is_compiled_for_every_length_that_a_step_can_have(

@@ -1,0 +1,24 @@
+"""The input of a model's forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.attention.interface import PlannedStep, StateStep
+from quire.kernels.value import Indices, ReadRows
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's T tokens, flat: no batch dimension. Tensors, or placeholders while a model is recorded.
+
+    token_ids, positions: [T]. attention: what the attention back end planned for the step. logits_rows: [R] distinct,
+    ascending; the tokens whose hidden states are read, the only ones that the last layer computes behind its attention
+    (None: all). states: where layers that keep a state find it (None: no layer does).
+    """
+
+    token_ids: Indices
+    positions: Indices
+    attention: PlannedStep
+    logits_rows: ReadRows | None = None
+    states: StateStep | None = None
