@@ -15,6 +15,7 @@ class BlockTables:
     def __init__(self, block_sizes: Sequence[int], num_rows: int, max_model_len: int) -> None:
         """block_sizes: tokens of a block, per KV group."""
         self.block_sizes = tuple(block_sizes)
+        self.num_rows = num_rows
         assert NULL_BLOCK == 0, "zeros are reserved and not touched, other values would be"
         widths = [-(-(max_model_len + 1) // size) for size in self.block_sizes]
         self._tables = tuple(np.zeros((num_rows, width), np.int32) for width in widths)

@@ -28,6 +28,24 @@ class InputBatch(NamedTuple):
     logits_rows: np.ndarray | None
     read_start: np.ndarray
 
+    @classmethod
+    def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
+        """A batch of which all T tokens are read."""
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=query_start[1:])
+        return cls(rows, starts, counts, starts + counts, query_start, None, query_start)
+
+    @classmethod
+    def dummy_prompts(cls, num_tokens: int, longest: int) -> InputBatch:
+        """New sequences of `longest` tokens; the last may be shorter."""
+        starts = np.arange(0, num_tokens, longest)
+        return cls.of(np.arange(len(starts)), np.zeros_like(starts), np.minimum(num_tokens - starts, longest))
+
+    @classmethod
+    def dummy_decodes(cls, num_seqs: int, longest: int) -> InputBatch:
+        """One new token each, the last of `longest`."""
+        return cls.of(np.arange(num_seqs), np.full(num_seqs, longest - 1), np.ones(num_seqs, np.int64))
+
     @property
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
@@ -43,35 +61,39 @@ class InputBatch(NamedTuple):
         """Tokens of the longest sequence after this step."""
         return int(self.ends.max(initial=0))
 
+    @property
+    def sequence_index(self) -> np.ndarray:
+        """[T] int64: s of each token."""
+        return np.repeat(np.arange(len(self.rows)), self.counts)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T] int64: position of each token in its sequence."""
+        return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
+
 
 def build_input_batch(
     seq_ids: Sequence[int], start_positions: Sequence[int], num_tokens: Sequence[int], requests: RequestState
 ) -> InputBatch:
     """Every scheduled token must be known, or sampled by an earlier step."""
     rows = requests.rows_of(seq_ids)
-    starts = np.array(start_positions, np.int64)
-    counts = np.array(num_tokens, np.int64)
-    ends = starts + counts
-    assert (ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
-    query_start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    scored = requests.columns.sampling.rows_with_prompt_logprobs
-    return InputBatch(rows, starts, counts, ends, query_start, *_rows_to_read(rows, counts, query_start, scored))
+    batch = InputBatch.of(rows, np.array(start_positions, np.int64), np.array(num_tokens, np.int64))
+    assert (batch.ends <= requests.lengths[rows]).all(), "the plan schedules a token that no step has sampled"
+    if batch.num_tokens == len(rows):  # of one token each, all are read: most steps are decodes
+        return batch
+    return _reading_less(batch, requests.sampling.rows_with_prompt_logprobs)
 
 
-def _rows_to_read(
-    rows: np.ndarray, counts: np.ndarray, query_start: np.ndarray, scored: Collection[int]
-) -> tuple[np.ndarray | None, np.ndarray]:
-    """`logits_rows` and `read_start` of the batch. scored: rows whose prompts are scored."""
-    num_tokens = query_start[-1]
-    if num_tokens == len(rows):
-        return None, query_start
-    num_read = np.where(np.isin(rows, list(scored)), counts, 1) if scored else np.ones_like(counts)
+def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
+    """The batch with its `logits_rows` and `read_start`. scored: rows whose prompts are scored."""
+    counts, query_start = batch.counts, batch.query_start
+    num_read = np.where(np.isin(batch.rows, list(scored)), counts, 1) if scored else np.ones_like(counts)
     read_start = np.zeros_like(query_start)
     np.cumsum(num_read, out=read_start[1:])
-    if read_start[-1] == num_tokens:
-        return None, query_start
-    return np.arange(read_start[-1]) + np.repeat(query_start[1:] - read_start[1:], num_read), read_start
+    if read_start[-1] == batch.num_tokens:
+        return batch
+    logits_rows = np.arange(read_start[-1]) + np.repeat(query_start[1:] - read_start[1:], num_read)
+    return batch._replace(logits_rows=logits_rows, read_start=read_start)
 
 
 class SampleRows(NamedTuple):

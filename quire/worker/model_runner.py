@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.results import SampledTokens
+from quire.sampling.results import Samples
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import build_input_batch, build_sample_rows
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.nonfinite import report_nonfinite
-from quire.worker.platform.interface import ComputeStep, Pending, PendingCopy, StepCompute
+from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
@@ -25,7 +25,7 @@ class Launched(NamedTuple):
     """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
 
     plan: StepPlan
-    samples: Pending[SampledTokens] | None = None
+    samples: Samples | None = None
     scores: Sequence[PromptScores] = ()
     copy: PendingCopy | None = None
 
@@ -107,7 +107,7 @@ class ModelRunner:
             step.copy_blocks()
 
 
-def _tensors(samples: Pending[SampledTokens] | None, scores: Sequence[PromptScores]) -> list[torch.Tensor]:
+def _tensors(samples: Samples | None, scores: Sequence[PromptScores]) -> list[torch.Tensor]:
     """What the host must know of a step, for one copy."""
     tensors = [] if samples is None else list(samples.tensors())
     for each in scores:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.platform.interface import DummySequences, MemoryMeter, StepLimits
+from quire.worker.platform.interface import MemoryMeter, StepLimits
 
 COPIED_BYTES = 16 * 2**20
 """Bytes copied each way: more than the processor's caches hold, and little beside the pools, whose memory this
@@ -38,7 +39,7 @@ def time_prompt(model: CausalLM, limits: StepLimits, meter: MemoryMeter, synchro
     out.
     """
     num_tokens = min(limits.max_num_tokens, TIMED_TOKENS)
-    prompt = DummySequences.prompts(num_tokens, min(num_tokens, limits.longest))
+    prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
     forward = meter.dummy_pass(model, limits, prompt)
 
     def compute() -> None:

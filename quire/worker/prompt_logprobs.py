@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.sampling.results import Logprobs
 from quire.step import PromptLogprobs, TokenLogprobs
 from quire.worker.input_batch import InputBatch
-from quire.worker.platform.interface import Pending, StepCompute
+from quire.worker.platform.interface import StepCompute
 from quire.worker.request_state import RequestState
 
 
@@ -19,7 +20,7 @@ class PromptScores:
 
     index: int
     start: int
-    slices: Sequence[Pending[list[TokenLogprobs]]]
+    slices: Sequence[Logprobs]
 
     def tensors(self) -> list[torch.Tensor]:
         """What must be copied to the host."""
@@ -40,7 +41,7 @@ class PromptScorer:
     def __init__(self, compute: StepCompute, requests: RequestState, slice_rows: int) -> None:
         self._compute = compute
         self._requests = requests
-        self._sampling = compute.columns.sampling
+        self._sampling = requests.sampling
         self._slice_rows = slice_rows
 
     def score(self, hidden: torch.Tensor, batch: InputBatch) -> list[PromptScores]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from quire.sampling.parameters import SamplingRows
 from quire.step import SequenceFork, SequenceSampling, StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.platform.interface import RequestColumns
@@ -17,13 +18,16 @@ from quire.worker.platform.interface import RequestColumns
 
 class RequestState:
     """lengths: [num_rows] int64, tokens of the row, those counted that a step under way will sample.
-    num_prompt_tokens: [num_rows] int64. tables: the block tables, on the host. columns: what kernels read.
+    num_prompt_tokens: [num_rows] int64. tables, sampling: block tables and sampling parameters, on the host. columns:
+    what kernels read.
     """
 
-    def __init__(self, num_rows: int, tables: BlockTables, columns: RequestColumns) -> None:
+    def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
+        num_rows = tables.num_rows
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
         self.tables = tables
+        self.sampling = sampling
         self.columns = columns
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows))
@@ -45,8 +49,7 @@ class RequestState:
         self, seq_id: int, token_ids: Sequence[int], num_prompt_tokens: int, sampling: SequenceSampling
     ) -> int:
         """Give a new sequence a row that holds `token_ids`; return the row."""
-        row = self._take_row(seq_id)
-        self.columns.set_sampling(row, sampling)
+        row = self._take_row(seq_id, sampling)
         self._set_tokens(row, token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
         return row
@@ -56,7 +59,7 @@ class RequestState:
         row = self._row_of.pop(seq_id)
         heapq.heappush(self._free, row)
         self.tables.clear(row)
-        self.columns.clear_sampling(row)
+        self.sampling.clear(row)
         return row
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
@@ -93,17 +96,18 @@ class RequestState:
             for fork in plan.forks:
                 self._copy_parent(fork, sampled_at)
 
-    def _take_row(self, seq_id: int) -> int:
+    def _take_row(self, seq_id: int, sampling: SequenceSampling) -> int:
         """The lowest free row comes first, so that tables stay compact as requests come and go."""
         assert seq_id not in self._row_of, f"sequence {seq_id} has a row already"
         assert self._free, f"no free row for sequence {seq_id}: {len(self._row_of)} sequences are live"
         row = self._row_of[seq_id] = heapq.heappop(self._free)
+        self.sampling.set(row, sampling)
+        self.columns.write_sampling(row)
         return row
 
     def _add_child(self, fork: SequenceFork) -> None:
         """Give a child a row, with what does not come from its parent."""
-        row = self._take_row(fork.child)
-        self.columns.set_sampling(row, fork.sampling)
+        row = self._take_row(fork.child, fork.sampling)
         if fork.token_ids is not None:
             self._set_tokens(row, fork.token_ids)
 

@@ -16,6 +16,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
+from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
@@ -27,7 +28,8 @@ from quire.worker.load_progress import LoadProgress
 from quire.worker.memory_profile import measure_memory
 from quire.worker.model_runner import Launched, ModelRunner
 from quire.worker.pending_step import PendingStep, failed_step
-from quire.worker.platform.interface import HostPool, OffloadedWeights, Platform, StepLimits
+from quire.worker.platform.interface import HostPool, Platform, StepLimits
+from quire.worker.platform.weight_offload import DeviceWeights
 from quire.worker.preemption_costs import time_copies, time_prompt
 from quire.worker.request_state import RequestState
 
@@ -54,7 +56,7 @@ class Worker:
         self.platform = platform
         self._config = config
         self._model: CausalLM | None = None
-        self._offloaded: OffloadedWeights | None = None
+        self._offloaded: DeviceWeights | None = None
         self._host_pool: HostPool | None = None
         self._runner: ModelRunner | None = None
         self._layout: KVCacheLayout | None = None
@@ -96,8 +98,9 @@ class Worker:
                 code, host_pages = self.platform.code_identity(), self._host_pool.pages
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
         tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
-        compute = self.platform.make_compute(self._model, layout, pages, tables)
-        requests = RequestState(num_rows, tables, compute.columns)
+        sampling = SamplingRows(num_rows)
+        compute = self.platform.make_compute(self._model, layout, pages, tables, sampling)
+        requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
         self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size)
         self._runner.warm_up()

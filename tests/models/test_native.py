@@ -16,8 +16,10 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
 from quire.models.native import SMALLEST_PROGRAM, NativeModel
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
-from quire.worker.platform.cpu_inputs import build_attention_batch
+from quire.worker.platform.cpu_inputs import prepare_inputs
 from tests.models.conftest import SavedModel
 
 BLOCK_SIZE = 16
@@ -46,17 +48,10 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hidden states of one sequence of `num_tokens`, computed in one step; of some `rows` only, if given."""
-    positions = np.arange(num_tokens)
-    blocks = np.arange(first_block, first_block - (-num_tokens // BLOCK_SIZE), dtype=np.int32)[None]
-    batch = build_attention_batch(
-        np.array([0, num_tokens]),
-        np.zeros(1, np.int64),
-        positions,
-        np.zeros(num_tokens, np.int64),
-        (blocks,),
-        [BLOCK_SIZE],
-    )
-    token_ids = torch.from_numpy(positions * 7 % 97)
+    tables = BlockTables([BLOCK_SIZE], 1, num_tokens)
+    tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
+    prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
+    token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)
     return model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch), rows)).clone()
 
 

@@ -13,11 +13,11 @@ from quire.config.resolve import resolve
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.layers.batch import ForwardBatch
+from quire.worker.input_batch import InputBatch
 from quire.worker.memory_profile import estimate_activations
 from quire.worker.platform import cpu_meter
 from quire.worker.platform.cpu import CpuPlatform
-from quire.worker.platform.cpu_meter import PROFILED_TOKENS, dummy_attention_batch
-from quire.worker.platform.interface import DummySequences
+from quire.worker.platform.cpu_meter import PROFILED_TOKENS, dummy_inputs
 from quire.worker.worker import Worker
 
 
@@ -102,7 +102,8 @@ def test_estimated_where_it_cannot_be_measured(model_path: Path, monkeypatch: py
 def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
     groups, layers_per_group = group_layers([AttentionSpec(1, 4, 4, 4), SlidingWindowSpec(1, 4, 4, 4, window=8)], 4)
     layout = KVCacheLayout(4, 1 + 3, groups, layers_per_group)
-    batch = dummy_attention_batch(layout, DummySequences.prompts(25, 10))
+    token_ids, batch = dummy_inputs(InputBatch.dummy_prompts(25, 10), layout)
+    assert token_ids.tolist() == [0] * 25
     assert batch.query_start.tolist() == [0, 10, 20, 25]
     assert batch.positions.tolist() == [*range(10), *range(10), *range(5)]
     assert batch.start_positions.tolist() == [0, 0, 0]
@@ -113,5 +114,5 @@ def test_the_dummy_batch_fills_the_budget_with_long_sequences() -> None:
 
 def test_a_budget_that_is_a_multiple_of_the_context() -> None:
     groups, layers_per_group = group_layers([AttentionSpec(1, 4, 4, 4)], 4)
-    batch = dummy_attention_batch(KVCacheLayout(4, 6, groups, layers_per_group), DummySequences.prompts(20, 10))
+    _, batch = dummy_inputs(InputBatch.dummy_prompts(20, 10), KVCacheLayout(4, 6, groups, layers_per_group))
     assert batch.query_start.tolist() == [0, 10, 20]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from quire.kv_cache.layout import NULL_BLOCK
+from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import build_input_batch, build_sample_rows
-from quire.worker.platform.cpu_inputs import build_attention_batch, prepare_inputs
+from quire.worker.input_batch import InputBatch, build_input_batch, build_sample_rows
+from quire.worker.platform.cpu_inputs import prepare_inputs
 from quire.worker.platform.cpu_step import CpuColumns
 from quire.worker.request_state import RequestState
 from tests.worker.driver import GREEDY, sampling_of
@@ -20,14 +21,15 @@ RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2],
 def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
     """That of a CPU, with blocks of 4 tokens."""
     columns = CpuColumns(num_rows, max_model_len)
-    return RequestState(num_rows, BlockTables([4] * num_groups, num_rows, max_model_len), columns), columns
+    tables = BlockTables([4] * num_groups, num_rows, max_model_len)
+    return RequestState(tables, SamplingRows(num_rows), columns), columns
 
 
 def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
     """20,000 sequences through 8 rows: always the lowest free row, nothing kept of those that left."""
     rng = np.random.default_rng(0)
-    rows, columns = request_state(8, max_model_len=32)
-    shapes = {name: array.shape for name, array in vars(columns.sampling).items() if isinstance(array, np.ndarray)}
+    rows, _ = request_state(8, max_model_len=32)
+    shapes = {name: array.shape for name, array in vars(rows.sampling).items() if isinstance(array, np.ndarray)}
     live: dict[int, int] = {}
     for seq_id in range(20_000):
         if len(live) == 8 or (live and rng.random() < 0.4):
@@ -41,7 +43,7 @@ def test_rows_do_not_degrade_as_requests_come_and_go() -> None:
         rows.release(seq_id)
         assert seq_id not in rows
     assert len(rows) == 0
-    sampling = columns.sampling
+    sampling = rows.sampling
     assert not sampling.rows_with_prompt_logprobs
     assert not any(sampling.lists.spans(kind, np.arange(8))[1].any() for kind in range(4))
     assert {n: a.shape for n, a in vars(sampling).items() if isinstance(a, np.ndarray)} == shapes
@@ -76,11 +78,9 @@ def test_tables_of_groups_with_block_sizes_of_their_own() -> None:
     assert [table.shape for table in tables.gather(rows, 65)] == [(2, 5), (2, 2)]
     assert tables.gather(rows, 65)[1].tolist() == [[6, 7], [9, NULL_BLOCK]]
     assert tables.written(rows, np.array([60, 3]), np.array([66, 4])) == [4, 5, 6, 7, 8, 9]
-    positions, sequence_index = np.array([60, 65, 3]), np.array([0, 0, 1])
-    batch = build_attention_batch(
-        np.array([0, 2, 3]), np.array([60, 3]), positions, sequence_index, tables.gather(rows, 65), tables.block_sizes
-    )
-    assert [slots.tolist() for slots in batch.slot_mapping] == [
+    batch = InputBatch.of(rows, starts=np.array([60, 3]), counts=np.array([6, 1]))
+    _, attention = prepare_inputs(batch, np.zeros((2, 128), np.int32), tables)
+    assert [slots[[0, 5, 6]].tolist() for slots in attention.slot_mapping] == [
         [4 * 16 + 12, 5 * 16 + 1, 8 * 16 + 3],
         [6 * 64 + 60, 7 * 64 + 1, 9 * 64 + 3],
     ]

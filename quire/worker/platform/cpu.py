@@ -21,6 +21,7 @@ from quire.parallel.single import SINGLE_RANK
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.plain_kernels import PlainKernels
+from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
 from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
@@ -103,7 +104,12 @@ class CpuPlatform:
         return ThreadTransfers(pages, host_pool.pages, block_mover(self._runtime))
 
     def make_compute(
-        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+        self,
+        model: CausalLM,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        tables: BlockTables,
+        sampling: SamplingRows,
     ) -> CpuCompute:
         columns = CpuColumns(self._config.scheduler.max_num_seqs, self._config.model.max_model_len)
         return CpuCompute(
@@ -112,7 +118,7 @@ class CpuPlatform:
             block_copier(pages, self._runtime),
             columns,
             tables,
-            self._make_sampling_kernels(columns.sampling),
+            Sampler(sampling, self._make_sampling_kernels(sampling)),
         )
 
     def offload_weights(self, model: CausalLM) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -17,39 +15,23 @@ def prepare_inputs(
 ) -> tuple[torch.Tensor, AttentionBatch]:
     """token_table: [num_rows, capacity] int32. Returns the token ids, [T] int64, and the attention batch. At least one
     sequence is scheduled."""
-    query_start, rows, positions = batch.query_start, batch.rows, batch.starts
-    sequence_index = np.arange(len(rows))
+    rows, positions, sequence_index = batch.rows, batch.starts, np.arange(len(batch.rows))
     if batch.num_tokens != len(rows):  # otherwise each sequence has one token: most steps are decodes
-        sequence_index = np.repeat(sequence_index, batch.counts)
-        positions = np.arange(batch.num_tokens) + (batch.starts - query_start[:-1])[sequence_index]
+        positions, sequence_index = batch.positions, batch.sequence_index
         rows = rows[sequence_index]
     token_ids = token_table[rows, positions].astype(np.int64)
-    block_tables = tables.gather(batch.rows, int(batch.ends.max()))
-    attention = build_attention_batch(
-        query_start, batch.starts, positions, sequence_index, block_tables, tables.block_sizes
-    )
-    return torch.from_numpy(token_ids), attention
-
-
-def build_attention_batch(
-    query_start: np.ndarray,
-    start_positions: np.ndarray,
-    positions: np.ndarray,
-    sequence_index: np.ndarray,
-    block_tables: tuple[np.ndarray, ...],
-    block_sizes: Sequence[int],
-) -> AttentionBatch:
-    """Compute the slot mapping and wrap everything as tensors (shapes: AttentionBatch). block_sizes: per KV group."""
+    block_tables, block_sizes = tables.gather(batch.rows, int(batch.ends.max())), tables.block_sizes
     places = {size: np.divmod(positions, size) for size in set(block_sizes)}
     slots = (
         table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1]
         for table, size in zip(block_tables, block_sizes, strict=True)
     )
-    return AttentionBatch(
-        query_start=torch.from_numpy(query_start),
-        start_positions=torch.from_numpy(start_positions),
+    attention = AttentionBatch(
+        query_start=torch.from_numpy(batch.query_start),
+        start_positions=torch.from_numpy(batch.starts),
         positions=torch.from_numpy(positions),
         sequence_index=torch.from_numpy(sequence_index),
         block_tables=tuple(torch.from_numpy(table) for table in block_tables),
         slot_mapping=tuple(torch.from_numpy(slot) for slot in slots),
     )
+    return torch.from_numpy(token_ids), attention

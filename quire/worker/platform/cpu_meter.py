@@ -18,10 +18,12 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
+from quire.worker.block_tables import BlockTables
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
-from quire.worker.platform.cpu_inputs import build_attention_batch
+from quire.worker.platform.cpu_inputs import prepare_inputs
 from quire.worker.platform.host_memory import available_memory, measure_peak
-from quire.worker.platform.interface import DummySequences, StepLimits
+from quire.worker.platform.interface import StepLimits
 
 PROFILED_TOKENS = 512
 """Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
@@ -52,7 +54,7 @@ class CpuMeter:
         budget would be most of a start's time.
         """
         num_tokens = min(limits.max_num_tokens, PROFILED_TOKENS)
-        prompt = DummySequences.prompts(num_tokens, min(num_tokens, limits.longest))
+        prompt = InputBatch.dummy_prompts(num_tokens, min(num_tokens, limits.longest))
         forward_pass = self.dummy_pass(model, limits, prompt)
         hidden = torch.zeros(0)
 
@@ -71,17 +73,16 @@ class CpuMeter:
     def device_share(self, model: CausalLM, limits: StepLimits, available: int, activations: int) -> DeviceShare | None:
         return None
 
-    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
         groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
-        num_blocks = 1 + -(-dummies.longest // limits.block_size)
+        num_blocks = 1 + -(-batch.max_seq_len // limits.block_size)
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
         for page in pages:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backend = self._make_attention(layout, pages)
-        batch = dummy_attention_batch(layout, dummies)
-        token_ids = torch.zeros(dummies.num_tokens, dtype=torch.int64)
-        return lambda: model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
+        token_ids, attention = dummy_inputs(batch, layout)
+        return lambda: model.forward(ForwardBatch(token_ids, attention.positions, backend.plan(attention)))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)
@@ -94,14 +95,11 @@ class CpuMeter:
         Sampler(rows, self._make_sampling_kernels(rows)).sample(logits, batch)
 
 
-def dummy_attention_batch(layout: KVCacheLayout, dummies: DummySequences) -> AttentionBatch:
-    """Sequences that all use the blocks 1, 2, ..."""
-    table = np.tile(np.arange(1, layout.num_blocks, dtype=np.int32), (dummies.num_seqs, 1))
-    return build_attention_batch(
-        dummies.query_start,
-        dummies.starts,
-        dummies.positions,
-        dummies.sequence_index,
-        (table,) * len(layout.groups),
-        [group.block_size for group in layout.groups],
-    )
+def dummy_inputs(batch: InputBatch, layout: KVCacheLayout) -> tuple[torch.Tensor, AttentionBatch]:
+    """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
+    num_seqs, longest, block_sizes = len(batch.rows), batch.max_seq_len, [group.block_size for group in layout.groups]
+    tables = BlockTables(block_sizes, num_seqs, longest)
+    blocks = [range(1, min(layout.num_blocks, 1 - (-longest // size))) for size in block_sizes]
+    for row in range(num_seqs):
+        tables.append(row, blocks)
+    return prepare_inputs(batch, np.zeros((num_seqs, longest), np.int32), tables)

@@ -12,11 +12,9 @@ from quire.attention.interface import AttentionBackend
 from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
-from quire.sampling.kernels import SamplingKernels
-from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Logprobs, Samples
 from quire.sampling.sampler import Sampler
-from quire.step import SequenceSampling, StepPlan
+from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows
 from quire.worker.platform.cpu_blocks import BlockCopier
@@ -34,14 +32,13 @@ class NoCopy:
 
 class CpuColumns:
     """Implements RequestColumns. token_ids: [num_rows, max_model_len + 1] int32 (one more, because a sequence that has
-    just reached its end may be run once more before the scheduler knows). sampling: the sampler's rows.
+    just reached its end may be run once more before the scheduler knows).
 
     The token table is reserved and not touched, so a row takes physical memory only as far as it was ever filled.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
         self.token_ids = np.zeros((num_rows, max_model_len + 1), np.int32)
-        self.sampling = SamplingRows(num_rows)
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         self.token_ids[row, position : position + len(token_ids)] = token_ids
@@ -55,11 +52,8 @@ class CpuColumns:
     def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
         """Kernels read BlockTables."""
 
-    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
-        self.sampling.set(row, sampling)
-
-    def clear_sampling(self, row: int) -> None:
-        self.sampling.clear(row)
+    def write_sampling(self, row: int) -> None:
+        """Kernels read SamplingRows."""
 
 
 class CpuCompute:
@@ -72,7 +66,7 @@ class CpuCompute:
         copy_blocks: BlockCopier,
         columns: CpuColumns,
         tables: BlockTables,
-        sampling_kernels: SamplingKernels[np.ndarray],
+        sampler: Sampler[np.ndarray],
     ) -> None:
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
@@ -80,7 +74,7 @@ class CpuCompute:
         self.attention = attention
         self.copy_blocks = copy_blocks
         self.tables = tables
-        self.sampler = Sampler(columns.sampling, sampling_kernels)
+        self.sampler = sampler
         self._no_copy = NoCopy()
 
     def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> CpuStep:

@@ -116,7 +116,12 @@ class CudaPlatform:
         return StreamTransfers(self.streams, pages, host_pool.blocks)
 
     def make_compute(
-        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+        self,
+        model: CausalLM,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        tables: BlockTables,
+        sampling: SamplingRows,
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
         num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
@@ -128,7 +133,7 @@ class CudaPlatform:
             model=model,
             passes=self._make_passes(model, attention),
             settings=settings,
-            columns=StagedColumns(arena, SamplingRows(num_rows)),
+            columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
             upload=Upload(self.streams, config.scheduler.queue_depth + 1),
             pages=PageTable.of_pages(pages),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -14,20 +12,9 @@ from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.upload import Section, Upload
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnSections:
-    """The columns of a step in its upload."""
-
-    rows: Section
-    starts: Section
-    query_start: Section
-    logits_rows: Section | None
-
-
-def add_columns(batch: InputBatch, upload: Upload) -> ColumnSections:
-    """Put what the device must know of the batch into the upload."""
-    logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
-    return ColumnSections(upload.add(batch.rows), upload.add(batch.starts), upload.add(batch.query_start), logits_rows)
+def add_columns(batch: InputBatch, upload: Upload) -> list[Section]:
+    """Put what the device must know of the batch into the upload: the fields of StepColumns, in order."""
+    return [upload.add(column) for column in (batch.rows, batch.starts, batch.query_start)]
 
 
 class DeviceInputs:
@@ -79,7 +66,6 @@ class DeviceInputs:
     def padding(self, num_seqs: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
         """The same tensors for a batch that is nothing but padding, to capture graphs with."""
         none = np.zeros(0, np.int64)
-        start = np.zeros(1, np.int64)
-        batch = InputBatch(none, none, none, none, start, None, start)
+        batch = InputBatch.of(none, none, none)
         empty = torch.zeros(1, dtype=torch.int32, device=self._arena.words.device)
         return self.prepare(batch, StepColumns(empty[:0], empty[:0], empty), num_seqs, num_tokens)

@@ -16,9 +16,10 @@ from quire.models.interface import CausalLM
 from quire.sampling.parameters import NUM_WORDS
 from quire.worker.cuda_graphs import DeviceBackend
 from quire.worker.graph_dispatch import ExecutionSettings
+from quire.worker.input_batch import InputBatch
 from quire.worker.platform.device_memory import DeviceMemory, arithmetic
 from quire.worker.platform.host_memory import available_memory
-from quire.worker.platform.interface import DummySequences, StepLimits
+from quire.worker.platform.interface import StepLimits
 from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 
 BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend]
@@ -68,8 +69,8 @@ class DeviceMeter:
         with arithmetic(memory, purpose, estimate):
             before = memory.free()
             longest = min(limits.max_num_tokens, limits.longest)
-            prompt = self.dummy_pass(model, limits, DummySequences.prompts(limits.max_num_tokens, longest))
-            decode = self.dummy_pass(model, limits, DummySequences.decodes(limits.max_num_seqs, limits.longest))
+            prompt = self.dummy_pass(model, limits, InputBatch.dummy_prompts(limits.max_num_tokens, longest))
+            decode = self.dummy_pass(model, limits, InputBatch.dummy_decodes(limits.max_num_seqs, limits.longest))
             for work in (prompt, decode):
                 work()  # compiles kernels; libraries and the attention back end take workspaces
             kept = before - memory.free()
@@ -94,15 +95,15 @@ class DeviceMeter:
             host_available=available_memory(),
         )
 
-    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
         groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
         layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
         shape = (layout.num_blocks, layout.page_bytes)
         pages = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(layers_per_group)]
         backend = self._make_attention(layout, pages)
-        batch = dummy_batch(layout, dummies, self._device)
-        token_ids = torch.zeros(dummies.num_tokens, dtype=torch.int64, device=self._device)
-        return lambda: model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
+        dummy = dummy_batch(layout, batch, self._device)
+        token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
+        return lambda: model.forward(ForwardBatch(token_ids, dummy.positions, backend.plan(dummy)))
 
 
 def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:
@@ -136,24 +137,24 @@ def upload_bytes(limits: StepLimits, num_groups: int) -> int:
     return NUM_DEVICE_BUFFERS * 4 * buffer_capacity(num_words)
 
 
-def dummy_batch(layout: KVCacheLayout, dummies: DummySequences, device: torch.device) -> DeviceBatch:
+def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) -> DeviceBatch:
     """Sequences that share one block, over and over. Nothing is written: every slot is padding's."""
 
     def column(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    num_blocks = -(-dummies.longest // layout.block_size)
-    table = torch.ones(dummies.num_seqs, num_blocks, dtype=torch.int32, device=device)
-    slots = torch.full((dummies.num_tokens,), -1, dtype=torch.int64, device=device)
+    num_seqs, num_tokens, num_blocks = len(batch.rows), batch.num_tokens, -(-batch.max_seq_len // layout.block_size)
+    table = torch.ones(num_seqs, num_blocks, dtype=torch.int32, device=device)
+    slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
     return DeviceBatch(
-        num_seqs=dummies.num_seqs,
-        num_tokens=dummies.num_tokens,
-        max_query_len=int(dummies.counts.max()),
-        max_seq_len=dummies.longest,
-        rows=torch.arange(dummies.num_seqs, dtype=torch.int32, device=device),
-        query_start=column(dummies.query_start),
-        seq_lens=column(dummies.starts + dummies.counts),
-        positions=column(dummies.positions, torch.int64),
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        rows=column(batch.rows),
+        query_start=column(batch.query_start),
+        seq_lens=column(batch.ends),
+        positions=column(batch.positions, torch.int64),
         slot_mapping=(slots,) * len(layout.groups),
         block_tables=(table,) * len(layout.groups),
     )

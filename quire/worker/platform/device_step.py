@@ -18,12 +18,12 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Logprobs, Samples
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
-from quire.step import SequenceSampling, StepPlan
+from quire.step import StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from quire.worker.input_batch import InputBatch, SampleRows
 from quire.worker.kv_transfer import Pairs
-from quire.worker.platform.device_inputs import ColumnSections, DeviceInputs, add_columns
+from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.interface import PendingCopy
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.streams import DeviceStreams
@@ -61,12 +61,8 @@ class StagedColumns:
         arena = self.arena
         self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_blocks)
 
-    def set_sampling(self, row: int, sampling: SequenceSampling) -> None:
-        self.sampling.set(row, sampling)
+    def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))
-
-    def clear_sampling(self, row: int) -> None:
-        self.sampling.clear(row)
 
 
 class DeviceCompute:
@@ -104,10 +100,11 @@ class DeviceCompute:
         writes.add_to(upload)
         copies = [upload.add(np.array(pairs, np.int64)) for pairs in copy_rounds(plan.block_copies)]
         columns = add_columns(batch, upload)
-        sampled = None if samples is None else SampleSections.add(samples, upload)
+        logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
+        sampled = [] if samples is None else [upload.add(column) for column in samples]
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, sampled)
+        return DeviceStep(self, batch, copies, columns, logits_rows, sampled)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -130,28 +127,16 @@ class DeviceCompute:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSections:
-    """The columns of SampleRows in an upload."""
-
-    rows: Section
-    lengths: Section
-    last_index: Section
-    num_prompt_tokens: Section
-
-    @classmethod
-    def add(cls, samples: SampleRows, upload: Upload) -> SampleSections:
-        return cls(*map(upload.add, (samples.rows, samples.lengths, samples.last_index, samples.num_prompt_tokens)))
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Implements ComputeStep. copies, columns, sampled: where the upload has them."""
+    """Implements ComputeStep. copies and the others: where the upload has them; columns, sampled: in the order of
+    StepColumns and SampleRows."""
 
     compute: DeviceCompute
     batch: InputBatch
     copies: Sequence[Section]
-    columns: ColumnSections
-    sampled: SampleSections | None
+    columns: Sequence[Section]
+    logits_rows: Section | None
+    sampled: Sequence[Section]
 
     def copy_blocks(self) -> None:
         pages, upload = self.compute.pages, self.compute.upload
@@ -159,25 +144,18 @@ class DeviceStep:
             copy_pages(pages, pages, upload.view(section))
 
     def forward(self) -> torch.Tensor:
-        batch, compute, columns = self.batch, self.compute, self.columns
+        batch, compute = self.batch, self.compute
         execution = choose_execution(batch.num_tokens, len(batch.rows), batch.max_query_len, compute.settings)
-        on_device = StepColumns(*map(compute.upload.view, (columns.rows, columns.starts, columns.query_start)))
+        on_device = StepColumns(*map(compute.upload.view, self.columns))
         inputs, token_ids = compute.inputs.prepare(batch, on_device, execution.num_seqs, execution.num_tokens)
-        rows = None if columns.logits_rows is None else compute.upload.view(columns.logits_rows)
+        rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
         return compute.passes.run(execution, inputs, token_ids, rows)
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
-        compute, sampled = self.compute, self.sampled
-        assert sampled is not None, "the step was staged without samples"
-        view = compute.upload.view
-        logits = compute.model.compute_logits(hidden.index_select(0, view(sampled.last_index)))
-        batch = SampleBatch(
-            rows_host=samples.rows,
-            rows=view(sampled.rows),
-            lengths=view(sampled.lengths),
-            num_prompt_tokens=view(sampled.num_prompt_tokens),
-            token_table=compute.token_table,
-        )
+        compute = self.compute
+        rows, lengths, last_index, num_prompt_tokens = map(compute.upload.view, self.sampled)
+        logits = compute.model.compute_logits(hidden.index_select(0, last_index))
+        batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch)
 
 

@@ -9,38 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
 import torch
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
-from quire.sampling.results import SampledTokens
-from quire.step import SequenceSampling, StepPlan, TokenLogprobs
+from quire.sampling.parameters import SamplingRows
+from quire.sampling.results import Logprobs, Samples
+from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows
 from quire.worker.kv_transfer import BlockTransfers
 
+if TYPE_CHECKING:
+    from quire.worker.platform.weight_offload import DeviceWeights
+
 Mode = Literal["inline", "thread", "queued"]
 """How plans run: inside the call that starts them, on a thread of the executor, or enqueued on a device, which the host
 waits for when it asks for a result."""
-
-Value = TypeVar("Value", covariant=True)
-
-
-class Pending(Protocol[Value]):
-    """A result that a step has enqueued, or computed already."""
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """What must be copied to the host."""
-        ...
-
-    def assemble(self, hosts: Sequence[torch.Tensor]) -> Value:
-        """hosts: `tensors` on the host. Raises NonFiniteLogitsError where the result says so."""
-        ...
 
 
 class PendingCopy(Protocol):
@@ -51,22 +40,13 @@ class PendingCopy(Protocol):
         ...
 
 
-class SamplingColumns(Protocol):
-    """What the model runner reads of the sampler's rows."""
-
-    rows_with_prompt_logprobs: set[int]
-    num_prompt_logprobs: np.ndarray
-
-
 class RequestColumns(Protocol):
     """Columns of the request state that kernels read: tokens, block tables, sampling parameters.
 
     On a CPU they are the host's columns. On a device each call records a staged write, which the next step sends; no
-    word may be written twice in one plan without a copy in between.
+    word may be written twice in one plan without a copy in between. BlockTables and SamplingRows hold what is written
+    of theirs already.
     """
-
-    @property
-    def sampling(self) -> SamplingColumns: ...
 
     def write_tokens(self, row: int, position: int, token_ids: Sequence[int]) -> None: ...
 
@@ -75,17 +55,15 @@ class RequestColumns(Protocol):
         ...
 
     def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
-        """Entries of a block table; BlockTables has them already."""
+        """Entries of a block table."""
         ...
 
     def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
         """As `write_blocks`, for the first entries of a row."""
         ...
 
-    def set_sampling(self, row: int, sampling: SequenceSampling) -> None: ...
-
-    def clear_sampling(self, row: int) -> None:
-        """Drop what the row owns beyond its words."""
+    def write_sampling(self, row: int) -> None:
+        """The row's sampling parameters."""
         ...
 
 
@@ -100,7 +78,7 @@ class ComputeStep(Protocol):
         """Run the model over the scheduled tokens. Returns [R or more, hidden size], of the rows that are read."""
         ...
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Pending[SampledTokens]:
+    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
         """Choose a token for each sampled row and write it to the row."""
         ...
 
@@ -121,7 +99,7 @@ class StepCompute(Protocol):
         """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device."""
         ...
 
-    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Pending[list[TokenLogprobs]]:
+    def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         """Log-probabilities of the row's tokens from position `start` on. hidden: [N, hidden size], the positions
         before each of them."""
         ...
@@ -150,18 +128,6 @@ class HostPool(Protocol):
         ...
 
 
-class OffloadedWeights(Protocol):
-    """The weights of a sleeping model, in host memory."""
-
-    def restore(self) -> None:
-        """Copy them back; may be called again after an error. Raises InsufficientMemoryError."""
-        ...
-
-    def close(self) -> None:
-        """Free the host's memory, whether the weights are back or not. Idempotent."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepLimits:
     """Of the largest step: tokens and sequences. longest: tokens of one sequence."""
@@ -170,55 +136,6 @@ class StepLimits:
     max_num_tokens: int
     max_num_seqs: int
     longest: int
-
-
-@dataclass(frozen=True)
-class DummySequences:
-    """S sequences with T new tokens. query_start: [S + 1] int64: sequence s owns tokens
-    query_start[s]:query_start[s + 1]. starts: [S] int64, position of the first of them."""
-
-    query_start: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def prompts(cls, num_tokens: int, longest: int) -> DummySequences:
-        """New sequences of `longest` tokens; the last may be shorter."""
-        query_start = np.append(np.arange(0, num_tokens, longest), num_tokens)
-        return cls(query_start, np.zeros(len(query_start) - 1, np.int64))
-
-    @classmethod
-    def decodes(cls, num_seqs: int, longest: int) -> DummySequences:
-        """One new token each, the last of `longest`."""
-        return cls(np.arange(num_seqs + 1), np.full(num_seqs, longest - 1))
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.starts)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.query_start[-1])
-
-    @property
-    def counts(self) -> np.ndarray:
-        """[S] int64: new tokens."""
-        return np.diff(self.query_start)
-
-    @property
-    def sequence_index(self) -> np.ndarray:
-        """[T] int64."""
-        return np.repeat(np.arange(self.num_seqs), self.counts)
-
-    @property
-    def positions(self) -> np.ndarray:
-        """[T] int64."""
-        index = self.sequence_index
-        return np.arange(self.num_tokens) + (self.starts - self.query_start[:-1])[index]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence after the step."""
-        return int((self.starts + self.counts).max())
 
 
 class MemoryMeter(Protocol):
@@ -237,8 +154,8 @@ class MemoryMeter(Protocol):
         """The arithmetic of a device with memory of its own; None for a CPU."""
         ...
 
-    def dummy_pass(self, model: CausalLM, limits: StepLimits, dummies: DummySequences) -> Callable[[], torch.Tensor]:
-        """A forward pass over the sequences, with a small pool of its own: what it computes means nothing, what it
+    def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
+        """A forward pass over a dummy batch, with a small pool of its own: what it computes means nothing, what it
         takes is what a real step takes. Returns its hidden states."""
         ...
 
@@ -286,12 +203,18 @@ class Platform(Protocol):
     def make_transfers(self, pages: Sequence[torch.Tensor], host_pool: HostPool) -> BlockTransfers: ...
 
     def make_compute(
-        self, model: CausalLM, layout: KVCacheLayout, pages: Sequence[torch.Tensor], tables: BlockTables
+        self,
+        model: CausalLM,
+        layout: KVCacheLayout,
+        pages: Sequence[torch.Tensor],
+        tables: BlockTables,
+        sampling: SamplingRows,
     ) -> StepCompute:
-        """Empty columns, and kernels over them. Raises ConfigError when the columns cannot be addressed."""
+        """Empty columns, and kernels over them and over `tables` and `sampling`, the host's columns. Raises ConfigError
+        when the columns cannot be addressed."""
         ...
 
-    def offload_weights(self, model: CausalLM) -> OffloadedWeights | None:
+    def offload_weights(self, model: CausalLM) -> DeviceWeights | None:
         """Move the weights to the host and free the device's memory; None where they are on the host anyway. Raises
         InsufficientMemoryError, without any change."""
         ...

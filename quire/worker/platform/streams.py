@@ -87,8 +87,10 @@ class CudaStreams:
     def copying_in(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._copy_in)
 
-    def record(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(self.device))
+    def record(self) -> StreamEvent:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -99,31 +101,17 @@ class CudaStreams:
             hosts = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-            return CudaCopy(CudaEvent(self._copy_out), hosts, list(tensors))
+            return CudaCopy(self.record(), hosts, list(tensors))
 
     def synchronize(self) -> None:
         for stream in (self._compute, self._transfer, self._copy_in, self._copy_out):
             stream.synchronize()
 
 
-class CudaEvent:
-    """A point in a CUDA stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        self._event.wait()
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
 class CudaCopy:
     """See PendingCopy."""
 
-    def __init__(self, event: CudaEvent, hosts: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def __init__(self, event: StreamEvent, hosts: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._event = event
         self._hosts = hosts
         self._sources = sources

@@ -31,6 +31,8 @@ GREEDY = sampling_of(SamplingParams(temperature=0))
 class SamplingRows:
     """Of each row the words are zero, the seed and its complement; forgets nothing."""
 
+    rows_with_prompt_logprobs: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         self._seeds: dict[int, int] = {}
 
@@ -163,8 +165,9 @@ class Rows:
     def __init__(self, device: torch.device) -> None:
         self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
         tables = BlockTables([BLOCK_SIZE] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
-        self.columns = StagedColumns(self.arena, SamplingRows())  # type: ignore[arg-type]
-        self.requests = RequestState(NUM_ROWS, tables, self.columns)
+        sampling = SamplingRows()
+        self.columns = StagedColumns(self.arena, sampling)  # type: ignore[arg-type]
+        self.requests = RequestState(tables, sampling, self.columns)  # type: ignore[arg-type]
         self.upload = Upload(make_streams(device), 2)
         self.inputs = DeviceInputs(self.arena, BLOCK_SIZE, NUM_ROWS + 1, 400)
         self.writes = RowWrites()
@@ -178,7 +181,7 @@ class Rows:
         sections = add_columns(columns, self.upload)
         self.upload.send()
         self.writes.apply(self.upload, self.arena.words)
-        on_device = StepColumns(*map(self.upload.view, (sections.rows, sections.starts, sections.query_start)))
+        on_device = StepColumns(*map(self.upload.view, sections))
         return columns, self.inputs.prepare(columns, on_device, len(columns.rows) + 1, columns.num_tokens + 3)
 
     def sample(self, plan: StepPlan, tokens: list[int]) -> None:
