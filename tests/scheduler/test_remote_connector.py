@@ -253,6 +253,21 @@ def test_ends_that_are_reported_again_change_nothing() -> None:
     assert remote.num_repeats > 10
 
 
+def test_no_report_says_of_one_load_that_it_succeeded_and_failed() -> None:
+    """An end is reported again in a later report, when its number means nothing any more; not beside the first time."""
+    files = filled()
+    for seed in range(20):
+        driver = start(FakeRemote(dict(files), fails=0.5, repeats=1.0, seed=seed), sends=False)
+        update = driver.scheduler.kv.connector.update
+
+        def checked_update(report, update=update, seed=seed) -> None:  # type: ignore[no-untyped-def]
+            assert not set(report.loaded) & set(report.failed), f"seed {seed}: {report}"
+            update(report)
+
+        driver.scheduler.kv.connector.update = checked_update
+        assert generate(driver, "again") == generate_alone(PROMPT)[0]
+
+
 class RemoteMachine(EngineMachine):
     """EngineMachine over a remote store; now and then the engine is restarted, or the store loses a block."""
 
