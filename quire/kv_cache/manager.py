@@ -40,10 +40,12 @@ class KVCacheManager:
         self.windows = [group.spec.window for group in layout.groups]
         """Per group the sliding window in tokens, None for full attention."""
         managers = self.groups.managers
-        self._sizes = tuple(manager.block_size for manager in managers)
+        self._sizes = self.groups.sizes
         has_one_size = len(set(self._sizes)) == 1 and not any(manager.has_snapshots for manager in managers)
-        self._uniform_size = self.block_size if has_one_size else 0
+        self.uniform_size = self.block_size if has_one_size else 0
         """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
+        self.token_groups = tuple((g, m.block_size) for g, m in enumerate(managers) if not m.has_snapshots)
+        """(group, slots of its blocks) of the groups whose blocks have a slot for each token."""
         self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
@@ -165,7 +167,7 @@ class KVCacheManager:
         pool, tables = self.pool, blocks.tables
         if self._releasing:
             self._release_unneeded(blocks, start)
-        uniform_size = self._uniform_size
+        uniform_size = self.uniform_size
         if uniform_size:
             num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
             counts = taken = [num_new] * len(tables)
@@ -182,11 +184,12 @@ class KVCacheManager:
         needed = sum(taken) + len(copied_groups)
         if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
             return None
-        allocation = BlockAllocation([[pool.allocate() for _ in range(count)] for count in taken], blocks.tail_shared)
+        new_blocks = [[pool.allocate(group) for _ in range(count)] for group, count in enumerate(taken)]
+        allocation = BlockAllocation(new_blocks, blocks.tail_shared)
         blocks.tail_shared = False
         for group in copied_groups:
             table, tail = tables[group], start // self._sizes[group]
-            source, table[tail] = table[tail], pool.allocate()
+            source, table[tail] = table[tail], pool.allocate(group)
             pool.release(source)
             allocation.replaced.append((group, tail, table[tail]))
             allocation.copies.append((source, table[tail]))
@@ -433,10 +436,19 @@ class KVCacheManager:
         """Slots of registered blocks that hold no token, over all groups."""
         return sum(
             [
-                len(table) * size - prefix.num_tokens
+                len(prefix.blocks.tables[group]) * size - prefix.num_tokens
                 for prefix in self._registered
-                for size, table in zip(self._sizes, prefix.blocks.tables, strict=True)
+                for group, size in self.token_groups
             ]
+        )
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of used blocks: one for each token that a block has room for. A block of states has one, and it is
+        never empty."""
+        used = self.pool.num_used_of
+        return sum([used[group] * size for group, size in self.token_groups]) + sum(
+            [used[group] for group in self._snapshot_groups]
         )
 
     def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:

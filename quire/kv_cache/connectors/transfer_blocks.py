@@ -139,7 +139,7 @@ class TransferBlocks:
             number = self._arriving.get(key)
             if number is None:
                 number = self._arriving[key] = next(self._numbers)
-                self._arrivals[number] = _Arrival(key, self._pool.allocate())
+                self._arrivals[number] = _Arrival(key, self._pool.allocate(key[0]))
                 load.orders.append((number, key, self._arrivals[number].block))
                 if not found.is_asynchronous:
                     self._in_this_plan.append(number)
