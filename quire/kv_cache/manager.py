@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_pool import BlockPool
@@ -46,6 +47,7 @@ class KVCacheManager:
         """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
         self.token_groups = tuple((g, m.block_size) for g, m in enumerate(managers) if not m.has_snapshots)
         """(group, slots of its blocks) of the groups whose blocks have a slot for each token."""
+        self._slots_of_block = tuple(1 if manager.has_snapshots else manager.block_size for manager in managers)
         self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
@@ -285,15 +287,15 @@ class KVCacheManager:
             return
         chain.extend(token_ids, num_full)
         offer, hashes = self.connector.offer, chain.hashes
-        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, self.groups.strides, strict=True))
+        indexes, tables, strides = self._indexes, blocks.tables, self.groups.strides
         for number in range(blocks.num_committed + 1, num_full + 1):
             block_hash = hashes[number]
-            for group, index, table, stride in groups:
+            for group, stride in enumerate(strides):
                 if number % stride:
                     continue
-                block = table[number // stride - 1]
+                block = tables[group][number // stride - 1]
                 if block != NULL_BLOCK:
-                    index.insert(block_hash, block)
+                    indexes[group].insert(block_hash, block)
                     offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
@@ -446,10 +448,7 @@ class KVCacheManager:
     def num_used_slots(self) -> int:
         """Slots of used blocks: one for each token that a block has room for. A block of states has one, and it is
         never empty."""
-        used = self.pool.num_used_of
-        return sum([used[group] * size for group, size in self.token_groups]) + sum(
-            [used[group] for group in self._snapshot_groups]
-        )
+        return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:
         """Blocks that a prompt need never allocate, because it starts with all of a registered prefix.

@@ -55,7 +55,8 @@ class InFlight(NamedTuple):
         all their tokens but for the step's own drafts."""
         for sequence, blocks, end in self.filled:
             if sequence.blocks is blocks:
-                kv.cache_blocks(blocks, sequence.token_ids, min(end, len(sequence.token_ids)))
+                num_known = len(sequence.token_ids)
+                kv.cache_blocks(blocks, sequence.token_ids, end if end < num_known else num_known)
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
@@ -117,6 +118,8 @@ def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int
     """Slots of used blocks whose tokens are computed by plans in flight. O(their
     sequences; where a plan forks, or several are in flight, their tokens too)."""
     flights = list(in_flight)
+    if not flights:
+        return 0
     if len(flights) == 1 and not flights[0].forked:
         # With one plan and no fork every token has a slot of its own. A sequence without blocks ended or was preempted
         # meanwhile, and the slots it writes to are no longer its own.
