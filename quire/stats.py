@@ -121,7 +121,7 @@ def shares(stats: EngineStats) -> dict[str, float]:
     - kv_cache_sharing: blocks saved by sharing, of those that would be used without (paper Fig. 15).
     - prefix_cache_hit_rate: prompt tokens found in the prefix cache, of those looked up since the start.
     """
-    used_slots = stats.num_used_blocks * stats.block_size
+    used_slots = stats.num_stored_tokens + stats.num_reserved_slots + stats.num_wasted_slots
     return {
         "kv_cache_usage": _share(stats.num_used_blocks, stats.num_blocks),
         "kv_cache_stored": _share(stats.num_stored_tokens, used_slots),

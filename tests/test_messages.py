@@ -83,6 +83,7 @@ SEQUENCE_VIEW = SequenceView(
 REQUEST_VIEW = RequestView("r-1", "running", 17, 16, 2, waits_for_prefix=True, sequences=[SEQUENCE_VIEW])
 SNAPSHOT = KVSnapshot(
     block_size=16,
+    block_sizes=[16, 64],
     windows=[None, 128],
     states=bytes([0, 1, 254, 255]),
     host_states=bytes([0, 1]),

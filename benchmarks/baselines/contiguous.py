@@ -390,6 +390,7 @@ class ContiguousScheduler(ABC):
         live = list(self._requests.values())
         return KVSnapshot(
             block_size=self.kv.block_size,
+            block_sizes=[self.kv.block_size],
             windows=[None],
             states=self.kv.states(),
             host_states=bytes(1),

@@ -27,6 +27,10 @@ class BlockPool:
         self._evictable: OrderedDict[int, PrefixIndex] = OrderedDict()
         self._indexes = tuple(indexes)
         self.num_shared = 0
+        self._group_of = [0] * num_blocks
+        """The KV group that a block serves, or served last."""
+        self.num_used_of = [0] * max(1, len(self._indexes))
+        """Per KV group: used blocks."""
         self.num_references = 0
         """Sum of all reference counts: the blocks that the owners would need if they shared none."""
         self.num_evictions = 0
@@ -47,8 +51,9 @@ class BlockPool:
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
-    def allocate(self) -> int:
-        """Hand out one block with reference count 1. The caller has checked `num_allocatable`."""
+    def allocate(self, group: int = 0) -> int:
+        """Hand out one block with reference count 1. The caller has checked `num_allocatable`. group: the KV group that
+        it serves."""
         if self._free:
             block = self._free.pop()
         else:
@@ -56,6 +61,8 @@ class BlockPool:
             index.remove(block)
             self.num_evictions += 1
         self.ref_counts[block] = 1
+        self._group_of[block] = group
+        self.num_used_of[group] += 1
         self.num_references += 1
         return block
 
@@ -64,6 +71,7 @@ class BlockPool:
         count = self.ref_counts[block]
         if count == 0:
             del self._evictable[block]
+            self.num_used_of[self._group_of[block]] += 1
         elif count == 1:
             self.num_shared += 1
         self.ref_counts[block] = count + 1
@@ -78,6 +86,7 @@ class BlockPool:
         if count == 1:
             self.num_shared -= 1
         elif count == 0:
+            self.num_used_of[self._group_of[block]] -= 1
             for index in self._indexes:
                 if block in index:
                     self._evictable[block] = index
@@ -122,6 +131,8 @@ class BlockPool:
         assert free.isdisjoint(used), "a block is free and has owners"
         assert used.keys().isdisjoint(self._evictable), "a block is evictable and has owners"
         assert len(used) + len(free) + len(self._evictable) == self.num_usable, "a block is nowhere"
+        groups = [self._group_of[block] for block in used]
+        assert self.num_used_of == [groups.count(group) for group in range(len(self.num_used_of))], "groups are off"
         assert self.num_shared == sum(count > 1 for count in used.values()), "the count of shared blocks is off"
         assert self.num_references == sum(used.values()), "the count of references is off"
         for index in self._indexes:

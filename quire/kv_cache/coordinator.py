@@ -57,7 +57,8 @@ class Coordinator:
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
-        sizes = [manager.block_size for manager in self.managers]
+        self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
+        """Per group: tokens of a block."""
         self.block_size = gcd(*sizes)
         """Tokens of a hash block."""
         self.hit_size = lcm(*sizes)

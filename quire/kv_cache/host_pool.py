@@ -100,7 +100,12 @@ class HostPool:
         # All that is still there first, so that allocating the rest does not evict it.
         for block in set(found.values()):
             self._device.share(block)
-        fresh = {host: self._device.allocate() for host in _distinct_blocks(sequences) if host not in found}
+        fresh: dict[int, int] = {}
+        for blocks in sequences:
+            for group, table in enumerate(blocks.tables):
+                for host in table:
+                    if host != NULL_BLOCK and host not in found and host not in fresh:
+                        fresh[host] = self._device.allocate(group)
         device_of = found | fresh
         for blocks in sequences:
             del self._swapped[id(blocks)]

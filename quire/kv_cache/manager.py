@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 
 from quire.kv_cache.block_hash import NO_KEYS, HashChain
 from quire.kv_cache.block_pool import BlockPool
@@ -40,10 +41,13 @@ class KVCacheManager:
         self.windows = [group.spec.window for group in layout.groups]
         """Per group the sliding window in tokens, None for full attention."""
         managers = self.groups.managers
-        self._sizes = tuple(manager.block_size for manager in managers)
+        self._sizes = self.groups.sizes
         has_one_size = len(set(self._sizes)) == 1 and not any(manager.has_snapshots for manager in managers)
-        self._uniform_size = self.block_size if has_one_size else 0
+        self.uniform_size = self.block_size if has_one_size else 0
         """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
+        self.token_groups = tuple((g, m.block_size) for g, m in enumerate(managers) if not m.has_snapshots)
+        """(group, slots of its blocks) of the groups whose blocks have a slot for each token."""
+        self._slots_of_block = tuple(1 if manager.has_snapshots else manager.block_size for manager in managers)
         self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
@@ -165,7 +169,7 @@ class KVCacheManager:
         pool, tables = self.pool, blocks.tables
         if self._releasing:
             self._release_unneeded(blocks, start)
-        uniform_size = self._uniform_size
+        uniform_size = self.uniform_size
         if uniform_size:
             num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
             counts = taken = [num_new] * len(tables)
@@ -182,11 +186,12 @@ class KVCacheManager:
         needed = sum(taken) + len(copied_groups)
         if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
             return None
-        allocation = BlockAllocation([[pool.allocate() for _ in range(count)] for count in taken], blocks.tail_shared)
+        new_blocks = [[pool.allocate(group) for _ in range(count)] for group, count in enumerate(taken)]
+        allocation = BlockAllocation(new_blocks, blocks.tail_shared)
         blocks.tail_shared = False
         for group in copied_groups:
             table, tail = tables[group], start // self._sizes[group]
-            source, table[tail] = table[tail], pool.allocate()
+            source, table[tail] = table[tail], pool.allocate(group)
             pool.release(source)
             allocation.replaced.append((group, tail, table[tail]))
             allocation.copies.append((source, table[tail]))
@@ -282,15 +287,15 @@ class KVCacheManager:
             return
         chain.extend(token_ids, num_full)
         offer, hashes = self.connector.offer, chain.hashes
-        groups = tuple(zip(range(self.num_groups), self._indexes, blocks.tables, self.groups.strides, strict=True))
+        indexes, tables, strides = self._indexes, blocks.tables, self.groups.strides
         for number in range(blocks.num_committed + 1, num_full + 1):
             block_hash = hashes[number]
-            for group, index, table, stride in groups:
+            for group, stride in enumerate(strides):
                 if number % stride:
                     continue
-                block = table[number // stride - 1]
+                block = tables[group][number // stride - 1]
                 if block != NULL_BLOCK:
-                    index.insert(block_hash, block)
+                    indexes[group].insert(block_hash, block)
                     offer((group, block_hash))
         blocks.num_committed = num_full
         if blocks.pending_hash is not None:
@@ -433,11 +438,17 @@ class KVCacheManager:
         """Slots of registered blocks that hold no token, over all groups."""
         return sum(
             [
-                len(table) * size - prefix.num_tokens
+                len(prefix.blocks.tables[group]) * size - prefix.num_tokens
                 for prefix in self._registered
-                for size, table in zip(self._sizes, prefix.blocks.tables, strict=True)
+                for group, size in self.token_groups
             ]
         )
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of used blocks: one for each token that a block has room for. A block of states has one, and it is
+        never empty."""
+        return sum(map(mul, self.pool.num_used_of, self._slots_of_block))
 
     def num_always_shared(self, salt: str, token_ids: Sequence[int]) -> int:
         """Blocks that a prompt need never allocate, because it starts with all of a registered prefix.

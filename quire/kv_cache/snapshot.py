@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.registered_prefixes import RegisteredPrefix
 from quire.request import PENDING_PREFIX, Request, Sequence
@@ -24,7 +25,7 @@ class SequenceView(msgspec.Struct):
     num_stored_tokens: int
     """Tokens whose keys and values are in the cache, those of plans in flight included."""
     num_filled_slots: int
-    """Slots of the last block that hold a token; 0 without blocks."""
+    """Slots of the last block that hold a token, in the first KV group; 0 without blocks."""
     tables: list[list[int]]
     """Per KV group: logical index -> physical block, 0 where a sliding window has passed. Empty lists while the
     sequence has no blocks: it waits, or its prompt is still being computed by its first sibling."""
@@ -52,7 +53,9 @@ class KVSnapshot(msgspec.Struct):
     """The whole KV cache at one moment between two steps."""
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens of a block; where KV groups have sizes of their own, their greatest common divisor."""
+    block_sizes: list[int]
+    """Per KV group: tokens of a block; of recurrent states, tokens from one snapshot to the next."""
     windows: list[int | None]
     """Per KV group: the sliding window of its layers in tokens, None for full attention."""
     states: bytes
@@ -70,6 +73,7 @@ def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Itera
     views += [_view_prefix(name, prefix, kv) for name, prefix in kv.registered_prefixes()]
     return KVSnapshot(
         block_size=kv.block_size,
+        block_sizes=list(kv.groups.sizes),
         windows=list(kv.windows),
         states=kv.pool.states(),
         host_states=kv.host.blocks.states(),
@@ -79,9 +83,13 @@ def take_snapshot(kv: KVCacheManager, running: Iterable[Request], waiting: Itera
 
 def _view_prefix(name: str, prefix: RegisteredPrefix, kv: KVCacheManager) -> RequestView:
     tables = [list(table) for table in prefix.blocks.tables]
-    num_filled_slots = prefix.num_tokens - (prefix.blocks.capacity - kv.block_size)
+    num_filled_slots = _num_filled_slots(prefix.blocks, prefix.num_tokens, kv)
     sequence = SequenceView(0, 0, prefix.num_tokens, num_filled_slots, tables, [])
     return RequestView(name, "pinned", prefix.num_tokens, 0, 0, waits_for_prefix=False, sequences=[sequence])
+
+
+def _num_filled_slots(blocks: BlockTable, num_tokens: int, kv: KVCacheManager) -> int:
+    return num_tokens - (len(blocks.tables[0]) - 1) * kv.groups.sizes[0]
 
 
 def _view_request(request: Request, kv: KVCacheManager) -> RequestView:
@@ -103,7 +111,7 @@ def _view_sequence(sequence: Sequence, kv: KVCacheManager) -> SequenceView:
     num_filled_slots = 0
     if blocks is not None and blocks.capacity > 0:
         tables = [list(table) for table in blocks.tables]
-        num_filled_slots = num_stored - (blocks.capacity - kv.block_size)
+        num_filled_slots = _num_filled_slots(blocks, num_stored, kv)
     return SequenceView(
         index=sequence.index,
         num_output_tokens=sequence.num_output_tokens,

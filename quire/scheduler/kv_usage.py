@@ -1,6 +1,7 @@
 """How the slots of used KV blocks are spent, by the paper's terms (§3.1, Fig. 2), for a paged pool.
 
-A used block has `block_size` slots. Each is in one of three states:
+A used block has one slot for each token that it has room for, as many as the block size of its KV group; a block of
+states has one, which is always stored. Each slot is in one of three states:
 
 - stored: it holds the keys and values of a token that has been computed. A slot of a block that several sequences share
   counts once; a token counts in every KV group, since each has a block of its own for it.
@@ -54,7 +55,8 @@ class InFlight(NamedTuple):
         all their tokens but for the step's own drafts."""
         for sequence, blocks, end in self.filled:
             if sequence.blocks is blocks:
-                kv.cache_blocks(blocks, sequence.token_ids, min(end, len(sequence.token_ids)))
+                num_known = len(sequence.token_ids)
+                kv.cache_blocks(blocks, sequence.token_ids, end if end < num_known else num_known)
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
@@ -74,7 +76,7 @@ def describe_kv(
 ) -> None:
     """Fill in what the block pool, the host pool and the KV connector hold now, and have moved so far."""
     pool = kv.pool
-    stats.num_used_blocks = num_used = pool.num_used
+    stats.num_used_blocks = pool.num_used
     stats.num_cached_blocks = pool.num_evictable
     stats.num_shared_blocks = pool.num_shared
     stats.num_registered_blocks = kv.num_registered_blocks
@@ -82,7 +84,7 @@ def describe_kv(
     stats.num_logical_blocks = pool.num_references
     stats.num_wasted_slots = num_wasted_slots(running, kv)
     stats.num_reserved_slots = num_reserved_slots(in_flight, kv)
-    stats.num_stored_tokens = num_used * kv.block_size - stats.num_wasted_slots - stats.num_reserved_slots
+    stats.num_stored_tokens = kv.num_used_slots - stats.num_wasted_slots - stats.num_reserved_slots
     stats.num_used_host_blocks = kv.host.blocks.num_used
     kv.connector.report_stats(stats)
 
@@ -91,35 +93,43 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
     """Slots at the ends of last blocks, those of registered prefixes included, that no plan has given a token.
     O(running sequences and registered prefixes).
 
-    Only a last block can be partly filled, all its owners fill it equally (a writer copies it first), and all groups
-    are alike in this, so one table per sequence is enough.
+    Only a last block can be partly filled, and all its owners fill it equally (a writer copies it first).
     """
-    wasted = 0
+    wasted = alike = 0
     shared: dict[int, int] = {}
+    uniform_size = kv.uniform_size
     for sequence in running:
         blocks = sequence.blocks
         assert blocks is not None, "a running sequence has blocks"
-        slots = blocks.capacity - sequence.num_computed_tokens
-        if blocks.tail_shared:
-            shared[blocks.tables[0][-1]] = slots
-        else:
-            wasted += slots
-    return kv.num_groups * (wasted + sum(shared.values())) + kv.num_registered_empty_slots
+        if uniform_size and not blocks.tail_shared:
+            alike += blocks.capacity - sequence.num_computed_tokens  # in every group
+            continue
+        for group, size in kv.token_groups:
+            table = blocks.tables[group]
+            slots = len(table) * size - sequence.num_computed_tokens
+            if blocks.tail_shared and slots:
+                shared[table[-1]] = slots
+            else:
+                wasted += slots
+    return kv.num_groups * alike + wasted + sum(shared.values()) + kv.num_registered_empty_slots
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:
     """Slots of used blocks whose tokens are computed by plans in flight. O(their
     sequences; where a plan forks, or several are in flight, their tokens too)."""
     flights = list(in_flight)
+    if not flights:
+        return 0
     if len(flights) == 1 and not flights[0].forked:
         # With one plan and no fork every token has a slot of its own. A sequence without blocks ended or was preempted
         # meanwhile, and the slots it writes to are no longer its own.
         columns = zip(flights[0].sequences, flights[0].plan.num_tokens, strict=True)
-        return kv.num_groups * sum([count for sequence, count in columns if sequence.blocks is not None])
+        return len(kv.token_groups) * sum([count for sequence, count in columns if sequence.blocks is not None])
     slots: dict[int, int] = {}
     for sequence, start in _first_starts(flights).items():
         if sequence.blocks is not None:
-            _add_slots(slots, sequence.blocks, start, sequence.num_computed_tokens, kv.block_size)
+            for group, size in kv.token_groups:
+                _add_slots(slots, sequence.blocks.tables[group], start, sequence.num_computed_tokens, size)
     return sum(slots.values())
 
 
@@ -142,11 +152,10 @@ def _first_starts(flights: Iterable[InFlight]) -> dict[Sequence, int]:
     return starts
 
 
-def _add_slots(slots: dict[int, int], blocks: BlockTable, start: int, end: int, block_size: int) -> None:
-    """Note, for each block that positions `start` to `end` - 1 lie in, how many of its slots they are."""
+def _add_slots(slots: dict[int, int], table: list[int], start: int, end: int, block_size: int) -> None:
+    """Note, for each block of a table that positions `start` to `end` - 1 lie in, how many of its slots they are."""
     for index in range(start // block_size, -(-end // block_size)):
         first = index * block_size
         count = min(end, first + block_size) - max(start, first)
-        for table in blocks.tables:
-            if table[index] != NULL_BLOCK:
-                slots[table[index]] = count
+        if table[index] != NULL_BLOCK:
+            slots[table[index]] = count

@@ -24,8 +24,10 @@ class SlotLedger:
     _HOST = 2**32
     """Host blocks are numbered from here on."""
 
-    def __init__(self, block_size: int) -> None:
-        self._size = block_size
+    def __init__(self, *block_sizes: int) -> None:
+        """block_sizes: per KV group, or one of all groups."""
+        self._sizes = block_sizes
+        self._size = max(block_sizes)
         self._tables: dict[int, Tables] = {}
         """seq_id -> per group the physical blocks, as a worker knows them."""
         self.has_drafts = False
@@ -52,8 +54,8 @@ class SlotLedger:
         for new in plan.new_sequences:
             self._tables[new.seq_id] = [list(table) for table in new.block_ids]
             if new.seq_id in starts:  # else it is swapped in, and runs later
-                for table in new.block_ids:
-                    for block in table[starts[new.seq_id] // self._size :]:
+                for group, table in enumerate(new.block_ids):
+                    for block in table[starts[new.seq_id] // self._size_of(group) :]:
                         self._clear(block)
         for branch in plan.beam_reorders:
             self._tables[branch.child] = [list(table) for table in self._tables[branch.parent]]
@@ -69,9 +71,10 @@ class SlotLedger:
         for seq_id, group, index, block in plan.replaced_blocks:
             self._tables[seq_id][group][index] = block
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
-            for table in self._tables[seq_id]:
+            for group, table in enumerate(self._tables[seq_id]):
+                size = self._size_of(group)
                 for position in range(start, start + count):
-                    self._filled_by[table[position // self._size], position % self._size] = plan.step_id
+                    self._filled_by[table[position // size], position % size] = plan.step_id
         for fork in plan.forks:
             self._tables[fork.child] = [list(table) for table in self._tables[fork.parent]]
 
@@ -86,12 +89,18 @@ class SlotLedger:
             for block in table
             if block != NULL_BLOCK
         )
+        sizes = {
+            block: self._size_of(group)
+            for blocks in handles
+            for group, table in enumerate(blocks.tables)  # type: ignore[union-attr]
+            for block in table
+        }
         live = set(owners)
         scheduler.kv.transfer_blocks.check(owners)  # adds the blocks that transfers own
         sent = {block for blocks in scheduler.kv.transfer_blocks._sending.values() for block in blocks}
         stored = {(block, offset): -1 for block in sent - live for offset in range(self._size)}
         filled_by = self._filled_by | stored
-        steps = [filled_by.get((block, offset)) for block in owners for offset in range(self._size)]
+        steps = [filled_by.get((b, offset)) for b in owners for offset in range(sizes.get(b, self._size))]
         in_flight = set(scheduler._in_flight)
         stats = scheduler.stats()
         assert stats.num_used_blocks == len(owners)
@@ -107,6 +116,9 @@ class SlotLedger:
         expected = steps.count(None), num_reserved, len(steps) - steps.count(None) - num_reserved
         assert counts == expected, f"wasted, reserved, stored: {counts} instead of {expected}"
         return stats
+
+    def _size_of(self, group: int) -> int:
+        return self._sizes[group % len(self._sizes)]
 
     def _copy(self, source: int, destination: int) -> None:
         self._clear(destination)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
+
 import pytest
 
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.manager import KVCacheManager
+from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats, shares
-from tests.fakes.core import CoreDriver, make_config
+from quire.step import StepPlan, StepResult
+from tests.fakes.core import SCHEDULER, CoreDriver, make_config
+from tests.fakes.ledger import SlotLedger
 
 
 def prompt(length: int, start: int = 1) -> list[int]:
@@ -117,6 +128,75 @@ def test_bytes_of_a_block_are_those_of_the_layout() -> None:
     stats = CoreDriver(make_config(windows=(None, 6, 6), block_size=4)).core.stats()
     # Groups of one layer each; float32 keys and values of one head of 8.
     assert stats.block_bytes == 4 * 2 * 8 * 4
+
+
+LAYOUTS = {
+    "narrow and wide": [narrow := AttentionSpec(2, 8, 8, 4), AttentionSpec(8, 8, 8, 4)],
+    "a wide window": [narrow, SlidingWindowSpec(8, 8, 8, 4, window=24)],
+    "a narrow window": [AttentionSpec(8, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=70)],
+}
+
+
+def make_scheduler(specs: list[LayerSpec], block_size: int, **options: object) -> Scheduler:
+    groups, layers_per_group = group_layers(specs, block_size)
+    layout = KVCacheLayout(block_size, 200, groups, layers_per_group)
+    return Scheduler(replace(SCHEDULER, **options), KVCacheManager(layout, enable_prefix_caching=True))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int], n: int = 1) -> EngineRequest:
+    params = SamplingParams(n=n, temperature=1.0, max_tokens=90, ignore_eos=True)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=90, seed=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_with_block_sizes_of_their_own(layout: str) -> None:
+    """Blocks of 16 and of 64 tokens; every slot is counted after every plan and every update."""
+    scheduler = make_scheduler(LAYOUTS[layout], 16, max_num_batched_tokens=60)
+    kv = scheduler.kv
+    assert sorted(kv.groups.sizes) == [16, 64]
+    ledger = SlotLedger(*kv.groups.sizes)
+    scheduler.add_request(request("a", prompt(100), n=2), 0.0)
+    scheduler.add_request(request("b", [*prompt(100)[:80], 1, 2, 3]), 0.0)
+    scheduler.add_request(request("c", prompt(33, start=7)), 0.0)
+    in_flight: deque[StepPlan] = deque()
+    for step in range(70):
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            in_flight.append(plan)
+            ledger.follow(plan)
+            ledger.check(scheduler)
+        if len(in_flight) == 2 or plan is None:
+            plan = in_flight.popleft()
+            scheduler.update(StepResult(plan.step_id, [[1 + step % 90] for _ in plan.sample_seq_ids]), 0.0)
+            stats = ledger.check(scheduler)
+            assert stats.num_wasted_slots < sum(len(s.blocks.tables) * 64 for s in scheduler._running.sequences)
+            assert sum(list(shares(stats).values())[1:4]) == pytest.approx(1.0)
+    assert stats.num_used_blocks > 8
+
+
+def test_states_have_one_slot_that_is_stored() -> None:
+    state = StateSpec(num_bytes=2 * 16 * 8 * 4, snapshot_interval=64)
+    scheduler = make_scheduler([AttentionSpec(1, 8, 8, 4), state], 16)
+    kv, (_, tokens) = scheduler.kv, scheduler.kv.token_groups[0]
+    scheduler.add_request(request("a", prompt(30)), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    num_blocks = -(-30 // tokens)
+    assert slots(scheduler.stats()) == (num_blocks + 1, 1, 30, num_blocks * tokens - 30)
+    scheduler.update(StepResult(plan.step_id, [[5]]), 0.0)
+    assert slots(scheduler.stats()) == (num_blocks + 1, 31, 0, num_blocks * tokens - 30)
+    assert kv.pool.num_used_of == [num_blocks, 1]
+
+
+def test_the_snapshot_counts_in_blocks_of_each_group() -> None:
+    scheduler = make_scheduler(LAYOUTS["narrow and wide"], 16, max_num_batched_tokens=200)
+    scheduler.add_request(request("a", prompt(100)), 0.0)
+    scheduler.schedule(0.0)
+    snapshot = scheduler.snapshot()
+    (sequence,) = snapshot.requests[0].sequences
+    assert snapshot.block_sizes == [64, 16]
+    assert [len(table) for table in sequence.tables] == [2, 7]
+    assert (sequence.num_stored_tokens, sequence.num_filled_slots) == (100, 36)
 
 
 def test_the_ledger_sees_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

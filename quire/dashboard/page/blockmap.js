@@ -152,13 +152,13 @@ function describeBlock(block) {
   const value = kv.bytes[block];
   if (value === 0) return `Block ${block} is free.`;
   if (value === CACHED) return `Block ${block} is cached: no request uses it, and a prefix can still hit it.`;
-  const { entries, fill } = state.owners.get(block) ?? { entries: [], fill: 0 };
+  const { entries, fill, size } = state.owners.get(block) ?? { entries: [], fill: 0, size: 0 };
   if (entries.length === 0) return `Block ${block} has ${plural(value, "owner")} besides the live requests.`;
   const shown = entries.slice(0, 6).map((entry) => {
     const sequence = entry.request.sequences.length > 1 ? ` sequence ${entry.sequence.index}` : "";
     return `${nameOf(entry.request)}${sequence}, logical ${entry.logical}`;
   });
   const more = entries.length > shown.length ? `; and ${entries.length - shown.length} more` : "";
-  const slots = Math.round(fill * kv.block_size);
-  return `Block ${block}, ${slots} of ${kv.block_size} slots filled, ${plural(value, "owner")}: ${shown.join("; ")}${more}.`;
+  const slots = Math.round(fill * size);
+  return `Block ${block}, ${slots} of ${size} slots filled, ${plural(value, "owner")}: ${shown.join("; ")}${more}.`;
 }

@@ -120,7 +120,8 @@ function drawSummary(bytes) {
     }
   }
   const summary = Object.entries(counts).map(([name, count]) => `${count.toLocaleString("en")} ${name}`);
-  byId("memory-summary").textContent = `${summary.join(" · ")} · blocks of ${plural(state.frame.kv.block_size, "token")}`;
+  const sizes = [...new Set(state.frame.kv.block_sizes)].map((size) => plural(size, "token"));
+  byId("memory-summary").textContent = `${summary.join(" · ")} · blocks of ${sizes.join(" or ")}`;
   Object.assign(byId("map").dataset, counts);
 }
 

@@ -40,8 +40,8 @@ function takeFrame(frame) {
     request.blocks = new Set();
     requests.set(request.request_id, request);
     for (const sequence of request.sequences) {
-      addOwners(owners, request, sequence, sequence.tables, request.blocks, kv.block_size);
-      addOwners(hostOwners, request, sequence, sequence.host_tables, new Set(), kv.block_size);
+      addOwners(owners, request, sequence, sequence.tables, request.blocks, kv.block_sizes);
+      addOwners(hostOwners, request, sequence, sequence.host_tables, new Set(), kv.block_sizes);
     }
   }
   state.frame = frame;
@@ -52,14 +52,14 @@ function takeFrame(frame) {
   if (!requests.has(state.pinned)) state.pinned = null;
 }
 
-function addOwners(owners, request, sequence, tables, blocks, blockSize) {
-  const lastFill = sequence.num_filled_slots / blockSize;
+function addOwners(owners, request, sequence, tables, blocks, blockSizes) {
   tables.forEach((table, group) => {
+    const lastFill = sequence.num_stored_tokens / blockSizes[group] - (table.length - 1);
     table.forEach((block, logical) => {
       if (block === 0) return; // a sliding window has passed
       blocks.add(block);
       let known = owners.get(block);
-      if (known === undefined) owners.set(block, (known = { entries: [], requests: [], fill: 0 }));
+      if (known === undefined) owners.set(block, (known = { entries: [], requests: [], fill: 0, size: blockSizes[group] }));
       known.entries.push({ request, sequence, group, logical });
       if (known.requests.at(-1) !== request) known.requests.push(request);
       known.fill = Math.max(known.fill, logical < table.length - 1 ? 1 : lastFill);

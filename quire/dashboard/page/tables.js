@@ -81,13 +81,14 @@ function drawPage(sequence, group, block, logical) {
   }
   const { kv } = state.frame;
   const isLast = logical === sequence.tables[group].length - 1;
-  const slots = isLast ? sequence.num_filled_slots : kv.block_size;
+  const size = kv.block_sizes[group];
+  const slots = isLast ? sequence.num_stored_tokens - logical * size : size;
   const count = kv.bytes[block];
   if (count > 1) page.append(element("span", "count", `×${count}`));
   const fill = element("i", "fill");
-  fill.style.width = `${(100 * slots) / kv.block_size}%`;
+  fill.style.width = `${(100 * slots) / size}%`;
   page.append(fill);
-  page.title = `logical block ${logical} is physical block ${block}: ${slots} of ${kv.block_size} slots, ${plural(count, "owner")}`;
+  page.title = `logical block ${logical} is physical block ${block}: ${slots} of ${size} slots, ${plural(count, "owner")}`;
   page.addEventListener("pointerenter", () => pointAtBlock(block));
   page.addEventListener("pointerleave", () => pointAtBlock(null));
   return page;

@@ -139,7 +139,7 @@ class TransferBlocks:
             number = self._arriving.get(key)
             if number is None:
                 number = self._arriving[key] = next(self._numbers)
-                self._arrivals[number] = _Arrival(key, self._pool.allocate())
+                self._arrivals[number] = _Arrival(key, self._pool.allocate(key[0]))
                 load.orders.append((number, key, self._arrivals[number].block))
                 if not found.is_asynchronous:
                     self._in_this_plan.append(number)
@@ -183,19 +183,23 @@ class TransferBlocks:
 
     def begin_pass(self) -> None:
         """Start a pass of the scheduler: the blocks that the plan before copied in are there."""
-        for number in self._in_this_plan:
-            self.end_load(number, is_loaded=True)
-        self._in_this_plan.clear()
-        self._due += self._held
-        self._held = []
+        if self._in_this_plan:
+            for number in self._in_this_plan:
+                self.end_load(number, is_loaded=True)
+            self._in_this_plan.clear()
+        if self._held:
+            self._due += self._held
+            self._held = []
 
     def release(self) -> bool:
         """Release what requests own since the pass before; those that started have shares of their own. Returns whether
         there was anything."""
-        due, self._due = self._due, []
-        for block in reversed(due):
+        if not self._due:
+            return False
+        for block in reversed(self._due):
             self._pool.release(block)
-        return bool(due)
+        self._due = []
+        return True
 
     def forget(self, key: BlockKey) -> None:
         """Content that is on its way does not enter the prefix index."""
