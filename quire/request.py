@@ -46,6 +46,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
     register_prefix: bool = False
     """Keep the prompt's blocks, as the registered prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
+    pooling: bool = False
+    """Compute the prompt and return the last hidden state of its last token (`SequenceUpdate.pooled`), no tokens. Then
+    `max_tokens` is 1, because one step samples, and `params` asks for one sequence and no beam search."""
 
 
 class FinishReason(enum.StrEnum):
@@ -179,6 +182,7 @@ class Request:
         "order_key",
         "params",
         "pending_forks",
+        "pooling",
         "priority",
         "prompt_token_ids",
         "register_prefix",
@@ -206,6 +210,7 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = request.priority
         self.register_prefix = request.register_prefix
+        self.pooling = request.pooling
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age
         without being sorted again, and only requests that arrive soon enough can come before an earlier one."""

@@ -62,6 +62,7 @@ UPDATE = SequenceUpdate(
     num_cached_tokens=16,
     timing=TIMING,
     ranking=(-2.5, -1.25),
+    pooled=[0.5, -1.25],
 )
 STATS = EngineStats(**{name: number for number, name in enumerate(EngineStats.__struct_fields__, start=1)})
 REQUEST = EngineRequest(
@@ -76,6 +77,7 @@ REQUEST = EngineRequest(
     priority=-2,
     first_index=6,
     register_prefix=True,
+    pooling=True,
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -133,6 +135,7 @@ EXAMPLES: list[msgspec.Struct] = [
         num_drafts=[1],
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
+        pooled=[0],
     ),
     LOGPROBS,
     PROMPT_LOGPROBS,
@@ -145,6 +148,7 @@ EXAMPLES: list[msgspec.Struct] = [
         candidates={0: CANDIDATES},
         transfers=REPORT,
         nonfinite=[42],
+        pooled={0: [0.5, -1.25]},
     ),
     UPDATE,
     TIMING,

@@ -73,6 +73,8 @@ def take_back_rejected(
     trimmed = {}
     for sequence, source, accepted in zip(samples, plan.sample_from, token_ids, strict=True):
         num_drafts = plan.num_drafts[source]
+        if not num_drafts:
+            continue
         sequence.num_pending_tokens -= num_drafts
         sequence.num_pending_drafts -= num_drafts
         num_rejected = num_drafts + 1 - len(accepted)

@@ -67,8 +67,8 @@ class Workers(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        """Start a plan on every rank. The results are in rank order; of all but the first only the step's number and
-        the tokens."""
+        """Start a plan on every rank. The results are in rank order; of all but the first only the step's number, the
+        tokens and the pooled vectors."""
         ...
 
     def check(self) -> None:

@@ -113,7 +113,7 @@ class Rank:
         if call.method == EXECUTE:
             result = self._executor.execute(self._plans.decode(call.body)).result()
             if self._launch.rank:
-                result = StepResult(result.step_id, result.token_ids)
+                result = StepResult(result.step_id, result.token_ids, pooled=result.pooled)
             return msgspec.Raw(msgspec.msgpack.encode(result))
         return msgspec.Raw(encode(getattr(self._executor, call.method)(*decode(call.body))))
 

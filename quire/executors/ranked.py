@@ -88,10 +88,12 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result. Raises QuireError when another rank sampled other tokens: its KV cache and the first
-    one's are then of different sequences."""
+    """The first rank's result. Raises QuireError when another rank sampled other tokens, because its KV cache and the
+    first one's are then of different sequences, or computed another vector, because every rank adds up the same."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
             raise QuireError(f"ranks 0 and {rank} disagree on the tokens of step {first.step_id}")
+        if other.pooled != first.pooled:
+            raise QuireError(f"ranks 0 and {rank} disagree on the pooled vectors of step {first.step_id}")
     return first

@@ -173,7 +173,7 @@ class StepLog:
             gap=max(0.0, handed_over - self._ended),
             starts=plan.start_positions,
             tokens=plan.num_tokens,
-            num_sampled=len(plan.sample_seq_ids),
+            num_sampled=len(plan.sample_seq_ids) - len(plan.pooled),
             num_carried=_num_carried(plan),
             num_copies=len(plan.block_copies),
             num_swapped_out=0 if transfers is None else len(transfers.swap_out),

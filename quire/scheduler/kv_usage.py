@@ -49,6 +49,10 @@ class InFlight(NamedTuple):
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
 
+    @classmethod
+    def of(cls, plan: StepPlan, builder: PlanBuilder) -> InFlight:
+        return cls(plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed)
+
     def commit(self, kv: KVCacheManager) -> None:
         """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
         all their tokens but for the step's own drafts."""

@@ -28,6 +28,8 @@ class PlanBuilder:
         self.drafts: dict[int, list[int]] = {}
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
+        self.pooled: list[int] = []
+        """Indices into `samples`."""
         self.new_sequences: dict[int, NewSequence] = {}
         self.new_blocks: dict[int, list[list[int]]] = {}
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
@@ -88,6 +90,8 @@ class PlanBuilder:
             self.samples.append(sequence)
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
+            if sequence.request.pooling:
+                self.pooled.append(len(self.samples) - 1)
 
     def place_drafts(self, drafts: Drafts) -> None:
         """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
@@ -162,6 +166,8 @@ class PlanBuilder:
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
             self.sample_from.pop()
+        if self.pooled and self.pooled[-1] >= len(self.samples):
+            self.pooled.pop()  # of the request's only sequence
         while self.sequences and self.sequences[-1].request is request:
             sequence, count = self.sequences.pop(), self.num_tokens.pop()
             self.start_positions.pop()
@@ -227,4 +233,5 @@ class PlanBuilder:
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed_tables or {},
+            pooled=self.pooled,
         )

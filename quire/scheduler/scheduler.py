@@ -8,7 +8,6 @@ an earlier one runs, because tokens not known yet are counted.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
 from collections.abc import Iterable
@@ -37,6 +36,7 @@ from quire.scheduler.reporting import (
     ended_search,
     finish_reason,
     live_requests,
+    pooled_end,
     report_times,
 )
 from quire.scheduler.running import RunningSet
@@ -154,9 +154,7 @@ class Scheduler:
 
     def longest_sequence(self, limit: int) -> int:
         """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
-        usable = self._registration.num_usable
-        lengths = range(1, limit + 1)
-        return bisect.bisect_right(lengths, usable, key=lambda n: self.kv.most_blocks(n, self._max_chunk))
+        return self._registration.longest_sequence(limit)
 
     @property
     def has_requests(self) -> bool:
@@ -218,18 +216,10 @@ class Scheduler:
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
         self._released, self._trimmed = [], {}
-        self._in_flight[plan.step_id] = InFlight(
-            plan=plan,
-            sequences=builder.sequences,
-            filled=builder.filled,
-            samples=builder.samples,
-            forked=builder.forked,
-            resumed=builder.resumed,
-        )
+        self._in_flight[plan.step_id] = InFlight.of(plan, builder)
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        if plan.block_copies or plan.transfers is not None:
-            count_copies(self._stats, plan, builder, self.kv.block_bytes)
+        count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
@@ -243,6 +233,8 @@ class Scheduler:
         has_drafts = bool(in_flight.plan.num_drafts)
         if has_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
+        if result.pooled:
+            updates += self._end_pooled(samples, result.pooled, now)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
@@ -374,6 +366,14 @@ class Scheduler:
             self._end(request, request.live_sequences, FinishReason.ERROR)
         return updates
 
+    def _end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
+        """End the pooled requests whose vectors have come (index of a sample -> vector)."""
+        found = [(samples[index], vector) for index, vector in vectors.items()]
+        ended = [(sequence, vector) for sequence, vector in found if sequence.finish_reason is None]
+        for sequence, _ in ended:
+            self._finish(sequence, FinishReason.STOP)
+        return [pooled_end(sequence, vector, now) for sequence, vector in ended]
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence, and the request with its last one. The caller removes the sequence from `_running`."""
         sequence.finish_reason = reason
@@ -383,7 +383,8 @@ class Scheduler:
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, len(sequence.token_ids) - 1)
+                num_stored = len(sequence.token_ids) - (not request.pooling)  # a token just sampled is not computed
+                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
             else:
                 self.kv.free(sequence.blocks)
             sequence.blocks = None
@@ -428,18 +429,14 @@ class Scheduler:
         stats = self._stats
         stats.prefix_cache_waits_total = self._gates.num_deferrals.get(PENDING_PREFIX, 0)
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
-        stats.num_waiting = len(self._waiting)
+        self._waiting.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
-        stats.num_preempted = self._waiting.num_returned
-        stats.num_swapped = sum(bool(request.swapped_blocks) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def current_load(self) -> Load:
         """The statistics that take constant time."""
-        num_waiting = len(self._waiting)
-        return Load(
-            len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total
-        )
+        num_waiting, num_used = len(self._waiting), self.kv.pool.num_used
+        return Load(len(self._requests) - num_waiting, num_waiting, num_used, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""

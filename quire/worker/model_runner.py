@@ -8,24 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.results import Samples
+from quire.sampling.results import Deferred, Samples
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import build_input_batch, build_sample_rows
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.nonfinite import report_nonfinite
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
+from quire.worker.pooling import add_pooled, generated_samples, pooled_rows
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
 
 class Launched(NamedTuple):
-    """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
+    """A step that was started. pooled: the vectors, [P, hidden size]. copy: of the tensors of `samples`, of `pooled`,
+    then of `scores`; None: nothing was computed."""
 
     plan: StepPlan
     samples: Samples | None = None
+    pooled: Deferred[np.ndarray] | None = None
     scores: Sequence[PromptScores] = ()
     copy: PendingCopy | None = None
 
@@ -42,6 +46,8 @@ class Launched(NamedTuple):
             result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
             result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
             result.candidates = tokens.candidates
+        if self.pooled is not None:
+            nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
         for scores in self.scores:
             try:
@@ -74,10 +80,15 @@ class ModelRunner:
         transfers.wait()
         requests.update(plan)
         batch = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, requests)
-        sampled = None
-        if plan.sample_seq_ids:
-            sampled = build_sample_rows(plan.sample_seq_ids, plan.sample_from, batch, requests)
-        step = self._compute.stage(plan, batch, sampled)
+        sampled = pooled = None
+        seq_ids, sources = plan.sample_seq_ids, plan.sample_from
+        if plan.pooled:
+            pooled = pooled_rows(plan, batch)
+            generated = generated_samples(plan)
+            seq_ids, sources = [seq_ids[index] for index in generated], [sources[index] for index in generated]
+        if seq_ids:
+            sampled = build_sample_rows(seq_ids, sources, batch, requests)
+        step = self._compute.stage(plan, batch, sampled, pooled)
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
@@ -86,8 +97,10 @@ class ModelRunner:
             transfers.wait()
         hidden = step.forward()
         samples = None if sampled is None else step.sample(hidden, sampled)
+        vectors = None if pooled is None else step.pool(hidden, pooled)
         scores = self._prompt_scorer.score(hidden, batch)
-        return Launched(plan, samples, scores, self._compute.copy_out(_tensors(samples, scores)))
+        copy = self._compute.copy_out(_tensors(samples, vectors, scores))
+        return Launched(plan, samples, vectors, scores, copy)
 
     def warm_up(self) -> None:
         """Do what the first steps would have to wait for, before the first plan."""
@@ -107,9 +120,13 @@ class ModelRunner:
             step.copy_blocks()
 
 
-def _tensors(samples: Samples | None, scores: Sequence[PromptScores]) -> list[torch.Tensor]:
+def _tensors(
+    samples: Samples | None, pooled: Deferred[np.ndarray] | None, scores: Sequence[PromptScores]
+) -> list[torch.Tensor]:
     """What the host must know of a step, for one copy."""
     tensors = [] if samples is None else list(samples.tensors())
+    if pooled is not None:
+        tensors += pooled.tensors
     for each in scores:
         tensors += each.tensors()
     return tensors

@@ -93,6 +93,30 @@ def run(core: EngineCore) -> dict[str, list[int]]:
     return found
 
 
+def pool(core: EngineCore, prompt: list[int]) -> list[float]:
+    """The vector of a pooled request that shares its steps with a generated one."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for name, pooling in (("generated", False), ("pooled", True)):
+        max_tokens = 1 if pooling else 4
+        core.handle(
+            AddRequest(
+                EngineRequest(
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    params=params,
+                    max_tokens=max_tokens,
+                    seed=0,
+                    pooling=pooling,
+                )
+            )
+        )
+    found = []
+    while core.has_work:
+        found += [update.pooled for update in core.step().updates if update.pooled is not None]
+    [vector] = found
+    return vector
+
+
 def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
     ranks = RankProcesses(config)
     return EngineCore(config, RankedExecutor(ranks), SystemClock()), ranks
@@ -103,12 +127,14 @@ def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> No
     config = configured(model_path)
     alone = EngineCore(config, LocalExecutor(config), SystemClock())
     expected = run(alone)
+    vector = pool(alone, [7] * 31)
     alone.shutdown()
     shared = configured(model_path, tensor_parallel_size=2, queue_depth=2)
     core, ranks = two_ranks(shared)
     processes = [psutil.Process(pid) for pid in ranks.pids]
     try:
         assert run(core) == expected
+        assert pool(core, [7] * 31) == pytest.approx(vector, abs=1e-5)
         stats = core.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_cache_hits_total > 0
