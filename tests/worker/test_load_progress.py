@@ -58,7 +58,9 @@ def test_reports_mebibytes_up_to_the_total(
 def test_the_bar_goes_away_when_loading_fails(
     model_path: Path, bars: list[list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(config: object, load: object, device: str, progress: Callable[[int, int], None], runtime: object) -> None:
+    def fail(
+        config: object, load: object, device: str, progress: Callable[[int, int], None], runtime: object, group: object
+    ) -> None:
         progress(3 * 2**20, 10 * 2**20)
         raise ModelLoadError("a tensor is missing")
 
