@@ -16,6 +16,10 @@ the truth: a step starts behind the tokens whose keys and values the worker has 
 A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result brings the last hidden state of the
 sequence's last token, after the model's final norm, and its row gets no token.
 
+Some samples need a mask of allowed tokens that depends on tokens which earlier plans sample. Such a plan announces it
+(`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
+a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
+
 Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
 `beam_reorders`; write `token_overrides`; start `transfers`; run `block_copies`; append `new_blocks` and apply
 `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
@@ -121,9 +125,21 @@ class StepPlan(msgspec.Struct, array_like=True):
     pooled: list[int] = []
     """Indices into `sample_seq_ids`, ascending: samples that are vectors. Each reads its own sequence's last token."""
 
+    expects_sampling_inputs: list[int] = []
+    """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
+
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+
+class SamplingInputs(msgspec.Struct, array_like=True):
+    """What a step needs to sample besides its plan."""
+
+    step_id: int
+    masks: dict[int, bytes]
+    """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample that
+    has ended meanwhile has none."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

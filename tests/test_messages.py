@@ -33,6 +33,7 @@ from quire.step import (
     Candidates,
     NewSequence,
     PromptLogprobs,
+    SamplingInputs,
     SequenceFork,
     SequenceSampling,
     StepPlan,
@@ -78,6 +79,7 @@ REQUEST = EngineRequest(
     first_index=6,
     register_prefix=True,
     pooling=True,
+    constraint="digits",
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -136,7 +138,9 @@ EXAMPLES: list[msgspec.Struct] = [
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
         pooled=[0],
+        expects_sampling_inputs=[0],
     ),
+    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,

@@ -12,7 +12,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class RankedExecutor:
@@ -59,6 +59,9 @@ class RankedExecutor:
 
         started.add_done_callback(settle)
         return agreed
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        self._workers.send_sampling_inputs(inputs)
 
     def idle(self) -> bool:
         """No rank has work that can wait. Raises EngineDeadError when one has ended, so that an engine without requests

@@ -23,7 +23,7 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.logging import get_logger
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 logger = get_logger(__name__)
 
@@ -147,6 +147,9 @@ class StepLog:
         # Called at once where the plan has run inside `execute`, else on the thread that ran it, step by step.
         future.add_done_callback(log_step)
         return future
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        self._executor.send_sampling_inputs(inputs)
 
     def idle(self) -> bool:
         return self._executor.idle()

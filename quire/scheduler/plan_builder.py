@@ -30,6 +30,8 @@ class PlanBuilder:
         self.sample_from: list[int] = []
         self.pooled: list[int] = []
         """Indices into `samples`."""
+        self.masked: list[int] = []
+        """Indices into `samples`; see `StepPlan.expects_sampling_inputs`."""
         self.new_sequences: dict[int, NewSequence] = {}
         self.new_blocks: dict[int, list[list[int]]] = {}
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
@@ -92,6 +94,8 @@ class PlanBuilder:
             sequence.num_pending_tokens += 1
             if sequence.request.pooling:
                 self.pooled.append(len(self.samples) - 1)
+            if sequence.request.constraint:
+                self.masked.append(len(self.samples) - 1)
 
     def place_drafts(self, drafts: Drafts) -> None:
         """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
@@ -139,6 +143,8 @@ class PlanBuilder:
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
+        if sequence.request.constraint:
+            self.masked.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
         """Fork the siblings of the last entry's sequence after this step's forward pass; those without output sample
@@ -168,6 +174,8 @@ class PlanBuilder:
             self.sample_from.pop()
         if self.pooled and self.pooled[-1] >= len(self.samples):
             self.pooled.pop()  # of the request's only sequence
+        while self.masked and self.masked[-1] >= len(self.samples):
+            self.masked.pop()
         while self.sequences and self.sequences[-1].request is request:
             sequence, count = self.sequences.pop(), self.num_tokens.pop()
             self.start_positions.pop()
@@ -234,4 +242,5 @@ class PlanBuilder:
             drafts=self.drafts,
             trimmed_tables=trimmed_tables or {},
             pooled=self.pooled,
+            expects_sampling_inputs=self.masked,
         )

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
+from quire.decoding.masks import MaskSource
 from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
@@ -26,7 +27,7 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv
+from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
@@ -41,7 +42,7 @@ from quire.scheduler.reporting import (
 )
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class Scheduler:
@@ -80,12 +81,7 @@ class Scheduler:
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self._stats = EngineStats(
-            block_size=kv.block_size,
-            block_bytes=kv.block_bytes,
-            num_blocks=kv.pool.num_usable,
-            num_host_blocks=kv.host.blocks.num_usable,
-        )
+        self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
 
@@ -222,6 +218,10 @@ class Scheduler:
         count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
 
+    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+        """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
+        return self._in_flight[plan.step_id].sampling_inputs(masks)
+
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
         in_flight = self._in_flight.pop(result.step_id)
@@ -299,8 +299,7 @@ class Scheduler:
             num_tokens = known - start
             if num_tokens <= 0:
                 continue
-            # An update chooses a beam's next token, never the workers.
-            if num_pending and (request.beam_search is not None or known >= sequence.max_total_tokens):
+            if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
             if num_tokens > 1:
                 # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
@@ -338,7 +337,7 @@ class Scheduler:
                 builder.fork(sequence, kv)
             if max_drafts:
                 builder.place_drafts(drafts)
-            elif start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+            elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
 

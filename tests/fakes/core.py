@@ -27,6 +27,7 @@ from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.ledger import SlotLedger
+from tests.fakes.masks import AllowedByPosition, MaskingExecutor
 from tests.fakes.remote import FakeRemote
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
@@ -110,7 +111,8 @@ class CoreClient:
         self, config: EngineConfig, executor: Executor, make_scheduler: SchedulerFactory = paged_scheduler
     ) -> None:
         self.clock = VirtualClock()
-        self.core = EngineCore(config, executor, self.clock, make_scheduler)
+        self.masks = AllowedByPosition(config.model.vocab_size)
+        self.core = EngineCore(config, executor, self.clock, make_scheduler, self.masks)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -136,7 +138,8 @@ class CoreClient:
         priority: int = 0,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
-        flags = {name: params.pop(name) for name in ("register_prefix", "pooling") if name in params}
+        names = ("register_prefix", "pooling", "constraint")
+        fields = {name: params.pop(name) for name in names if name in params}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
         self.core.handle(
             AddRequest(
@@ -150,7 +153,7 @@ class CoreClient:
                     bad_token_sequences=bad or [],
                     cache_salt=salt,
                     priority=priority,
-                    **flags,
+                    **fields,
                 )
             )
         )
@@ -222,7 +225,7 @@ class CoreDriver(CoreClient):
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
-        self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        self.executor = MaskingExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.connector = disk or remote
         self.executor.nonfinite_token = nonfinite_token
         self.executor.queue_depth = config.scheduler.queue_depth

@@ -71,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         priority=st.sampled_from([0, 0, 0, 1, -1, 3, -3]),
         timeout_s=st.sampled_from([None, None, None, None, None, 0.05, 0.2]),
+        constraint=st.sampled_from(["", "", "", "5"]),
     )
     def add(self, family, shared, own, salt, n, greedy, stop, priority, **request) -> None:  # type: ignore[no-untyped-def]
         name = f"r{len(self.requests)}"
@@ -203,6 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.driver.core.stats().num_used_blocks == 0
         self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
         self.totals["aborts"] += len(self.aborted)
+        self.totals["masks"] += self.driver.masks.num_masks
         self.totals["pooled"] += len(self.driver.pooled)
         self.totals["hypotheses"] += len(self.driver.rankings)
         for name, request in self.requests.items():
@@ -247,6 +249,7 @@ def test_random_schedules() -> None:
     assert totals["aborts"] > 30
     assert totals["hypotheses"] > 150
     assert totals["pooled"] > 50
+    assert totals["masks"] > 300
     assert totals["timed_out_requests_total"] > 5
     assert totals["registered"] + totals["unregistered"] > 5
     assert totals["registrations refused"] > 30

@@ -13,7 +13,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
@@ -155,12 +155,12 @@ class DeviceStep:
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
         return compute.passes.run(execution, inputs, token_ids, rows)
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
+    def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
         rows, lengths, last_index, num_prompt_tokens = map(compute.upload.view, self.sampled)
         logits = compute.model.compute_logits(hidden.index_select(0, last_index))
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
-        return compute.sampler.sample(logits, batch)
+        return compute.sampler.sample(logits, batch, masks)
 
     def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
         assert self.pooled is not None, "staged with the plan"

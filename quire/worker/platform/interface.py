@@ -18,6 +18,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
+from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.step import StepPlan
@@ -79,8 +80,8 @@ class ComputeStep(Protocol):
         """Run the model over the scheduled tokens. Returns [R or more, hidden size], of the rows that are read."""
         ...
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
-        """Choose a token for each sampled row and write it to the row."""
+    def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
+        """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
         ...
 
     def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
