@@ -19,7 +19,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install install-test native sanitize test test-core lint types tests fuzz soak triton-cache format \
+.PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak triton-cache format \
   bench-control bench-paper bench-kernels clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -29,6 +29,7 @@ help:
 	  'make serve          install and serve the bundled model on http://$(HOST):$(PORT)' \
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
+  'make test-long      the tests that take many seconds each, which make test leaves out' \
 	  'make lint | types | tests | fuzz | soak | format | triton-cache | bench-control | bench-paper | bench-kernels | clean'
 
 serve: install
@@ -67,6 +68,11 @@ CORE := $(addprefix tests/, scheduler kv_cache decoding engine tokenization test
 test-core: install-test
 	@printf '==> tests of the control plane: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE)
+
+# Whole engines in Triton's interpreter, long simulations, kernels compiled for cards that are not here.
+test-long: install-test
+	@printf '==> long tests: pytest\n'
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 -m long
 
 # Hostile input for a minute each (tests/fuzz). FUZZ passes options: FUZZ="bodies --seconds 600 --seed 3".
 FUZZ ?=

@@ -149,7 +149,7 @@ class Deferral(NamedTuple):
     reason: str
     """The gate's `reason`."""
     reserved_blocks: int
-    """Blocks of the pool that are reserved for the request meanwhile."""
+    """Blocks of the pool that are reserved for the request meanwhile; its request slots are reserved in any case."""
     is_pending: Callable[[], bool]
     """Whether the awaited event is still to come. Constant time: the scheduler asks in every pass."""
     deadline: float = math.inf

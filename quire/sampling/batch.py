@@ -14,9 +14,10 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 class SampleBatch(NamedTuple, Generic[Array]):
     """R sampled rows, in result order.
 
-    rows_host: [R] int64, the row of each result, on the host. Where the kernels compute, integers: rows: [R], the same;
-    lengths: [R], tokens of the sequence so far, the prompt included (= position of the token being chosen);
-    num_prompt_tokens: [R]; token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are valid.
+    rows_host: [R] int64, the row (request slot) of each result, on the host. Where the kernels compute, integers: rows:
+    [R], the same; lengths: [R], tokens of the sequence so far, the prompt included (= position of the token being
+    chosen); num_prompt_tokens: [R]; token_table: [num_rows, capacity] int32, of which the first `lengths` of a row are
+    valid.
     The sampler writes the chosen token behind them.
     """
 

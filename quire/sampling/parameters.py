@@ -22,6 +22,8 @@ MAX_WORD = 2**31 - 1
 class Feature:
     """The features of the sampler that a row uses, as bits. A step runs only those in the union over its rows.
 
+    A new one has a condition in `features_of`, and is one of `EDITS` if it changes scores: else the sampler skips it.
+
     Plain integers: an enumeration's operators take a microsecond each, several times in every step.
     """
 

@@ -43,7 +43,7 @@ class Stage(enum.IntEnum):
 
 
 class Gate(Protocol):
-    """One reason to wait."""
+    """One reason to wait. What a gate looks at besides a request and its quote it is made with (`default_gates`)."""
 
     reason: str
     stage: Stage
@@ -54,7 +54,7 @@ class Gate(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop what the gate keeps of a request that starts, or has ended."""
+        """Drop what the gate keeps of a request that starts, or has ended: called at both, and not at a preemption."""
         ...
 
 

@@ -200,7 +200,7 @@ class PlanBuilder:
         """Add what the KV connector orders, at the end of the pass. may_wait: the plan has nothing else, and none is in
         flight. awaits_report: it is to wait for a report in any case."""
         kv.transfer_blocks.release()
-        transfers = kv.connector.orders(may_allocate=not self.swap_in)
+        transfers = kv.connector.orders(may_allocate=not self.resumed)
         if may_wait and not (transfers is not None and transfers.swap_in):
             awaits_report |= kv.awaits_transfers
         if awaits_report:

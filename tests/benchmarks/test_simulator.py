@@ -79,6 +79,7 @@ TRUE = replace(
 )
 
 
+@pytest.mark.long
 def test_what_is_predicted_is_what_happens(tmp_path: Path) -> None:
     """An engine whose steps cost what a cost model with other numbers than the profile's says. The method has to find
     those numbers in a log of one workload, and to predict the latencies of another."""
@@ -95,6 +96,7 @@ def test_what_is_predicted_is_what_happens(tmp_path: Path) -> None:
         assert row["low"] <= row["measured"] <= row["high"]
 
 
+@pytest.mark.long
 def test_jitter_is_what_the_tail_needs(tmp_path: Path) -> None:
     """An engine whose steps scatter, slowly: the usual time of steps predicts means and not tails, its jitter both."""
     header, records, runs = measured_runs(replace(TRUE, jitter=JITTER), SHAPE, tmp_path, 150.0)

@@ -172,6 +172,7 @@ async def test_an_engine_process_of_its_own(tmp_path: Path) -> None:
     assert whole == continuation(reference, PROMPTS[2], NUM_TOKENS)
 
 
+@pytest.mark.long
 def test_a_machine_with_torch_and_triton_alone(full: Tiny) -> None:
     """In process: without the packages of the server, of the engine process and of the native CPU kernels."""
     script = f"""

@@ -96,6 +96,7 @@ def engine_request(shared: int, own: list[int], kind: dict[str, Any], **params: 
     return made_consistent({"prompt": PREFIX[:shared] + own, **params, **kind})
 
 
+@pytest.mark.long
 def test_every_completion_is_that_of_a_lone_run(make_client: Callable[..., Client], alone: Callable[..., Any]) -> None:
     totals: Counter[str] = Counter()
 

@@ -25,13 +25,16 @@ def outputs(llm: LLM) -> list[object]:
     return exact(llm.generate(PROMPTS, SHORT, use_tqdm=False))
 
 
-@pytest.mark.parametrize("level", [1, 2])
+SWAPPING = {"queue_depth": 2, "preemption_mode": "swap", "swap_space": "1MiB"}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "level"),
     [
-        {"attention_backend": "native"},
-        {"attention_backend": "torch"},
-        {"attention_backend": "native", "queue_depth": 2, "preemption_mode": "swap", "swap_space": "1MiB"},
+        ({"attention_backend": "native"}, 1),
+        ({"attention_backend": "torch"}, 2),
+        ({"attention_backend": "native", **SWAPPING}, 1),
+        ({"attention_backend": "native", **SWAPPING}, 2),
     ],
     ids=str,
 )

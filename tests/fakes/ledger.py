@@ -47,7 +47,7 @@ class SlotLedger:
             self._filled_by |= {(self._HOST + host, offset): plan.step_id for offset in range(self._size)}
         if isinstance(plan.transfers, RemoteTransfers):
             for _, _, block in plan.transfers.loads:
-                self._filled_by |= {(block, offset): -1 for offset in range(self._size)}  # no plan computes them
+                self._filled_by |= {(block, offset): -1 for offset in range(self._size)}  # stored: no plan computes it
         starts = dict(zip(plan.seq_ids, plan.start_positions, strict=True))
         for new in plan.new_sequences:
             self._tables[new.seq_id] = [list(table) for table in new.block_ids]
@@ -102,9 +102,10 @@ class SlotLedger:
             assert min(slots) >= 0, slots
             assert sum(slots) == len(steps)
             return stats
-        assert stats.num_wasted_slots == steps.count(None), (stats.num_wasted_slots, steps.count(None))
-        assert stats.num_reserved_slots == sum(step in in_flight for step in steps)
-        assert stats.num_stored_tokens == len(steps) - stats.num_wasted_slots - stats.num_reserved_slots
+        num_reserved = sum(step in in_flight for step in steps)
+        counts = stats.num_wasted_slots, stats.num_reserved_slots, stats.num_stored_tokens
+        expected = steps.count(None), num_reserved, len(steps) - steps.count(None) - num_reserved
+        assert counts == expected, f"wasted, reserved, stored: {counts} instead of {expected}"
         return stats
 
     def _copy(self, source: int, destination: int) -> None:

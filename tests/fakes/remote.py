@@ -191,6 +191,10 @@ class FakeRemote:
         if not self._has_told:
             self._has_told = True
             report.stored += self.files
+        if self._ended and self._random.random() < 0.5:
+            column, number = self._ended.pop(self._random.randrange(len(self._ended)))
+            getattr(report, column).append(number)
+            self.num_repeats += 1
         for number in self._due(self._loads):
             load = self._loads.pop(number)
             is_loaded = not load.is_lost and load.key in self.files and self._random.random() >= self.fails
@@ -211,10 +215,6 @@ class FakeRemote:
             report.sent.append(seq_id)
             self._remember("sent", seq_id)
             self.num_sends += not send.is_lost
-        if self._ended and self._random.random() < 0.5:
-            column, number = self._ended.pop(self._random.randrange(len(self._ended)))
-            getattr(report, column).append(number)
-            self.num_repeats += 1
         return report if report != RemoteReport() else None
 
     def _due(self, transfers: dict[int, _Load] | dict[int, _Send]) -> list[int]:

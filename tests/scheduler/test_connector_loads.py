@@ -299,6 +299,33 @@ def test_host_blocks_of_a_request_that_returns_are_read_before_they_are_used_aga
         assert driver.tokens[name, 0] == generate_alone(prompt, max_tokens=requests[name][1])[0]
 
 
+def test_host_blocks_of_a_request_that_returns_at_once_are_not_written_by_another_copy() -> None:
+    """The urgent request needs room for all of its prompt, and takes one block of it: the one that it preempts returns
+    in the same step. All of its blocks are still on the device; the host blocks are written by this step all the
+    same, and blocks wait to be stored."""
+    driver = CoreDriver(
+        make_config(
+            num_blocks=18,
+            num_host_blocks=40,
+            windows=(None,),
+            offload=True,
+            preemption_mode="swap",
+            max_prefill_chunk=4,
+        ),
+        disk=FakeDisk(delay=6),
+        record=True,
+    )
+    driver.add("first", PROMPT[:40], max_tokens=30)
+    for _ in range(10):
+        driver.step()
+    driver.add("urgent", [90 - token for token in PROMPT[:40]], priority=-5)
+    driver.run()
+    swaps = [plan for plan in driver.executor.plans if copies(plan).swap_out and plan.new_sequences]
+    assert any(plan.seq_ids and len(plan.new_sequences) == 2 for plan in swaps), "nothing returned at once"
+    assert driver.tokens["first", 0] == generate_alone(PROMPT[:40], max_tokens=30)[0]
+    assert driver.tokens["urgent", 0] == generate_alone([90 - token for token in PROMPT[:40]])[0]
+
+
 def test_what_the_disk_drops_is_stored_again_when_it_is_used() -> None:
     disk = FakeDisk(limit=10)
     driver = start(disk)
@@ -385,7 +412,7 @@ def test_random_schedules_over_three_tiers() -> None:
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=140,
+            max_examples=80,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,

@@ -225,6 +225,23 @@ def test_requests_with_one_prefix_load_it_once() -> None:
     assert remote.num_loads == 10
 
 
+def test_blocks_that_are_being_loaded_or_sent_count_as_stored() -> None:
+    """While the plan that orders a load is in flight, it computes other sequences' tokens, and none of these."""
+    remote = FakeRemote(filled(), delay=3)
+    driver = start(remote, queue_depth=2)
+    driver.add("running", [3, 1, 4], max_tokens=40)
+    for _ in range(4):
+        driver.step()
+    driver.add("again", PROMPT, max_tokens=2)
+    num_moving: Counter[str] = Counter()
+    while driver.core.has_work:
+        driver.step()  # compares every slot with the ledger
+        transfers, in_flight = driver.scheduler.kv.transfer_blocks, driver.scheduler._in_flight.values()
+        num_moving.update(loads=len(transfers._arrivals), sends=len(transfers._sending))
+        num_moving["ordered in flight"] += any(flight.plan.transfers is not None for flight in in_flight)
+    assert min(num_moving[what] for what in ("loads", "sends", "ordered in flight")) > 0, num_moving
+
+
 def test_no_request_is_preempted_while_the_prefix_is_loaded() -> None:
     remote = FakeRemote(filled(), delay=4)
     driver = start(remote, sends=False, max_num_seqs=1)
@@ -251,6 +268,21 @@ def test_ends_that_are_reported_again_change_nothing() -> None:
         driver.scheduler.kv.pool.drop_cached()
     assert remote.num_loads > 10
     assert remote.num_repeats > 10
+
+
+def test_no_report_says_of_one_load_that_it_succeeded_and_failed() -> None:
+    """An end is reported again in a later report, when its number means nothing any more; not beside the first time."""
+    files = filled()
+    for seed in range(20):
+        driver = start(FakeRemote(dict(files), fails=0.5, repeats=1.0, seed=seed), sends=False)
+        update = driver.scheduler.kv.connector.update
+
+        def checked_update(report, update=update, seed=seed) -> None:  # type: ignore[no-untyped-def]
+            assert not set(report.loaded) & set(report.failed), f"seed {seed}: {report}"
+            update(report)
+
+        driver.scheduler.kv.connector.update = checked_update
+        assert generate(driver, "again") == generate_alone(PROMPT)[0]
 
 
 class RemoteMachine(EngineMachine):
@@ -334,7 +366,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     run_state_machine_as_test(
         RemoteMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=60,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,

@@ -63,6 +63,7 @@ def scenario(**changes: object) -> Scenario:
     )
 
 
+@pytest.mark.long
 def test_more_memory_never_lowers_the_rate() -> None:
     rates = []
     for num_blocks in (130, 200, 300, 450):

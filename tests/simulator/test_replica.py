@@ -309,6 +309,7 @@ def _size(root: object) -> int:
     return sum(len(each) for each in seen.values() if isinstance(each, Sized) and not isinstance(each, str | bytes))
 
 
+@pytest.mark.long
 def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the pool is full of cached blocks and the results have as many entries as they ever get, there is no more to
     be kept of four times as many requests."""

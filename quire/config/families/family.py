@@ -49,7 +49,8 @@ class GGUFNames:
 @dataclass(frozen=True)
 class Family:
     """model_type, aliases: what config.json calls it; architectures: its classes, of which the first is written.
-    is_runnable: the engine has its layers (quire/models/registry.py); else it can be planned and simulated.
+    is_runnable: the engine has its layers (quire/models/registry.py), and what it needs must be in config.json; else it
+    can be planned and simulated.
 
     hidden_size to intermediate, embedding_width, window: keys of sizes, the first that is there. intermediate_factor:
     width of an MLP of which config.json says nothing, in hidden sizes (None: it must be there for a model that
@@ -60,8 +61,8 @@ class Family:
     head_norms_key is given, only if that key says so. output_gate: the query projection makes a gate besides.
     head_dim: where config.json does not say. windows: which layers have the sliding window of a config.json without
     `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "qwen" (if
-    `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th. layer_types: what config.json may call
-    a layer.
+    `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
+    layer_types: what config.json may call a layer.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
     has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with

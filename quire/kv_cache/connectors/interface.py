@@ -91,8 +91,9 @@ class KVConnector:
         return False
 
     def orders(self, *, may_allocate: bool) -> Transfers | None:
-        """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan that swaps
-        sequences in, whose blocks were freed but are still to be read."""
+        """What the plan at hand orders, once per plan. may_allocate: host blocks may be taken; not in a plan with
+        which swapped sequences return: it reads the host blocks that they freed, and where they left with the same
+        plan, it writes them too."""
         return None
 
     def update(self, report: TransferReport) -> None:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.architecture.source import ROOT
 from tests.kernels.triton.test_ahead_of_time import SHARED_BYTES
 
@@ -32,6 +34,7 @@ with recorded_launches(Compiling()):
 """
 
 
+@pytest.mark.long
 def test_experiments_compile_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -108,6 +108,7 @@ def test_graphs_where_hidden_states_leave_in_another_size(saved_model: Callable[
         assert outputs(llm) == plain
 
 
+@pytest.mark.long
 def test_graphs_change_no_token(model_path: Path) -> None:
     """Triton's kernels, interpreted: eager, as graphs captured on first use, and as graphs captured when idle."""
     prompts, params = (
