@@ -219,12 +219,7 @@ class Scheduler:
         plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
         self._released, self._trimmed = [], {}
         self._in_flight[plan.step_id] = InFlight(
-            plan=plan,
-            sequences=builder.sequences,
-            filled=builder.filled,
-            samples=builder.samples,
-            forked=builder.forked,
-            resumed=builder.resumed,
+            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed
         )
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
