@@ -46,6 +46,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Place of its first sequence in the caller's request, of which this one is a part: seeds count from there."""
     register_prefix: bool = False
     """Keep the prompt's blocks, as the registered prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
+    pooling: bool = False
+    """Compute the prompt and return the last hidden state of its last token (`SequenceUpdate.pooled`), no tokens. Then
+    `max_tokens` is 1, because one step samples, and `params` asks for one sequence and no beam search."""
+    constraint: str = ""
+    """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
+    all. Not with beam search."""
 
 
 class FinishReason(enum.StrEnum):
@@ -165,6 +171,7 @@ class Request:
         "beam_search",
         "bypass_prefix_cache",
         "cache_salt",
+        "constraint",
         "deferral",
         "end_token_ids",
         "eos_token_ids",
@@ -179,6 +186,7 @@ class Request:
         "order_key",
         "params",
         "pending_forks",
+        "pooling",
         "priority",
         "prompt_token_ids",
         "register_prefix",
@@ -206,6 +214,8 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = request.priority
         self.register_prefix = request.register_prefix
+        self.pooling = request.pooling
+        self.constraint = request.constraint
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age
         without being sorted again, and only requests that arrive soon enough can come before an earlier one."""
@@ -235,6 +245,14 @@ class Request:
     @property
     def live_sequences(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def max_pending_tokens(self) -> float:
+        """Most sampled tokens of a sequence that may be unknown when its next one is planned. An update chooses a
+        beam's next token, never the workers; a mask is made while the step runs, when the token before is known."""
+        if self.beam_search is not None:
+            return 0
+        return 1 if self.constraint else math.inf
 
     @property
     def swapped_blocks(self) -> list[BlockTable]:

@@ -13,6 +13,13 @@ when later plans are made: until then `start_positions` are upper bounds for tha
 the truth: a step starts behind the tokens whose keys and values the worker has computed and kept, and the last of
 `num_tokens` are the drafts. The blocks of a plan suffice for the bound, so they do for the truth.
 
+A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result brings the last hidden state of the
+sequence's last token, after the model's final norm, and its row gets no token.
+
+Some samples need a mask of allowed tokens that depends on tokens which earlier plans sample. Such a plan announces it
+(`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
+a second message, `SamplingInputs`, exactly once, before any later plan; the workers sample when they have it.
+
 Order of effects of one plan: release the slots of `released`; cut `trimmed_tables`; create `new_sequences`; apply
 `beam_reorders`; write `token_overrides`; start `transfers`; run `block_copies`; append `new_blocks` and apply
 `replaced_blocks`; run the model over the scheduled tokens; create `forks`; sample.
@@ -86,7 +93,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """Tokens computed in this step (>= 1), drafts included. A token not known to the scheduler yet is the row's last
     sampled one."""
     sample_seq_ids: list[int]
-    """Sequences that get a token, in result order."""
+    """Sequences that get a token, or a vector (`pooled`), in result order."""
     sample_from: list[int]
     """For each of them the batch index whose last scheduled token's logits are read (a child reads its parent's)."""
     new_sequences: list[NewSequence] = []
@@ -115,10 +122,24 @@ class StepPlan(msgspec.Struct, array_like=True):
     trimmed_tables: dict[int, list[int]] = {}
     """seq_id -> per KV group the number of leading blocks that its table keeps: rejected drafts need the others no
     longer, and this plan may hand them out again."""
+    pooled: list[int] = []
+    """Indices into `sample_seq_ids`, ascending: samples that are vectors. Each reads its own sequence's last token."""
+
+    expects_sampling_inputs: list[int] = []
+    """Indices into `sample_seq_ids`, ascending: samples that need a mask. Empty: no SamplingInputs follow."""
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+
+class SamplingInputs(msgspec.Struct, array_like=True):
+    """What a step needs to sample besides its plan."""
+
+    step_id: int
+    masks: dict[int, bytes]
+    """Index of a sample -> its allowed tokens: packed bits, [ceil(vocab size / 32)] little-endian uint32. A sample that
+    has ended meanwhile has none."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -155,7 +176,7 @@ class StepResult(msgspec.Struct, array_like=True):
     step_id: int
     token_ids: list[list[int]]
     """Aligned with the plan's `sample_seq_ids`: per sample the new tokens, one and those drafts before it that were
-    accepted."""
+    accepted; empty for a pooled one."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Index into `token_ids` -> logprobs, one entry per token, where asked for."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
@@ -165,5 +186,7 @@ class StepResult(msgspec.Struct, array_like=True):
     transfers: TransferReport | None = None
     """Set when the worker half of the KV connector has a report."""
     nonfinite: list[int] = []
-    """Sequences for which the model computed NaN or infinite logits. Their tokens here mean nothing, and what they
-    asked for besides is left out."""
+    """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
+    and what they asked for besides is left out, their vector too."""
+    pooled: dict[int, list[float]] = {}
+    """Index into `token_ids` -> the vector of a pooled sample, [hidden size], of float32 values."""

@@ -33,6 +33,7 @@ from quire.step import (
     Candidates,
     NewSequence,
     PromptLogprobs,
+    SamplingInputs,
     SequenceFork,
     SequenceSampling,
     StepPlan,
@@ -62,6 +63,7 @@ UPDATE = SequenceUpdate(
     num_cached_tokens=16,
     timing=TIMING,
     ranking=(-2.5, -1.25),
+    pooled=[0.5, -1.25],
 )
 STATS = EngineStats(**{name: number for number, name in enumerate(EngineStats.__struct_fields__, start=1)})
 REQUEST = EngineRequest(
@@ -76,6 +78,8 @@ REQUEST = EngineRequest(
     priority=-2,
     first_index=6,
     register_prefix=True,
+    pooling=True,
+    constraint="digits",
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]
@@ -134,7 +138,10 @@ EXAMPLES: list[msgspec.Struct] = [
         num_drafts=[1],
         drafts={8: [42]},
         trimmed_tables={8: [3, 1]},
+        pooled=[0],
+        expects_sampling_inputs=[0],
     ),
+    SamplingInputs(1, {0: bytes([255, 0, 1, 254])}),
     LOGPROBS,
     PROMPT_LOGPROBS,
     CANDIDATES,
@@ -146,6 +153,7 @@ EXAMPLES: list[msgspec.Struct] = [
         candidates={0: CANDIDATES},
         transfers=REPORT,
         nonfinite=[42],
+        pooled={0: [0.5, -1.25]},
     ),
     UPDATE,
     TIMING,

@@ -20,6 +20,7 @@ from benchmarks.baselines.regions import Regions, SlotAccounts
 from benchmarks.baselines.reservation import Reservation
 from quire.config.engine import EngineConfig
 from quire.decoding.beam import BeamSearch
+from quire.decoding.masks import MaskSource
 from quire.decoding.parallel import create_sequences
 from quire.errors import PromptTooLongError, UserError
 from quire.kv_cache.block_table import BlockTable
@@ -32,7 +33,7 @@ from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.queue import Deadlines
 from quire.scheduler.reporting import attach_prompt_logprobs, early_end, finish_reason, live_requests, report_times
 from quire.stats import EngineStats, Load
-from quire.step import Candidates, SequenceFork, StepPlan, StepResult
+from quire.step import Candidates, SamplingInputs, SequenceFork, StepPlan, StepResult
 
 
 class _Flight(NamedTuple):
@@ -178,6 +179,9 @@ class ContiguousScheduler(ABC):
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
         return None
+
+    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+        raise AssertionError("no plan expects any")
 
     def forget_rows(self) -> None:
         assert not self.has_requests, "rows of live requests"

@@ -67,7 +67,9 @@ def first_to_fix(found: Sequence[Record], outcomes: Sequence[Outcome], folder: P
     if missed and missed[0].shortfall:
         worst = missed[0]
         return f"{worst.target.text}: {worst.shown}. Look at: {worst.target.look_at}"
-    return f"write the tests {', '.join(missing)}" if missing else "nothing: every target that was measured is reached"
+    if missing:
+        return f"write the tests {', '.join(missing)}"
+    return "nothing failed" if is_rehearsal else "nothing: every target that was measured is reached"
 
 
 def summarize(found: Sequence[Record], outcomes: Sequence[Outcome], folder: Path, *, is_rehearsal: bool = False) -> str:

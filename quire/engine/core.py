@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from quire.clock import Clock
 from quire.config.engine import EngineConfig
+from quire.decoding.masks import NO_MASKS, MaskSource
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -33,7 +34,7 @@ from quire.kv_cache.sizing import size_pool
 from quire.logging import get_logger
 from quire.scheduler.interface import EngineScheduler, SchedulerFactory, paged_scheduler
 from quire.stats import EngineStats
-from quire.step import StepResult
+from quire.step import StepPlan, StepResult
 
 logger = get_logger(__name__)
 
@@ -55,15 +56,20 @@ class EngineCore:
         executor: Executor,
         clock: Clock,
         make_scheduler: SchedulerFactory = paged_scheduler,
+        masks: MaskSource = NO_MASKS,
     ) -> None:
         """Load the model and size the KV cache. Raises ModelLoadError or InsufficientMemoryError.
 
-        make_scheduler: another policy over the same pool, for comparisons (benchmarks/baselines/).
+        make_scheduler: another policy over the same pool, for comparisons (benchmarks/baselines/). masks: for requests
+        with a constraint.
         """
         self._clock = clock
         self._executor = executor
         self._queue_depth = config.scheduler.queue_depth
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._masks = masks
+        self._unsent: StepPlan | None = None
+        """The last plan in flight, while it lacks its sampling inputs."""
         self._rejections: list[RequestRejected] = []
         self._next_check = 0.0
         self._is_stepping = False
@@ -121,6 +127,8 @@ class EngineCore:
             case AddRequest(request):
                 try:
                     self._sleep.check_awake()
+                    if request.constraint:
+                        self._masks.check(request.constraint)
                     self.scheduler.add_request(request, self._clock.now())
                 except UserError as error:
                     self._rejections.append(RequestRejected(request.request_id, error.message, error.param))
@@ -141,15 +149,20 @@ class EngineCore:
         """
         self._is_stepping = True
         outputs = EngineOutputs(updates=self.scheduler.expire(self._clock.now()), rejections=self._rejections)
-        while len(self._in_flight) < self._queue_depth:
+        while len(self._in_flight) < self._queue_depth and self._unsent is None:
             plan = self.scheduler.schedule(self._clock.now())
             if plan is None:
                 break
             self._in_flight.append(self._executor.execute(plan))
+            if plan.expects_sampling_inputs:
+                self._unsent = plan
+                self._send_sampling_inputs()
         self._rejections = []
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())
+            if self._unsent is not None:
+                self._send_sampling_inputs()
         if not (self._in_flight or self.scheduler.has_requests) and self.scheduler.can_transfer:
             self._transfer()  # a caller that waited for the last request may not call again
         if not self.has_work:
@@ -171,6 +184,12 @@ class EngineCore:
             self._is_stepping = True
             self._finish_transfers()
         self._executor.shutdown()
+
+    def _send_sampling_inputs(self) -> None:
+        """Send what the last plan lacks, unless it depends on the result of an earlier one."""
+        if self._unsent is not None and len(self._in_flight) == 1:
+            plan, self._unsent = self._unsent, None
+            self._executor.send_sampling_inputs(self.scheduler.sampling_inputs(plan, self._masks))
 
     def _finish_transfers(self) -> bool:
         """Store and send what the KV connector still has to; returns whether nothing is left."""

@@ -9,7 +9,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -40,6 +40,12 @@ class Executor(Protocol):
         may be one that is completed only when it is asked for its result."""
         ...
 
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        """Give the last plan that was executed the inputs that it announced. Until then no other plan may be executed,
+        and its result cannot be had. What goes wrong in sampling is the future's. Raises QuireError when no plan awaits
+        these."""
+        ...
+
     def idle(self) -> bool:
         """Do a piece of the work that can wait, while no plan is outstanding; returns whether there was any."""
         ...
@@ -67,8 +73,12 @@ class Workers(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        """Start a plan on every rank. The results are in rank order; of all but the first only the step's number and
-        the tokens."""
+        """Start a plan on every rank. The results are in rank order; of all but the first only the step's number, the
+        tokens and the pooled vectors."""
+        ...
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        """As `Executor.send_sampling_inputs`, to every rank."""
         ...
 
     def check(self) -> None:

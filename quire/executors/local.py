@@ -6,19 +6,30 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quire.config.engine import EngineConfig
+from quire.errors import QuireError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.worker.pending_step import PendingStep
 from quire.worker.platform.choice import make_platform
 from quire.worker.platform.interface import Platform
 from quire.worker.worker import Worker
 
 Result = TypeVar("Result")
+
+
+class Unsent(NamedTuple):
+    """A plan that lacks its sampling inputs. result: its future. launched: the worker's pending step; on a thread, the
+    future of that."""
+
+    step_id: int
+    result: Future[StepResult]
+    launched: PendingStep | Future[PendingStep]
 
 
 class LocalExecutor:
@@ -35,6 +46,8 @@ class LocalExecutor:
         self._mode = platform.mode(config.scheduler.queue_depth)
         self._thread = WorkerThread("quire-worker") if self._mode == "thread" else None
         self._worker: Worker | None = Worker(config, platform)
+        self._unsent: Unsent | None = None
+        """The last plan, while it lacks its sampling inputs."""
 
     def load_model(self) -> list[LayerSpec]:
         return self._call(self._live_worker().load_model)
@@ -53,12 +66,40 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         worker = self._live_worker()
+        if self._unsent is not None:
+            raise QuireError(f"step {plan.step_id} comes before the sampling inputs of step {self._unsent.step_id}")
+        if plan.expects_sampling_inputs:
+            return self._launch(plan, worker)
         if self._thread is not None:
             return self._thread.submit(worker.execute, plan)
         pending = worker.launch(plan)
         if self._mode == "inline":
             pending.settle()
         return pending
+
+    def _launch(self, plan: StepPlan, worker: Worker) -> Future[StepResult]:
+        """Start a plan that is sampled when its inputs come."""
+        if self._thread is None:
+            pending = worker.launch(plan)
+            self._unsent = Unsent(plan.step_id, pending, pending)
+        else:
+            result: Future[StepResult] = Future()
+            result.set_running_or_notify_cancel()
+            self._unsent = Unsent(plan.step_id, result, self._thread.submit(worker.launch, plan))
+        return self._unsent.result
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        worker, unsent = self._live_worker(), self._unsent
+        if unsent is None or unsent.step_id != inputs.step_id:
+            raise QuireError(f"step {inputs.step_id} awaits no sampling inputs")
+        self._unsent = None
+        if isinstance(unsent.launched, PendingStep):
+            worker.send_sampling_inputs(inputs)
+            if self._mode == "inline":
+                unsent.launched.settle()
+        else:
+            assert self._thread is not None, "a plan was launched on it"
+            self._thread.submit(_settle, unsent.result, _sample, (worker, unsent.launched, inputs))
 
     def idle(self) -> bool:
         return self._call(self._live_worker().idle)
@@ -73,6 +114,10 @@ class LocalExecutor:
         """Wait for the plans that were started, then release the model and the pool."""
         if self._thread is not None:
             self._thread.close()
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None and not isinstance(unsent.launched, PendingStep):
+            error = f"the executor was shut down before step {unsent.step_id} had its sampling inputs"
+            unsent.result.set_exception(QuireError(error))
         if self._worker is not None:
             self._worker.close()
         self._worker = None
@@ -118,6 +163,13 @@ def _run_calls(calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], t
     while (entry := calls.get()) is not None:
         _settle(*entry)
         del entry  # else the last call's future, and what it holds, would live until the next call
+
+
+def _sample(worker: Worker, launched: Future[PendingStep], inputs: SamplingInputs) -> StepResult:
+    """The rest of a plan whose launch is over."""
+    pending = launched.result()
+    worker.send_sampling_inputs(inputs)
+    return pending.result()
 
 
 def _settle(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

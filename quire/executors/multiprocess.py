@@ -25,11 +25,11 @@ from quire import envs
 from quire.config.engine import EngineConfig
 from quire.errors import EngineDeadError, QuireError, named_error
 from quire.executors.interface import Executor
-from quire.executors.rank import EXECUTE, JOIN, RankAnswer, RankCall, RankLaunch
+from quire.executors.rank import EXECUTE, JOIN, LAUNCH, SAMPLE, STEPS, RankAnswer, RankCall, RankLaunch
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.parallel.mesh import Mesh
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import describe_exit, kill, start_interpreter, wait_or_kill
 from quire.utils.runtime_directory import RuntimeDirectory
 
@@ -73,6 +73,8 @@ class PendingCall:
     def settle(self, death: EngineDeadError | None = None) -> None:
         """Complete the future: with the end of a rank, which explains the errors of others, else an error among the
         answers, else the answers."""
+        if self.future.done():
+            return
         error = death or self.error()
         if error is not None:
             self.future.set_exception(error)
@@ -99,6 +101,8 @@ class RankProcesses:
         self._pending: deque[PendingCall] = deque()
         self._death: EngineDeadError | None = None
         self._is_closed = False
+        self._unsent: PendingCall | None = None
+        """Of the last plan, while it lacks its sampling inputs."""
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = RuntimeDirectory.create(envs.runtime_directory())
@@ -122,7 +126,24 @@ class RankProcesses:
         return self._submit(PendingCall(method, decode, self._num_ranks), encode(arguments)).result()
 
     def execute(self, plan: StepPlan) -> Future[list[StepResult]]:
-        return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), self._encoder.encode(plan))
+        body = self._encoder.encode(plan)
+        if not plan.expects_sampling_inputs:
+            return self._submit(PendingCall(EXECUTE, self._decode_result, self._num_ranks), body)
+        sampled = self._unsent = PendingCall(SAMPLE, self._decode_result, self._num_ranks)
+
+        def note_failure(launched: Future[list[Any]]) -> None:  # on the reader's thread, as all that settles calls
+            if launched.exception() is not None:
+                sampled.future.set_exception(launched.exception())
+
+        self._submit(PendingCall(LAUNCH, bytes, self._num_ranks), body).add_done_callback(note_failure)
+        return sampled.future
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        call, self._unsent = self._unsent, None
+        if call is None:
+            raise QuireError(f"no plan awaits sampling inputs, and those of step {inputs.step_id} came")
+        if not call.future.done():
+            self._submit(call, self._encoder.encode(inputs))
 
     def check(self) -> None:
         with self._lock:
@@ -204,7 +225,7 @@ class RankProcesses:
                 return False
             self._pending.remove(call)
         call.settle()
-        return call.method == EXECUTE and call.error() is not None
+        return call.method in STEPS and call.error() is not None
 
     def _has_failure(self) -> bool:
         """Whether a rank has failed in a call that others have not answered."""

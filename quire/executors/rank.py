@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ from quire.errors import QuireError, UserError
 from quire.executors.interface import Executor
 from quire.executors.wire import decode, encode
 from quire.logging import configure_logging, get_logger
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.utils.child_process import watch_parent
 from quire.utils.failures import explain
 
@@ -30,6 +31,9 @@ logger = get_logger(__name__)
 JOIN = "join"
 """The first call: its answer says that all ranks have met."""
 EXECUTE = "execute"
+LAUNCH, SAMPLE = "launch", "sample"
+"""Instead of EXECUTE, for a plan that expects sampling inputs: the forward pass; the rest, when they are there."""
+STEPS = (EXECUTE, LAUNCH, SAMPLE)
 
 
 class RankLaunch(msgspec.Struct):
@@ -43,7 +47,8 @@ class RankLaunch(msgspec.Struct):
 
 
 class RankCall(msgspec.Struct, array_like=True):
-    """body: a StepPlan to `execute`; of any other method the arguments, in the format of quire/executors/wire.py."""
+    """body: a StepPlan to `execute` or `launch`, SamplingInputs to `sample`; of any other method the arguments, in the
+    format of quire/executors/wire.py."""
 
     method: str
     body: msgspec.Raw
@@ -92,6 +97,8 @@ class Rank:
         self._launch = launch
         self._executor: Executor | None = None
         self._plans = msgspec.msgpack.Decoder(StepPlan)
+        self._sampling_inputs = msgspec.msgpack.Decoder(SamplingInputs)
+        self._launched: Future[StepResult] = Future()
 
     def answer(self, call: RankCall) -> RankAnswer:
         """Run one call."""
@@ -110,10 +117,16 @@ class Rank:
             self._executor = self._join(config)
             return NOTHING
         assert self._executor is not None, "the first call is to join"
-        if call.method == EXECUTE:
-            result = self._executor.execute(self._plans.decode(call.body)).result()
+        if call.method in STEPS:
+            if call.method == SAMPLE:
+                self._executor.send_sampling_inputs(self._sampling_inputs.decode(call.body))
+            else:
+                self._launched = self._executor.execute(self._plans.decode(call.body))
+            if call.method == LAUNCH and not self._launched.done():  # done: it has failed
+                return NOTHING
+            result = self._launched.result()
             if self._launch.rank:
-                result = StepResult(result.step_id, result.token_ids)
+                result = StepResult(result.step_id, result.token_ids, pooled=result.pooled)
             return msgspec.Raw(msgspec.msgpack.encode(result))
         return msgspec.Raw(encode(getattr(self._executor, call.method)(*decode(call.body))))
 

@@ -12,7 +12,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class RankedExecutor:
@@ -60,6 +60,9 @@ class RankedExecutor:
         started.add_done_callback(settle)
         return agreed
 
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        self._workers.send_sampling_inputs(inputs)
+
     def idle(self) -> bool:
         """No rank has work that can wait. Raises EngineDeadError when one has ended, so that an engine without requests
         notices it."""
@@ -88,10 +91,12 @@ def reduce_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
 
 
 def agree(results: Sequence[StepResult]) -> StepResult:
-    """The first rank's result. Raises QuireError when another rank sampled other tokens: its KV cache and the first
-    one's are then of different sequences."""
+    """The first rank's result. Raises QuireError when another rank sampled other tokens, because its KV cache and the
+    first one's are then of different sequences, or computed another vector, because every rank adds up the same."""
     first, *others = results
     for rank, other in enumerate(others, start=1):
         if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
             raise QuireError(f"ranks 0 and {rank} disagree on the tokens of step {first.step_id}")
+        if other.pooled != first.pooled:
+            raise QuireError(f"ranks 0 and {rank} disagree on the pooled vectors of step {first.step_id}")
     return first

@@ -23,7 +23,7 @@ from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
 from quire.logging import get_logger
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 logger = get_logger(__name__)
 
@@ -148,6 +148,9 @@ class StepLog:
         future.add_done_callback(log_step)
         return future
 
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        self._executor.send_sampling_inputs(inputs)
+
     def idle(self) -> bool:
         return self._executor.idle()
 
@@ -173,7 +176,7 @@ class StepLog:
             gap=max(0.0, handed_over - self._ended),
             starts=plan.start_positions,
             tokens=plan.num_tokens,
-            num_sampled=len(plan.sample_seq_ids),
+            num_sampled=len(plan.sample_seq_ids) - len(plan.pooled),
             num_carried=_num_carried(plan),
             num_copies=len(plan.block_copies),
             num_swapped_out=0 if transfers is None else len(transfers.swap_out),

@@ -31,3 +31,11 @@ class SampleBatch(NamedTuple, Generic[Array]):
     def num_generated(self) -> Array:
         """[R]: tokens generated so far = index of the generated token that is being chosen."""
         return self.lengths - self.num_prompt_tokens
+
+
+class TokenMasks(NamedTuple):
+    """The allowed tokens of M rows of a batch, on the host. indices: [M] int64, in the batch. words: [M,
+    ceil(vocab_size / 32)] uint32, token t at bit t % 32 of word t // 32."""
+
+    indices: np.ndarray
+    words: np.ndarray

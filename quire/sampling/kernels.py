@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from quire.sampling.batch import Array, SampleBatch
+from quire.sampling.batch import Array, SampleBatch, TokenMasks
 from quire.sampling.parameters import Asked
 from quire.sampling.results import Best, Choice, Deferred, Ranking
 
@@ -47,6 +47,10 @@ class SamplingKernels(Protocol[Array]):
 
     def keep_allowed(self, scores: Array, batch: SampleBatch[Array]) -> None:
         """In rows that have a list of allowed tokens, make every other token impossible."""
+        ...
+
+    def keep_masked(self, scores: Array, masks: TokenMasks) -> None:
+        """In rows that have a mask, make every token impossible that it does not allow."""
         ...
 
     def choose(self, scores: Array, batch: SampleBatch[Array], used: int) -> tuple[Array, Deferred[Choice]]:

@@ -38,10 +38,19 @@ class Feature:
     ALLOWED_TOKENS = 1 << 8
     LOGPROBS = 1 << 9
     CANDIDATES = 1 << 10
+    TOKEN_MASK = 1 << 11
+    """Of a batch, never of a row: masks come with the step."""
 
 
 PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
-EDITS = PENALTIES | Feature.LOGIT_BIAS | Feature.MIN_TOKENS | Feature.BAD_WORDS | Feature.ALLOWED_TOKENS
+EDITS = (
+    PENALTIES
+    | Feature.LOGIT_BIAS
+    | Feature.MIN_TOKENS
+    | Feature.BAD_WORDS
+    | Feature.ALLOWED_TOKENS
+    | Feature.TOKEN_MASK
+)
 """Features that change single scores before a token is chosen."""
 
 

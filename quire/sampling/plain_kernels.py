@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quire.sampling import rules
+from quire.sampling.batch import TokenMasks
 from quire.sampling.draw import compute_weights, cumulative_blocks, draw, uniform
 from quire.sampling.filters import apply_filters
 from quire.sampling.parameters import Asked, Feature, SamplingRows
@@ -55,6 +56,9 @@ class PlainKernels:
 
     def keep_allowed(self, scores: np.ndarray, batch: HostBatch) -> None:
         rules.keep_allowed(scores, self._rows.lists, batch)
+
+    def keep_masked(self, scores: np.ndarray, masks: TokenMasks) -> None:
+        rules.keep_masked(scores, masks)
 
     def choose(self, scores: np.ndarray, batch: HostBatch, used: int) -> tuple[np.ndarray, Deferred[Choice]]:
         token_ids, is_sound = self._choose(scores, batch, used)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.lists import ALLOWED, BANNED, BIAS, STOP, RowLists
 
 BANNED_SCORE = np.float32(-1e30)
@@ -57,6 +57,13 @@ def keep_allowed(scores: np.ndarray, lists: RowLists, batch: HostBatch) -> None:
         allowed_scores = scores[index, tokens]
         scores[index] = -np.inf
         scores[index, tokens] = allowed_scores
+
+
+def keep_masked(scores: np.ndarray, masks: TokenMasks) -> None:
+    """In rows that have a mask, make every token impossible that it does not allow. Row by row, as `keep_allowed`."""
+    for index, words in zip(masks.indices.tolist(), masks.words, strict=True):
+        bits = np.unpackbits(words.astype("<u4").view(np.uint8), count=scores.shape[1], bitorder="little")
+        scores[index, bits == 0] = -np.inf
 
 
 def _ban(scores: np.ndarray, index: np.ndarray, tokens: np.ndarray) -> None:

@@ -6,7 +6,7 @@ from typing import Generic
 
 import torch
 
-from quire.sampling.batch import Array, SampleBatch
+from quire.sampling.batch import Array, SampleBatch, TokenMasks
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.parameters import EDITS, PENALTIES, Feature, SamplingRows
 from quire.sampling.results import Logprobs, Samples
@@ -24,24 +24,26 @@ class Sampler(Generic[Array]):
         self._rows = rows
         self._kernels: SamplingKernels[Array] = kernels
 
-    def sample(self, logits: torch.Tensor, batch: SampleBatch[Array]) -> Samples:
+    def sample(self, logits: torch.Tensor, batch: SampleBatch[Array], masks: TokenMasks | None = None) -> Samples:
         """logits: [R, vocab_size], where the kernels compute, the elements of a row side by side; may be overwritten.
-        float32 on the host; bfloat16, float16 or float32 on a device.
+        float32 on the host; bfloat16, float16 or float32 on a device. masks: what some rows may choose.
 
         A row with NaN or plus infinity, or without any finite logit, is reported as nonfinite; the other rows get the
         tokens that they would have had alone. Also writes each row's token behind its last one in the token table.
         """
         rows, kernels, where = self._rows, self._kernels, batch.rows_host
-        used = rows.used(where)
+        used = rows.used(where) | (0 if masks is None else Feature.TOKEN_MASK)
         logprobs = rows.asked(where, Feature.LOGPROBS, rows.num_logprobs) if used & Feature.LOGPROBS else None
         beams = rows.asked(where, Feature.CANDIDATES, rows.num_candidates) if used & Feature.CANDIDATES else None
         # 1. Log-probabilities are the model's own: what they are computed from is set aside before anything changes.
         scores, unchanged = kernels.set_aside(logits, used, logprobs)
-        # 2. Bias, penalties, bans, allowed tokens. Those of a beam change its log-probabilities.
+        # 2. Bias, penalties, bans, allowed tokens, masks. Those of a beam change its log-probabilities.
         if beams is not None:
             kernels.normalize(scores, batch, beams)
         if used & EDITS:
             self._edit(scores, batch, used)
+        if masks is not None:
+            kernels.keep_masked(scores, masks)
         # 3. Greedy rows take the best score, the others draw.
         token_ids, choice = kernels.choose(scores, batch, used)
         # 4. What beams can go on with, and log-probabilities of what was chosen.

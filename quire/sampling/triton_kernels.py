@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.triton import filters, logprobs, penalties, rules, sampling
 from quire.kernels.triton.sampling_shapes import Histories, SamplingShapes, allocate_buffers
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import EDITS, NUM_WORDS, Asked, Feature, SamplingRows
 from quire.sampling.results import Best, Choice, Deferred, Ranking
 from quire.sampling_params import MAX_LOGPROBS
@@ -78,6 +78,10 @@ class TritonKernels:
     def keep_allowed(self, scores: torch.Tensor, batch: DeviceBatch) -> None:
         rules.keep_allowed(scores, batch.rows, self._list_words())
 
+    def keep_masked(self, scores: torch.Tensor, masks: TokenMasks) -> None:
+        indices, words = (self._to_device(column) for column in (masks.indices, masks.words.view(np.int32)))
+        rules.keep_masked(scores, indices, words)
+
     def choose(self, scores: torch.Tensor, batch: DeviceBatch, used: int) -> tuple[torch.Tensor, Deferred[Choice]]:
         rows, words, shapes, histories = batch.rows, self._words, self._shapes, _histories(batch)
         vocab_size = scores.shape[1]
@@ -124,15 +128,19 @@ class TritonKernels:
         logprobs.rank(scores, targets, width, result, rows, self._words, feature, self._rank_lanes)
         return result
 
+    def _to_device(self, values: np.ndarray) -> torch.Tensor:
+        """Enqueue the copy of integers that fit into 32 bits. Returns them as int32."""
+        host = self._pinned(values.shape, torch.int32)
+        host.numpy()[...] = values
+        return host.to(self._words.device, non_blocking=True)
+
     def _list_words(self) -> torch.Tensor:
         """The words of the rows' lists. Enqueues their copy to the device when they have changed. The tensor is never
         written again: a step that runs may still read the one before."""
         words = self._rows.lists.words()
         source, tensor = self._lists
         if source is not words:
-            host = self._pinned(words.shape, torch.int32)
-            host.numpy()[:] = words
-            tensor = host.to(self._words.device, non_blocking=True)
+            tensor = self._to_device(words)
             self._lists = words, tensor
         return tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
@@ -62,6 +62,7 @@ def warm_up(
             num_candidates = 2 if params.use_beam_search else 0
             set_row(row, SequenceSampling(params, 0, [0], [[0]], num_candidates))
         sampler.sample(logits, batch)
+    sampler.sample(logits, batch, TokenMasks(np.arange(count), np.ones((count, -(-logits.shape[1] // 32)), np.uint32)))
     sampler.logprobs(logits, token_table[0, :count], 1)
     for row in range(count):
         set_row(row, SequenceSampling(SamplingParams(), 0, [], []))

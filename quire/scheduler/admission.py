@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -134,6 +135,11 @@ class PrefixRegistration:
     def num_usable(self) -> int:
         """Blocks that registered prefixes neither hold nor reserve."""
         return self._kv.num_unregistered_blocks - sum(self._reserved.values())
+
+    def longest_sequence(self, limit: int) -> int:
+        """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
+        lengths = range(1, limit + 1)
+        return bisect.bisect_right(lengths, self.num_usable, key=lambda n: self._kv.most_blocks(n, self._max_chunk))
 
     def check_registration(self, prefix: Request, others: Iterable[Request]) -> None:
         """Raise UserError when `prefix` may not be registered beside `others`, all requests that have not ended."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
+from quire.decoding.masks import MaskSource
 from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
@@ -19,7 +20,7 @@ from quire.request import EngineRequest
 from quire.scheduler.preemption import PreemptionCosts
 from quire.scheduler.scheduler import Scheduler
 from quire.stats import EngineStats, Load
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class PrefixCache(Protocol):
@@ -78,6 +79,10 @@ class EngineScheduler(Protocol):
 
     def schedule_transfers(self, *, awaits_report: bool = False) -> StepPlan | None:
         """A plan that computes nothing and moves cached blocks, if there are any to move."""
+        ...
+
+    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+        """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
         ...
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:

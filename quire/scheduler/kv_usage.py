@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
+from quire.decoding.masks import MaskSource
 from quire.kv_cache.block_table import BlockTable
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.kv_cache.manager import KVCacheManager
 from quire.request import Sequence
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.stats import EngineStats
-from quire.step import StepPlan
+from quire.step import SamplingInputs, StepPlan
 
 Sampled: TypeAlias = tuple[int, tuple[Sequence, list[int]]]
 """(place among a plan's samples, (sequence, its new tokens))"""
@@ -50,6 +51,20 @@ class InFlight(NamedTuple):
     resumed: list[tuple[Sequence, BlockTable, int]]
     """Sequences that this plan swaps in, with their blocks, and how many computed tokens they bring."""
 
+    @classmethod
+    def of(cls, plan: StepPlan, builder: PlanBuilder) -> InFlight:
+        return cls(plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed)
+
+    def sampling_inputs(self, source: MaskSource) -> SamplingInputs:
+        """The masks that the plan expects. The results of all earlier plans are known."""
+        masks = {}
+        for index in self.plan.expects_sampling_inputs:
+            sequence = self.samples[index]
+            if sequence.finish_reason is None:
+                generated = sequence.token_ids[sequence.request.num_prompt_tokens :]
+                masks[index] = source.mask(sequence.request.constraint, generated)
+        return SamplingInputs(self.plan.step_id, masks)
+
     def commit(self, kv: KVCacheManager) -> None:
         """Offer the blocks that this step filled to the prefix index. All earlier results are known by now, and so are
         all their tokens but for the step's own drafts."""
@@ -60,6 +75,16 @@ class InFlight(NamedTuple):
         for sequence, blocks, num_computed in self.resumed:
             if sequence.blocks is blocks:
                 kv.cache_blocks(blocks, sequence.token_ids, num_computed)
+
+
+def first_stats(kv: KVCacheManager) -> EngineStats:
+    """The statistics of a new engine."""
+    return EngineStats(
+        block_size=kv.block_size,
+        block_bytes=kv.block_bytes,
+        num_blocks=kv.pool.num_usable,
+        num_host_blocks=kv.host.blocks.num_usable,
+    )
 
 
 def count_copies(stats: EngineStats, plan: StepPlan, builder: PlanBuilder, block_bytes: int) -> None:

@@ -28,6 +28,10 @@ class PlanBuilder:
         self.drafts: dict[int, list[int]] = {}
         self.samples: list[Sequence] = []
         self.sample_from: list[int] = []
+        self.pooled: list[int] = []
+        """Indices into `samples`."""
+        self.masked: list[int] = []
+        """Indices into `samples`; see `StepPlan.expects_sampling_inputs`."""
         self.new_sequences: dict[int, NewSequence] = {}
         self.new_blocks: dict[int, list[list[int]]] = {}
         self.replaced_blocks: list[tuple[int, int, int, int]] = []
@@ -88,6 +92,10 @@ class PlanBuilder:
             self.samples.append(sequence)
             self.sample_from.append(len(self.sequences) - 1)
             sequence.num_pending_tokens += 1
+            if sequence.request.pooling:
+                self.pooled.append(len(self.samples) - 1)
+            if sequence.request.constraint:
+                self.masked.append(len(self.samples) - 1)
 
     def place_drafts(self, drafts: Drafts) -> None:
         """Let the last entry's sequence, which is sampled, compute drafts behind its last token."""
@@ -135,6 +143,8 @@ class PlanBuilder:
         self.samples.append(sequence)
         self.sample_from.append(batch_index)
         sequence.num_pending_tokens += 1
+        if sequence.request.constraint:
+            self.masked.append(len(self.samples) - 1)
 
     def fork(self, parent: Sequence, kv: KVCacheManager) -> None:
         """Fork the siblings of the last entry's sequence after this step's forward pass; those without output sample
@@ -162,6 +172,10 @@ class PlanBuilder:
         while self.samples and self.samples[-1].request is request:
             self.samples.pop().num_pending_tokens -= 1
             self.sample_from.pop()
+        if self.pooled and self.pooled[-1] >= len(self.samples):
+            self.pooled.pop()  # of the request's only sequence
+        while self.masked and self.masked[-1] >= len(self.samples):
+            self.masked.pop()
         while self.sequences and self.sequences[-1].request is request:
             sequence, count = self.sequences.pop(), self.num_tokens.pop()
             self.start_positions.pop()
@@ -227,4 +241,6 @@ class PlanBuilder:
             num_drafts=[self.num_drafts.get(i, 0) for i in range(len(seq_ids))] if self.num_drafts else [],
             drafts=self.drafts,
             trimmed_tables=trimmed_tables or {},
+            pooled=self.pooled,
+            expects_sampling_inputs=self.masked,
         )

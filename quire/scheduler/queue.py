@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterator
 
 from quire.request import OrderKey, Request
+from quire.stats import EngineStats
 
 
 class RequestQueue:
@@ -45,9 +46,11 @@ class RequestQueue:
         """Waiting requests that ran before."""
         return len(self._returned)
 
-    def returned(self) -> Iterator[Request]:
-        """The waiting requests that ran before, in no particular order."""
-        return iter(self._returned.values())
+    def report_stats(self, stats: EngineStats) -> None:
+        """Fill in how many requests wait, how many of them ran before, and how many of these are swapped."""
+        stats.num_waiting = len(self._requests)
+        stats.num_preempted = len(self._returned)
+        stats.num_swapped = sum(bool(request.swapped_blocks) for request in self._returned.values())
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)

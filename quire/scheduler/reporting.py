@@ -45,6 +45,14 @@ def ended_search(request: Request, now: float) -> list[SequenceUpdate]:
     return updates
 
 
+def pooled_end(sequence: Sequence, vector: list[float], now: float) -> SequenceUpdate:
+    """The only update of a pooled request."""
+    request = sequence.request
+    update = SequenceUpdate(request.request_id, sequence.index, [], finish_reason=FinishReason.STOP, pooled=vector)
+    report_times(update, request, now)
+    return update
+
+
 def live_requests(sequences: Iterable[Sequence], seq_ids: Collection[int]) -> list[Request]:
     """The requests of those of the sequences that have these ids, once each, without those that have ended."""
     found = dict.fromkeys(sequence.request for sequence in sequences if sequence.seq_id in seq_ids)

@@ -8,7 +8,6 @@ an earlier one runs, because tokens not known yet are counted.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from collections.abc import Iterable
 from quire.config.scheduler import SchedulerConfig
 from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
+from quire.decoding.masks import MaskSource
 from quire.decoding.parallel import create_sequences
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
@@ -27,7 +27,7 @@ from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder
 from quire.scheduler.gates import Gate, Gates, default_gates
 from quire.scheduler.invariants import check_requests
-from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv
+from quire.scheduler.kv_usage import InFlight, Sampled, count_copies, describe_kv, first_stats
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import PreemptionCosts, choice, release_blocks
 from quire.scheduler.queue import Deadlines, RequestQueue
@@ -37,11 +37,12 @@ from quire.scheduler.reporting import (
     ended_search,
     finish_reason,
     live_requests,
+    pooled_end,
     report_times,
 )
 from quire.scheduler.running import RunningSet
 from quire.stats import EngineStats, Load
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 
 
 class Scheduler:
@@ -80,12 +81,7 @@ class Scheduler:
         self._seq_ids = itertools.count()
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self._stats = EngineStats(
-            block_size=kv.block_size,
-            block_bytes=kv.block_bytes,
-            num_blocks=kv.pool.num_usable,
-            num_host_blocks=kv.host.blocks.num_usable,
-        )
+        self._stats = first_stats(kv)
         self._gates = Gates(default_gates(kv) if gates is None else gates)
         self._admitter = Admitter(kv, self._limits, self._gates, self._waiting, self._running, self._stats)
 
@@ -154,9 +150,7 @@ class Scheduler:
 
     def longest_sequence(self, limit: int) -> int:
         """The longest sequence, up to `limit` tokens, that the pool can hold beside the registered prefixes."""
-        usable = self._registration.num_usable
-        lengths = range(1, limit + 1)
-        return bisect.bisect_right(lengths, usable, key=lambda n: self.kv.most_blocks(n, self._max_chunk))
+        return self._registration.longest_sequence(limit)
 
     @property
     def has_requests(self) -> bool:
@@ -218,14 +212,15 @@ class Scheduler:
             self._running.insert_forked(parent, children)
         plan = builder.build(self._released, *self._beam_reorder.take(), self._trimmed)
         self._released, self._trimmed = [], {}
-        self._in_flight[plan.step_id] = InFlight(
-            plan, builder.sequences, builder.filled, builder.samples, builder.forked, builder.resumed
-        )
+        self._in_flight[plan.step_id] = InFlight.of(plan, builder)
         self._stats.steps_total += not is_idle
         self._stats.scheduled_tokens_total += self._limits.max_num_tokens - builder.budget
-        if plan.block_copies or plan.transfers is not None:
-            count_copies(self._stats, plan, builder, self.kv.block_bytes)
+        count_copies(self._stats, plan, builder, self.kv.block_bytes)
         return plan
+
+    def sampling_inputs(self, plan: StepPlan, masks: MaskSource) -> SamplingInputs:
+        """The second message of a plan in flight that expects one, when the results of all earlier plans are known."""
+        return self._in_flight[plan.step_id].sampling_inputs(masks)
 
     def update(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take the result of the oldest plan in flight: append tokens, stop, commit full blocks, free."""
@@ -238,6 +233,8 @@ class Scheduler:
         has_drafts = bool(in_flight.plan.num_drafts)
         if has_drafts:
             self._trimmed |= take_back_rejected(in_flight.plan, samples, result.token_ids, self.kv)
+        if result.pooled:
+            updates += self._end_pooled(samples, result.pooled, now)
         sampled: Iterable[Sampled] = enumerate(zip(samples, result.token_ids, strict=True))
         num_more_tokens = -len(updates)  # tokens beyond one per update
         if result.candidates:
@@ -302,8 +299,7 @@ class Scheduler:
             num_tokens = known - start
             if num_tokens <= 0:
                 continue
-            # An update chooses a beam's next token, never the workers.
-            if num_pending and (request.beam_search is not None or known >= sequence.max_total_tokens):
+            if num_pending and (known >= sequence.max_total_tokens or num_pending > request.max_pending_tokens):
                 continue
             if num_tokens > 1:
                 # Each sequence behind keeps at least one token of the budget, so a long prompt starves none of them.
@@ -341,7 +337,7 @@ class Scheduler:
                 builder.fork(sequence, kv)
             if max_drafts:
                 builder.place_drafts(drafts)
-            elif start + num_tokens == known and request.beam_search is None and not blocks.tail_shared:
+            elif start + num_tokens == known and request.max_pending_tokens > 1 and not blocks.tail_shared:
                 sequence.fast_path_until = min(blocks.capacity, sequence.max_total_tokens - 1)
         return preempted
 
@@ -369,6 +365,14 @@ class Scheduler:
             self._end(request, request.live_sequences, FinishReason.ERROR)
         return updates
 
+    def _end_pooled(self, samples: list[Sequence], vectors: dict[int, list[float]], now: float) -> list[SequenceUpdate]:
+        """End the pooled requests whose vectors have come (index of a sample -> vector)."""
+        found = [(samples[index], vector) for index, vector in vectors.items()]
+        ended = [(sequence, vector) for sequence, vector in found if sequence.finish_reason is None]
+        for sequence, _ in ended:
+            self._finish(sequence, FinishReason.STOP)
+        return [pooled_end(sequence, vector, now) for sequence, vector in ended]
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence, and the request with its last one. The caller removes the sequence from `_running`."""
         sequence.finish_reason = reason
@@ -378,7 +382,8 @@ class Scheduler:
             if request.register_prefix and reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.kv.register_prefix(request.request_id, sequence.blocks, request.prompt_token_ids)
             elif reason in (FinishReason.STOP, FinishReason.LENGTH) and request.beam_search is None:
-                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, len(sequence.token_ids) - 1)
+                num_stored = len(sequence.token_ids) - (not request.pooling)  # a token just sampled is not computed
+                self.kv.finish(request.request_id, sequence.seq_id, sequence.blocks, num_stored)
             else:
                 self.kv.free(sequence.blocks)
             sequence.blocks = None
@@ -423,18 +428,14 @@ class Scheduler:
         stats = self._stats
         stats.prefix_cache_waits_total = self._gates.num_deferrals.get(PENDING_PREFIX, 0)
         describe_kv(stats, self.kv, self._running.sequences, self._in_flight.values())
-        stats.num_waiting = len(self._waiting)
+        self._waiting.report_stats(stats)
         stats.num_running = len(self._requests) - stats.num_waiting
-        stats.num_preempted = self._waiting.num_returned
-        stats.num_swapped = sum(bool(request.swapped_blocks) for request in self._waiting.returned())
         return copy.copy(stats)
 
     def current_load(self) -> Load:
         """The statistics that take constant time."""
-        num_waiting = len(self._waiting)
-        return Load(
-            len(self._requests) - num_waiting, num_waiting, self.kv.pool.num_used, self._stats.preemptions_total
-        )
+        num_waiting, num_used = len(self._waiting), self.kv.pool.num_used
+        return Load(len(self._requests) - num_waiting, num_waiting, num_used, self._stats.preemptions_total)
 
     def snapshot(self) -> KVSnapshot:
         """A snapshot of every block and every live request. O(blocks + table entries)."""

@@ -27,7 +27,7 @@ from quire.simulator.jitter import make_scatter
 from quire.simulator.memory import activation_bytes, device_specs
 from quire.simulator.tokens import Streams
 from quire.simulator.work import StepWork
-from quire.step import Candidates, StepPlan, StepResult
+from quire.step import Candidates, SamplingInputs, StepPlan, StepResult
 
 
 class SimulatedFuture(Future[StepResult]):
@@ -139,6 +139,10 @@ class SimulatedExecutor:
         # A plan without tokens ends when its transfers end.
         ready = end if work.num_tokens else self._device_free
         return SimulatedFuture(clock, ready, self._result(plan))
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        """The tokens are made up: no mask is kept."""
+        raise QuireError("a simulated engine has no constraints on tokens")
 
     def idle(self) -> bool:
         """Nothing can wait: there is nothing to prepare."""

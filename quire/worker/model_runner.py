@@ -6,32 +6,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from quire.errors import QuireError, is_interrupt
+from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
-from quire.sampling.results import Samples
-from quire.step import StepPlan, StepResult
-from quire.worker.input_batch import build_input_batch, build_sample_rows
+from quire.sampling.results import Deferred, Samples
+from quire.step import SamplingInputs, StepPlan, StepResult
+from quire.worker.input_batch import InputBatch, SampleRows, build_input_batch, build_sample_rows
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.masks import read_masks
 from quire.worker.nonfinite import report_nonfinite
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
+from quire.worker.pooling import add_pooled, generated_samples, pooled_rows
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
 
 
-class Launched(NamedTuple):
-    """A step that was started. copy: of the tensors of `samples`, then of `scores`; None: nothing was computed."""
+@dataclass(slots=True)
+class Launched:
+    """A step that was started. pooled: the vectors, [P, hidden size]. copy: of the tensors of `samples`, of `pooled`,
+    then of `scores`; None: nothing was computed. error: of the sampling, in a step that awaited inputs for it."""
 
     plan: StepPlan
     samples: Samples | None = None
+    pooled: Deferred[np.ndarray] | None = None
     scores: Sequence[PromptScores] = ()
     copy: PendingCopy | None = None
+    error: BaseException | None = None
 
     def collect(self) -> StepResult:
-        """Wait for the step; return its result."""
+        """Wait for the step; return its result. Raises what went wrong in sampling, or QuireError when its inputs have
+        not come."""
         plan, samples = self.plan, self.samples
+        if self.error is not None:
+            raise self.error
+        if plan.expects_sampling_inputs and self.copy is None:
+            raise QuireError(f"step {plan.step_id} has no result, because its sampling inputs have not come")
         result = StepResult(plan.step_id, [])
         if self.copy is None:
             return result
@@ -42,6 +57,8 @@ class Launched(NamedTuple):
             result.token_ids, nonfinite = tokens.token_ids.reshape(-1, 1).tolist(), tokens.nonfinite
             result.logprobs = {index: [entry] for index, entry in tokens.logprobs.items()}
             result.candidates = tokens.candidates
+        if self.pooled is not None:
+            nonfinite = add_pooled(result, plan, self.pooled.read(hosts), nonfinite)
         nonfinite_prompts = []
         for scores in self.scores:
             try:
@@ -51,6 +68,18 @@ class Launched(NamedTuple):
         if nonfinite or nonfinite_prompts:
             report_nonfinite(result, plan, nonfinite, nonfinite_prompts)
         return result
+
+
+class Computed(NamedTuple):
+    """A step behind its forward pass. hidden: [R, hidden size], of the rows that are read. pooled: see
+    `StepCompute.stage`."""
+
+    launched: Launched
+    step: ComputeStep
+    hidden: torch.Tensor
+    batch: InputBatch
+    sampled: SampleRows | None
+    pooled: np.ndarray | None
 
 
 class ModelRunner:
@@ -66,28 +95,59 @@ class ModelRunner:
         self._compute = compute
         self._requests = requests
         self._transfers = transfers
+        self._vocab_size = vocab_size
+        self._unsampled: Computed | None = None
+        """The last step, while it awaits its sampling inputs."""
         self._prompt_scorer = PromptScorer(compute, requests, max(1, compute.prompt_logits_elements // vocab_size))
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one plan."""
+        """Start one plan. One that expects sampling inputs is sampled when they come."""
+        assert self._unsampled is None, f"step {plan.step_id} is launched before the last one was sampled"
         requests, transfers = self._requests, self._transfers
         transfers.wait()
         requests.update(plan)
         batch = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, requests)
-        sampled = None
-        if plan.sample_seq_ids:
-            sampled = build_sample_rows(plan.sample_seq_ids, plan.sample_from, batch, requests)
-        step = self._compute.stage(plan, batch, sampled)
+        sampled = pooled = None
+        seq_ids, sources = plan.sample_seq_ids, plan.sample_from
+        if plan.pooled:
+            pooled = pooled_rows(plan, batch)
+            generated = generated_samples(plan)
+            seq_ids, sources = [seq_ids[index] for index in generated], [sources[index] for index in generated]
+        if seq_ids:
+            sampled = build_sample_rows(seq_ids, sources, batch, requests)
+        step = self._compute.stage(plan, batch, sampled, pooled)
         self._move_blocks(plan, step)
         if not plan.seq_ids:
             return Launched(plan)
         swaps_out = plan.transfers is not None and plan.transfers.swap_out
         if swaps_out and transfers.is_reading(requests.tables.written(batch.rows, batch.starts, batch.ends)):
             transfers.wait()
-        hidden = step.forward()
-        samples = None if sampled is None else step.sample(hidden, sampled)
-        scores = self._prompt_scorer.score(hidden, batch)
-        return Launched(plan, samples, scores, self._compute.copy_out(_tensors(samples, scores)))
+        launched = Launched(plan)
+        computed = Computed(launched, step, step.forward(), batch, sampled, pooled)
+        if plan.expects_sampling_inputs:
+            self._unsampled = computed
+        else:
+            self._finish(computed, None)
+        return launched
+
+    def sample(self, inputs: SamplingInputs) -> None:
+        """Go on with the step that awaits these inputs."""
+        computed, self._unsampled = self._unsampled, None
+        assert computed is not None, f"no step awaits the sampling inputs of step {inputs.step_id}"
+        try:
+            self._finish(computed, read_masks(inputs, computed.launched.plan, self._vocab_size))
+        except BaseException as error:
+            computed.launched.error = error
+            if is_interrupt(error):
+                raise
+
+    def _finish(self, computed: Computed, masks: TokenMasks | None) -> None:
+        """What follows a forward pass."""
+        launched, step, hidden, batch, sampled, pooled = computed
+        launched.samples = None if sampled is None else step.sample(hidden, sampled, masks)
+        launched.pooled = None if pooled is None else step.pool(hidden, pooled)
+        launched.scores = self._prompt_scorer.score(hidden, batch)
+        launched.copy = self._compute.copy_out(_tensors(launched))
 
     def warm_up(self) -> None:
         """Do what the first steps would have to wait for, before the first plan."""
@@ -107,9 +167,11 @@ class ModelRunner:
             step.copy_blocks()
 
 
-def _tensors(samples: Samples | None, scores: Sequence[PromptScores]) -> list[torch.Tensor]:
+def _tensors(launched: Launched) -> list[torch.Tensor]:
     """What the host must know of a step, for one copy."""
-    tensors = [] if samples is None else list(samples.tensors())
-    for each in scores:
+    tensors = [] if launched.samples is None else list(launched.samples.tensors())
+    if launched.pooled is not None:
+        tensors += launched.pooled.tensors
+    for each in launched.scores:
         tensors += each.tensors()
     return tensors

@@ -18,7 +18,7 @@ from quire.kv_cache.spec import LayerSpec
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
-from quire.step import StepPlan, StepResult
+from quire.step import SamplingInputs, StepPlan, StepResult
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_directory import require_writable
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
@@ -147,6 +147,13 @@ class Worker:
         else:
             self._last = PendingStep(plan.step_id, lambda: self._collect(launched), previous)
         return self._last
+
+    @_computes
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        """Sample the last step, which awaits these. An error is the step's; interrupts are raised."""
+        assert self._runner is not None, "allocate comes before launch"
+        if self._last is not None and not self._last.has_failed:
+            self._runner.sample(inputs)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end."""

@@ -27,7 +27,8 @@ from quire.executors.ranked import RankedExecutor
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
-from quire.step import NewSequence, SequenceSampling, StepPlan
+from quire.step import NewSequence, SamplingInputs, SequenceSampling, StepPlan
+from tests.fakes.masks import AllowedByPosition
 from tests.models.families import FAMILIES, qwen3
 from tests.models.harness import randomize, save
 from tests.processes import has_ended
@@ -62,7 +63,7 @@ def configured(path: Path, **options: Any) -> EngineConfig:
 
 
 def requests() -> list[EngineRequest]:
-    """Twelve greedy requests, a third of which begin alike."""
+    """Twelve greedy requests, a third of which begin alike, and a fourth of which have a constraint."""
     rng = random.Random(0)
     made = []
     for number in range(12):
@@ -72,7 +73,12 @@ def requests() -> list[EngineRequest]:
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
         made.append(
             EngineRequest(
-                request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=MAX_TOKENS, seed=number
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=MAX_TOKENS,
+                seed=number,
+                constraint="5" if number % 4 == 1 else "",
             )
         )
     return made
@@ -93,22 +99,48 @@ def run(core: EngineCore) -> dict[str, list[int]]:
     return found
 
 
+def pool(core: EngineCore, prompt: list[int]) -> list[float]:
+    """The vector of a pooled request that shares its steps with a generated one."""
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for name, pooling in (("generated", False), ("pooled", True)):
+        max_tokens = 1 if pooling else 4
+        core.handle(
+            AddRequest(
+                EngineRequest(
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    params=params,
+                    max_tokens=max_tokens,
+                    seed=0,
+                    pooling=pooling,
+                )
+            )
+        )
+    found = []
+    while core.has_work:
+        found += [update.pooled for update in core.step().updates if update.pooled is not None]
+    [vector] = found
+    return vector
+
+
 def two_ranks(config: EngineConfig) -> tuple[EngineCore, RankProcesses]:
     ranks = RankProcesses(config)
-    return EngineCore(config, RankedExecutor(ranks), SystemClock()), ranks
+    return EngineCore(config, RankedExecutor(ranks), SystemClock(), masks=AllowedByPosition()), ranks
 
 
 def test_the_tokens_of_one_rank(model_path: Path, runtime_directory: Path) -> None:
     """With prefix hits, preemption and an abort in the batch; asleep and awake again; two steps in flight."""
     config = configured(model_path)
-    alone = EngineCore(config, LocalExecutor(config), SystemClock())
+    alone = EngineCore(config, LocalExecutor(config), SystemClock(), masks=AllowedByPosition())
     expected = run(alone)
+    vector = pool(alone, [7] * 31)
     alone.shutdown()
     shared = configured(model_path, tensor_parallel_size=2, queue_depth=2)
     core, ranks = two_ranks(shared)
     processes = [psutil.Process(pid) for pid in ranks.pids]
     try:
         assert run(core) == expected
+        assert pool(core, [7] * 31) == pytest.approx(vector, abs=1e-5)
         stats = core.stats()
         assert stats.preemptions_total > 0
         assert stats.prefix_cache_hits_total > 0
@@ -151,7 +183,8 @@ def test_a_rank_that_is_killed_ends_the_others(model_path: Path) -> None:
     executor.shutdown()
 
 
-def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("expected_inputs", [[], [0]])
+def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path, expected_inputs: list[int]) -> None:
     """The first is an answer like any other; after the second the ranks' states are undefined."""
     path = save(randomize(FAMILIES["llama"]()), tmp_path)
     (path / "model.safetensors").unlink()
@@ -163,11 +196,29 @@ def test_a_model_that_does_not_load_and_a_step_that_fails(tmp_path: Path) -> Non
             executor.load_model()
     assert not executor.idle()
     with pytest.raises(QuireError, match="rank 0 failed: AssertionError: allocate comes before"):
-        executor.execute(StepPlan(1, [5], [0], [3], [5], [0])).result(60)
+        executor.execute(StepPlan(1, [5], [0], [3], [5], [0], expects_sampling_inputs=expected_inputs)).result(60)
+    if expected_inputs:
+        executor.send_sampling_inputs(SamplingInputs(1, {}))  # the future has said what is wrong
     assert all(has_ended(process) for process in processes)
     with pytest.raises(EngineDeadError, match="a rank failed in a step"):
         executor.idle()
     executor.shutdown()
+
+
+def test_sampling_that_fails_on_every_rank(model_path: Path) -> None:
+    """The masks are too short. Nothing waits, and no rank is left."""
+    core, ranks = two_ranks(configured(model_path, tensor_parallel_size=2))
+    processes = [psutil.Process(pid) for pid in ranks.pids]
+    core._masks = AllowedByPosition(31)
+    try:
+        core.handle(AddRequest(requests()[1]))
+        with pytest.raises(QuireError, match="a mask over 97 tokens has 16 bytes"):
+            core.step()
+        assert all(has_ended(process) for process in processes)
+        with pytest.raises(EngineDeadError, match="a rank failed in a step"):
+            ranks.check()
+    finally:
+        core.shutdown()
 
 
 def ends_at_once(module: str, name: str, line: bytes, fds: list[int]) -> subprocess.Popen[bytes]:

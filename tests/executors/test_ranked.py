@@ -72,6 +72,14 @@ def test_the_first_ranks_result_counts() -> None:
     assert RankedExecutor(FakeWorkers(first, StepResult(4, [7, 8]))).execute(PLAN).result() is first
 
 
+def test_ranks_that_compute_other_vectors_fail_the_step() -> None:
+    first, same = StepResult(4, [[]], pooled={0: [0.5, 1.0]}), StepResult(4, [[]], pooled={0: [0.5, 1.0]})
+    assert RankedExecutor(FakeWorkers(first, same)).execute(PLAN).result() is first
+    future = RankedExecutor(FakeWorkers(first, StepResult(4, [[]], pooled={0: [0.5, 1.5]}))).execute(PLAN)
+    with pytest.raises(QuireError, match="ranks 0 and 1 disagree on the pooled vectors of step 4"):
+        future.result()
+
+
 @pytest.mark.parametrize("other", [StepResult(4, [7, 9]), StepResult(4, [7]), StepResult(5, [7, 8])])
 def test_ranks_that_disagree_fail_the_step(other: StepResult) -> None:
     future = RankedExecutor(FakeWorkers(StepResult(4, [7, 8]), StepResult(4, [7, 8]), other)).execute(PLAN)

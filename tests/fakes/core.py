@@ -27,6 +27,7 @@ from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.ledger import SlotLedger
+from tests.fakes.masks import AllowedByPosition, MaskingExecutor
 from tests.fakes.remote import FakeRemote
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
@@ -110,11 +111,13 @@ class CoreClient:
         self, config: EngineConfig, executor: Executor, make_scheduler: SchedulerFactory = paged_scheduler
     ) -> None:
         self.clock = VirtualClock()
-        self.core = EngineCore(config, executor, self.clock, make_scheduler)
+        self.masks = AllowedByPosition(config.model.vocab_size)
+        self.core = EngineCore(config, executor, self.clock, make_scheduler, self.masks)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.rankings: dict[tuple[str, int], tuple[float, float]] = {}
+        self.pooled: dict[str, list[float]] = {}
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.prompt_logprob_positions: dict[str, list[int]] = {}
         self.refused: dict[str, str] = {}
@@ -133,9 +136,10 @@ class CoreClient:
         bad: list[list[int]] | None = None,
         salt: str = "",
         priority: int = 0,
-        register_prefix: bool = False,
         **params,
     ) -> None:  # type: ignore[no-untyped-def]
+        names = ("register_prefix", "pooling", "constraint")
+        fields = {name: params.pop(name) for name in names if name in params}
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **params})
         self.core.handle(
             AddRequest(
@@ -149,7 +153,7 @@ class CoreClient:
                     bad_token_sequences=bad or [],
                     cache_salt=salt,
                     priority=priority,
-                    register_prefix=register_prefix,
+                    **fields,
                 )
             )
         )
@@ -181,6 +185,10 @@ class CoreClient:
             positions = self.prompt_logprob_positions.setdefault(update.request_id, [])
             positions.extend(range(start, start + len(entries)))
             self.prompt_logprobs.setdefault(update.request_id, []).extend(entries)
+        if update.pooled is not None:
+            assert update.finish_reason is FinishReason.STOP
+            assert not update.new_token_ids
+            self.pooled[update.request_id] = update.pooled
         if update.finish_reason is not None:
             self.finished[key] = update.finish_reason
 
@@ -217,7 +225,7 @@ class CoreDriver(CoreClient):
         **executor_options: object,
     ) -> None:
         self.ledger = SlotLedger(config.cache.block_size)
-        self.executor = FakeExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        self.executor = MaskingExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
         self.executor.connector = disk or remote
         self.executor.nonfinite_token = nonfinite_token
         self.executor.queue_depth = config.scheduler.queue_depth
@@ -238,11 +246,22 @@ class CoreDriver(CoreClient):
 
 def generate_alone(prompt: list[int], *, seed: int = 1, eos: tuple[int, ...] = (), **params) -> list[list[int]]:  # type: ignore[no-untyped-def]
     """The tokens of each completion when the request has a large engine to itself, without caching or chunking."""
+    driver = run_alone(prompt, seed=seed, eos=eos, **params)
+    return [driver.tokens[key] for key in sorted(driver.tokens)]
+
+
+def pool_alone(prompt: list[int]) -> list[float]:
+    """The vector of a pooled request that has a large engine to itself."""
+    return run_alone(prompt, max_tokens=1, pooling=True).pooled["alone"]
+
+
+def run_alone(prompt: list[int], **params) -> CoreDriver:  # type: ignore[no-untyped-def]
+    """A driver whose only request is over."""
     # No larger than it needs: `check` after every step is linear in blocks.
     num_blocks = 64 * int(params.get("best_of") or params.get("n") or 1)
     driver = CoreDriver(
         make_config(num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=4096, enable_prefix_caching=False)
     )
-    driver.add("alone", prompt, seed=seed, eos=eos, **params)
+    driver.add("alone", prompt, **params)
     driver.run()
-    return [driver.tokens[key] for key in sorted(driver.tokens)]
+    return driver

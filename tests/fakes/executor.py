@@ -29,7 +29,7 @@ from quire.step import (
     StepResult,
 )
 from quire.transfers import TransferReport
-from tests.fakes.token_rule import ChooseToken, TokenRule, mix
+from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
 from tests.fakes.transfers import copies
 
 ProposeDrafts = Callable[[int, list[int], int], list[int]]
@@ -259,6 +259,9 @@ class FakeExecutor:
             _require(0 <= count < plan.num_tokens[index], f"{count} drafts in {plan.num_tokens[index]} tokens")
         _require(len(plan.sample_seq_ids) == len(plan.sample_from), "sample columns of different length")
         _require(len(set(plan.sample_seq_ids)) == len(plan.sample_seq_ids), "a sequence is sampled twice")
+        _require(plan.pooled == sorted(set(plan.pooled)), f"pooled samples are out of order: {plan.pooled}")
+        drafted = [index for index in plan.pooled if plan.num_drafts and plan.num_drafts[plan.sample_from[index]]]
+        _require(not drafted, f"drafts behind the pooled samples {drafted}")
         _require(all(count >= 1 for count in plan.num_tokens), f"nothing to compute: {plan.num_tokens}")
         _require(
             plan.total_tokens <= self._max_num_batched_tokens,
@@ -410,11 +413,13 @@ class FakeExecutor:
                 f"sequence {seq_id} of {known} tokens is sampled after {read.num_computed} computed ones",
             )
             state = read.chain[known - 1]
-            token_ids = (
-                self._accept(row, read)
-                if read is row
-                else [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
-            )
+            if index in plan.pooled:
+                _require(read is row, f"the vector of {seq_id} would be that of {plan.seq_ids[source]}")
+                result.pooled[index], token_ids = pooled_vector(state), []
+            elif read is row:
+                token_ids = self._accept(row, read)
+            else:
+                token_ids = [self._rule.pick(row.sampling, row.token_ids, row.num_prompt_tokens, state)]
             if row.sampling.num_candidates:
                 result.candidates[index] = self._rule.candidates(row.sampling, known - row.num_prompt_tokens, state)
                 token_ids = [result.candidates[index].token_ids[0]]
@@ -433,6 +438,7 @@ class FakeExecutor:
                 result.nonfinite.append(seq_id)
                 result.candidates.pop(index, None)
                 result.logprobs.pop(index, None)
+                result.pooled.pop(index, None)
         for seq_id, token_ids in zip(plan.sample_seq_ids, result.token_ids, strict=True):
             row = self._rows[seq_id]
             num_rejected = len(row.drafts) + 1 - len(token_ids)

@@ -19,6 +19,11 @@ def mix(*values: int) -> int:
     return hash(values) & _MASK
 
 
+def pooled_vector(state: int) -> list[float]:
+    """The last hidden state of a token with the number `state`."""
+    return [float(mix(state, place) % 2**20) for place in range(4)]
+
+
 class TokenRule:
     """choose: replaces the rule that picks tokens."""
 

@@ -18,7 +18,7 @@ import msgspec
 from quire.config.engine import EngineConfig
 from quire.request import FinishReason
 from quire.step import StepPlan
-from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 
 STEPS_PER_EPISODE = 150
@@ -34,6 +34,7 @@ KINDS: list[dict[str, Any]] = [
     {},
     {"n": 2},
     {"n": 3},
+    {"pooling": True, "max_tokens": 1},
     {"n": 1, "best_of": 3},
     {"n": 2, "use_beam_search": True, "early_stopping": True},
     {"n": 1, "best_of": 4, "use_beam_search": True},
@@ -47,6 +48,7 @@ EXERCISED = {
     "copied_blocks_total": 0.02,
     "aborts": 0.01,
     "beam_searches": 0.02,
+    "pooled": 0.01,
     "pinned_to_the_end": 0.0005,
     "timed_out_requests_total": 0.005,
     "nonfinite": 0.002,
@@ -90,6 +92,7 @@ class Episode:
         self._compare_with_lone_runs()
         totals = Counter(msgspec.structs.asdict(self.driver.core.stats()))
         totals.update(
+            pooled=len(self.driver.pooled),
             beam_searches=sum("use_beam_search" in request for request in self.requests.values()),
             engine_steps=self.num_steps,
             pinned_to_the_end=self.num_pinned_to_the_end,
@@ -224,6 +227,9 @@ class Episode:
             reasons = [self.driver.finished.get((name, index)) for index in range(request.get("n", 1))]
             if "use_beam_search" in request and not {FinishReason.TIMEOUT, FinishReason.ERROR}.isdisjoint(reasons):
                 continue  # the best that it had by then, of which some had ended; or nothing
+            if name in self.driver.pooled:
+                assert self.driver.pooled[name] == pool_alone(request["prompt"])
+                assert self.driver.finished[name, 0] is FinishReason.STOP
             alone = generate_alone(**request)
             if FinishReason.ERROR in reasons:
                 assert any(self._nonfinite_token in tokens for tokens in alone), "non-finite without a cause"

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.triton.runtime import recorded_launches
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
@@ -63,13 +63,13 @@ def on_no_device(cases: Sequence[Case]) -> tuple[Sampler[torch.Tensor], SampleBa
     return sampler, SampleBatch(np.arange(count), column, column, column, table)
 
 
-def launched(cases: Sequence[Case], dtype: torch.dtype) -> list[str]:
+def launched(cases: Sequence[Case], dtype: torch.dtype, masks: TokenMasks | None = None) -> list[str]:
     """Names of the kernels that sampling launches."""
     sampler, batch = on_no_device(cases)
     logits = torch.empty((len(cases), 151936), dtype=dtype, device="meta")
     launches = Launches()
     with recorded_launches(launches), OnlyEnqueues():
-        samples = sampler.sample(logits, batch)
+        samples = sampler.sample(logits, batch, masks)
         assert all(tensor.device.type == "meta" for tensor in samples.tensors())
         sampler.logprobs(logits, batch.rows, 3)
     assert launches.names.pop() == "rank"
@@ -113,6 +113,12 @@ def test_only_enqueues_what_the_rows_use(cases: list[Case], kernels: list[str], 
     assert launched(cases, dtype) == kernels
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_are_enqueued(dtype: torch.dtype) -> None:
+    masks = TokenMasks(np.array([1]), np.ones((1, 151936 // 32), np.uint32))
+    assert launched([GREEDY, RANDOM], dtype, masks) == ["mask", "scan", "pick"]
+
+
 @pytest.mark.parametrize(
     "wait",
     [
@@ -139,7 +145,7 @@ def test_warming_up_runs_every_kernel_and_leaves_nothing(num_rows: int) -> None:
     with recorded_launches(launches):
         sampler = Sampler(rows, TritonKernels(rows, words, pageable))
         warm_up(sampler, rows, words, table, torch.zeros(2, 64, dtype=torch.bfloat16))
-    assert set(launches.names) == {"scan", "pick", "normalize", "rank", *EDITS, *FILTERS}
+    assert set(launches.names) == {"scan", "pick", "normalize", "rank", "mask", *EDITS, *FILTERS}
     assert rows.lists.words().tolist() == [0] * 8 * num_rows
     assert not rows.rows_with_prompt_logprobs
     defaults = SamplingRows(1)

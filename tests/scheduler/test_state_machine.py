@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from quire.request import FinishReason
-from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
@@ -71,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         priority=st.sampled_from([0, 0, 0, 1, -1, 3, -3]),
         timeout_s=st.sampled_from([None, None, None, None, None, 0.05, 0.2]),
+        constraint=st.sampled_from(["", "", "", "5"]),
     )
     def add(self, family, shared, own, salt, n, greedy, stop, priority, **request) -> None:  # type: ignore[no-untyped-def]
         name = f"r{len(self.requests)}"
@@ -101,6 +102,19 @@ class EngineMachine(RuleBasedStateMachine):
         request["logprobs"] = 1
         self.requests[name] = request
         self.driver.add(name, **request)
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+        timeout_s=st.sampled_from([None, None, None, 0.05]),
+        priority=st.sampled_from([0, 0, 1, -1]),
+    )
+    def add_pooled(self, family: int, shared: int, own: list[int], timeout_s: float | None, priority: int) -> None:
+        name = f"r{len(self.requests)}"
+        request = {"prompt": _PREFIXES[family][:shared] + own, "pooling": True, "max_tokens": 1, "n": 1}
+        self.requests[name] = {**request, "timeout_s": timeout_s}
+        self.driver.add(name, priority=priority, **self.requests[name])
 
     @rule(
         family=st.integers(0, 2),
@@ -190,11 +204,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.driver.core.stats().num_used_blocks == 0
         self.totals.update(msgspec.structs.asdict(self.driver.core.stats()))
         self.totals["aborts"] += len(self.aborted)
+        self.totals["masks"] += self.driver.masks.num_masks
+        self.totals["pooled"] += len(self.driver.pooled)
         self.totals["hypotheses"] += len(self.driver.rankings)
         for name, request in self.requests.items():
             if name in self.driver.refused:
                 continue
             expected = generate_alone(**{**request, "timeout_s": None})
+            if name in self.driver.pooled:
+                assert self.driver.pooled[name] == pool_alone(request["prompt"])
             for index in range(request["n"]):
                 tokens = self.driver.tokens.get((name, index), [])
                 timed_out = self.driver.finished.get((name, index)) is FinishReason.TIMEOUT
@@ -203,6 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert tokens == expected[index][: len(tokens)]
                 else:
                     assert tokens == expected[index]
+                    assert (name in self.driver.pooled) == ("pooling" in request)
                     assert self.driver.finished[name, index] in (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -229,6 +248,8 @@ def test_random_schedules() -> None:
     assert totals["evictions_total"] > 300
     assert totals["aborts"] > 30
     assert totals["hypotheses"] > 150
+    assert totals["pooled"] > 50
+    assert totals["masks"] > 300
     assert totals["timed_out_requests_total"] > 5
     assert totals["registered"] + totals["unregistered"] > 5
     assert totals["registrations refused"] > 30

@@ -31,6 +31,9 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     has_row: bool = False
     shares_last_block: bool = False
+    pooling: bool = False
+    vector: list[float] | None = None
+    """Of a pooled sequence, once its prompt is computed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -59,11 +62,14 @@ class Driver:
         sampling: SequenceSampling = GREEDY,
         output: Sequence[int] = (),
         prefix: Sequence[int] = (),
+        *,
+        pooling: bool = False,
     ) -> None:
         """output: what it had generated before a preemption. prefix: full blocks that hold its first tokens."""
         tokens = [*prompt, *output]
         computed = len(prefix) * self._block_size
         self.sequences[seq_id] = Tracked(tokens, len(prompt), sampling, len(tokens), computed, list(prefix))
+        self.sequences[seq_id].pooling = pooling
 
     def release(self, seq_id: int) -> Tracked:
         """Finished, aborted or preempted: the row goes with the next plan, the blocks are free for it."""
@@ -95,8 +101,11 @@ class Driver:
                 plan.sample_from.append(index)
         for fork in forks:
             self._fork(plan, fork, ids)
-        for seq_id in plan.sample_seq_ids:
-            self.sequences[seq_id].length += 1
+        for index, seq_id in enumerate(plan.sample_seq_ids):
+            if self.sequences[seq_id].pooling:
+                plan.pooled.append(index)
+            else:
+                self.sequences[seq_id].length += 1
         self.plans.append(plan)
         self._in_flight.append((plan, self._execute(plan)))
         return plan
@@ -108,6 +117,7 @@ class Driver:
         for index, (seq_id, tokens) in enumerate(zip(plan.sample_seq_ids, result.token_ids, strict=True)):
             if seq_id in self.sequences:
                 self.sequences[seq_id].tokens.extend(tokens)
+                self.sequences[seq_id].vector = result.pooled.get(index)
                 if index in result.logprobs:
                     self.sequences[seq_id].logprobs.extend(result.logprobs[index])
         for seq_id, found in result.prompt_logprobs.items():

@@ -135,6 +135,18 @@ def _fill_kernel(scores, rows, lists, scores_stride, vocab_size, BLOCK: tl.const
         tl.store(scores + index * scores_stride + tokens, impossible, mask=tokens < vocab_size)
 
 
+@triton.jit
+def _mask_kernel(scores, indices, words, scores_stride, words_stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.load(indices + row).to(tl.int64)
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = tokens < vocab_size
+    word = tl.load(words + row * words_stride + tokens // 32, mask=exists, other=0)
+    is_forbidden = ((word >> (tokens % 32)) & 1) == 0
+    impossible = tl.full([BLOCK], float("-inf"), tl.float32)
+    tl.store(scores + index * scores_stride + tokens, impossible, mask=exists & is_forbidden)
+
+
 def add_logit_bias(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) -> None:
     """scores: [R, vocab_size] float32, changed in place; rows: [R] int32, places in the header of `lists`."""
     launch(_bias_kernel, (len(rows),), scores, rows, lists, scores.stride(0), BLOCK=BLOCK)
@@ -164,3 +176,11 @@ def keep_allowed(scores: torch.Tensor, rows: torch.Tensor, lists: torch.Tensor) 
     fill_grid = (triton.cdiv(vocab_size, FILL), len(rows))
     launch(_fill_kernel, fill_grid, scores, rows, lists, stride, vocab_size, BLOCK=FILL)
     launch(_gather_kernel, grid, scores, rows, lists, saved, stride, SAVES=False, BLOCK=BLOCK)
+
+
+def keep_masked(scores: torch.Tensor, indices: torch.Tensor, words: torch.Tensor) -> None:
+    """In rows that have a mask, make every token impossible that it does not allow. indices: [M] int32, rows of
+    `scores`. words: [M, W] int32, the bits of 32 tokens each."""
+    vocab_size = scores.shape[1]
+    grid = (triton.cdiv(vocab_size, FILL), len(indices))
+    launch(_mask_kernel, grid, scores, indices, words, scores.stride(0), words.stride(0), vocab_size, BLOCK=FILL)

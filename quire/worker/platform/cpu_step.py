@@ -11,8 +11,8 @@ import torch
 from quire.attention.interface import AttentionBackend
 from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
-from quire.sampling.batch import SampleBatch
-from quire.sampling.results import Logprobs, Samples
+from quire.sampling.batch import SampleBatch, TokenMasks
+from quire.sampling.results import Deferred, Logprobs, Samples, ready
 from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
@@ -77,7 +77,9 @@ class CpuCompute:
         self.sampler = sampler
         self._no_copy = NoCopy()
 
-    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> CpuStep:
+    def stage(
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+    ) -> CpuStep:
         return CpuStep(self, plan, batch)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
@@ -111,8 +113,11 @@ class CpuStep(NamedTuple):
         step = compute.attention.plan(attention)
         return compute.model.forward(ForwardBatch(token_ids, attention.positions, step, rows))
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
+    def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows
         logits = compute.model.compute_logits(hidden[torch.from_numpy(samples.last_index)])
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
-        return compute.sampler.sample(logits, batch)
+        return compute.sampler.sample(logits, batch, masks)
+
+    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
+        return ready(hidden[torch.from_numpy(pooled)].float().numpy())

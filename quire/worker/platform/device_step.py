@@ -13,9 +13,9 @@ from quire.attention.device_batch import DeviceBatch
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.rows import StepColumns
 from quire.models.interface import CausalLM
-from quire.sampling.batch import SampleBatch
+from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.results import Logprobs, Samples
+from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.sampling.sampler import Sampler
 from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
@@ -94,7 +94,9 @@ class DeviceCompute:
         self.sampler = Sampler(columns.sampling, kernels)
         self.token_table = columns.arena.token_ids
 
-    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> DeviceStep:
+    def stage(
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+    ) -> DeviceStep:
         upload, writes = self.upload, self.columns.take_writes()
         upload.begin()
         writes.add_to(upload)
@@ -102,9 +104,10 @@ class DeviceCompute:
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples]
+        pooled_rows = None if pooled is None else upload.add(pooled)
         upload.send()
         writes.apply(upload, self.columns.arena.words)
-        return DeviceStep(self, batch, copies, columns, logits_rows, sampled)
+        return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows)
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:
         # Straight from the row: the tokens need not be known here.
@@ -137,6 +140,7 @@ class DeviceStep:
     columns: Sequence[Section]
     logits_rows: Section | None
     sampled: Sequence[Section]
+    pooled: Section | None
 
     def copy_blocks(self) -> None:
         pages, upload = self.compute.pages, self.compute.upload
@@ -151,12 +155,17 @@ class DeviceStep:
         rows = None if self.logits_rows is None else compute.upload.view(self.logits_rows)
         return compute.passes.run(execution, inputs, token_ids, rows)
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
+    def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute = self.compute
         rows, lengths, last_index, num_prompt_tokens = map(compute.upload.view, self.sampled)
         logits = compute.model.compute_logits(hidden.index_select(0, last_index))
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
-        return compute.sampler.sample(logits, batch)
+        return compute.sampler.sample(logits, batch, masks)
+
+    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
+        assert self.pooled is not None, "staged with the plan"
+        vectors = hidden.index_select(0, self.compute.upload.view(self.pooled)).float()
+        return Deferred((vectors,), lambda hosts: next(hosts).numpy())
 
 
 def copy_rounds(copies: Pairs) -> Iterator[Pairs]:

@@ -11,14 +11,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import DeviceShare
 from quire.models.interface import CausalLM
 from quire.models.weight_files import Progress
+from quire.sampling.batch import TokenMasks
 from quire.sampling.parameters import SamplingRows
-from quire.sampling.results import Logprobs, Samples
+from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows
@@ -78,8 +80,12 @@ class ComputeStep(Protocol):
         """Run the model over the scheduled tokens. Returns [R or more, hidden size], of the rows that are read."""
         ...
 
-    def sample(self, hidden: torch.Tensor, samples: SampleRows) -> Samples:
-        """Choose a token for each sampled row and write it to the row."""
+    def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
+        """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
+        ...
+
+    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
+        """The rows of pooled samples, [P, hidden size] float32. pooled: as `stage` was told."""
         ...
 
 
@@ -95,8 +101,11 @@ class StepCompute(Protocol):
     @property
     def columns(self) -> RequestColumns: ...
 
-    def stage(self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None) -> ComputeStep:
-        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device."""
+    def stage(
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+    ) -> ComputeStep:
+        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device. pooled: [P]
+        int64, the places of its pooled samples among the batch's rows that are read."""
         ...
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:

@@ -187,6 +187,7 @@ def test_the_worst_miss_is_the_one_that_costs_most(tmp_path: Path) -> None:
     slow = kernel("decode attention", LARGE, "triton", 1.0, 0.64)
     assert first_to_fix([idle, slow], DONE, tmp_path, is_rehearsal=False).startswith("decode attention >= 80 %")
     assert first_to_fix([idle], DONE, tmp_path, is_rehearsal=False).startswith("GPU idle between steps")
+    assert first_to_fix([idle], DONE, tmp_path, is_rehearsal=True) == "nothing failed"
 
 
 DONE = [Outcome("kernels", "done", 2.0, (0,))]

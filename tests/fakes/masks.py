@@ -1,0 +1,95 @@
+"""Constraints for tests: which tokens may come next depends on the token before, so that no mask can be made early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from quire.errors import UserError
+from quire.step import SamplingInputs, StepPlan, StepResult
+from tests.fakes.executor import ContractViolationError, FakeExecutor
+
+VOCAB_SIZE = 97
+
+
+class AllowedByPosition:
+    """A MaskSource. A constraint is a number: at place p, behind token t, every token of which p + t + token is one of
+    its multiples is allowed."""
+
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self.vocab_size = vocab_size
+        self.num_masks = 0
+
+    def check(self, constraint: str) -> None:
+        if not constraint.isdigit():
+            raise UserError(f"{constraint!r} is not a number", param="constraint")
+
+    def is_allowed(self, constraint: str, token_ids: Sequence[int]) -> np.ndarray:
+        """[vocab size] bool: the tokens that may follow."""
+        previous = token_ids[-1] if token_ids else 0
+        return np.asarray((np.arange(self.vocab_size) + len(token_ids) + previous) % int(constraint) == 0)
+
+    def mask(self, constraint: str, token_ids: Sequence[int]) -> bytes:
+        self.num_masks += 1
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
+        bits[: self.vocab_size] = self.is_allowed(constraint, token_ids)
+        return np.packbits(bits, bitorder="little").tobytes()
+
+    def follows(self, constraint: str, token_ids: Sequence[int]) -> bool:
+        """Whether every one of these generated tokens was allowed."""
+        return all(self.is_allowed(constraint, token_ids[:place])[token] for place, token in enumerate(token_ids))
+
+
+class MaskingExecutor(FakeExecutor):
+    """A FakeExecutor that samples a plan with masks when they come, and not a moment before: the next allowed token."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._unsent: tuple[StepPlan, Future[StepResult]] | None = None
+        self._masks: dict[int, bytes] = {}
+        self.num_late_masks = 0
+        """Plans whose inputs came after another result was taken."""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        if self._unsent is not None:
+            raise ContractViolationError(f"step {plan.step_id} comes before the masks of {self._unsent[0].step_id}")
+        if not plan.expects_sampling_inputs:
+            return super().execute(plan)
+        if set(plan.expects_sampling_inputs) & set(plan.pooled):
+            raise ContractViolationError("a mask for a vector")
+        if self._record:
+            self.plans.append(plan)
+        if self.observe is not None:
+            self.observe(plan)
+        future: Future[StepResult] = Future()
+        self._unsent = plan, future
+        return future
+
+    def send_sampling_inputs(self, inputs: SamplingInputs) -> None:
+        if self._unsent is None or self._unsent[0].step_id != inputs.step_id:
+            raise ContractViolationError(f"step {inputs.step_id} awaits no sampling inputs")
+        (plan, future), self._unsent = self._unsent, None
+        if not inputs.masks.keys() <= set(plan.expects_sampling_inputs):
+            raise ContractViolationError(f"masks that step {plan.step_id} has not announced")
+        self._masks = inputs.masks
+        try:
+            future.set_result(self._run(plan))
+        except Exception as error:
+            future.set_exception(error)
+        self._masks = {}
+
+    def _sample(self, plan: StepPlan, result: StepResult) -> None:
+        super()._sample(plan, result)
+        for index, mask in self._masks.items():
+            seq_id = plan.sample_seq_ids[index]
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            [token_id] = result.token_ids[index]
+            while token_id >= len(bits) or not bits[token_id]:
+                token_id = (token_id + 1) % VOCAB_SIZE
+            result.token_ids[index] = [token_id]
+            self._row(seq_id).token_ids[-1] = token_id
+            if index in result.logprobs:
+                result.logprobs[index][0].token_ids[0] = token_id

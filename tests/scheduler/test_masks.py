@@ -1,0 +1,106 @@
+"""Constrained requests: the mask of a token is made when the token before is known, while its step is in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.clock import VirtualClock
+from quire.engine.core import EngineCore
+from quire.engine.messages import AddRequest
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from tests.fakes.core import CoreDriver, generate_alone, make_config
+from tests.fakes.executor import FakeExecutor
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + 7 * i) % 90 + 1 for i in range(length)]
+
+
+def make_driver(**options: Any) -> CoreDriver:
+    return CoreDriver(make_config(**options), record=True)
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2, 3])
+@pytest.mark.parametrize("max_prefill_chunk", [None, 3])
+def test_tokens_follow_the_constraint(queue_depth: int, max_prefill_chunk: int | None) -> None:
+    driver = make_driver(queue_depth=queue_depth, max_prefill_chunk=max_prefill_chunk)
+    driver.add("first", prompt(9), max_tokens=12, constraint="5")
+    driver.add("free", prompt(9, start=4), max_tokens=14)
+    driver.add("pooled", prompt(9, start=8), max_tokens=1, pooling=True)
+    driver.add("many", prompt(9, start=6), max_tokens=10, n=3, temperature=1.0, constraint="7", seed=3)
+    driver.run()
+    assert driver.tokens["first", 0] == generate_alone(prompt(9), max_tokens=12, constraint="5")[0]
+    assert driver.tokens["first", 0] != generate_alone(prompt(9), max_tokens=12)[0]
+    assert driver.masks.follows("5", driver.tokens["first", 0])
+    assert driver.tokens["free", 0] == generate_alone(prompt(9, start=4), max_tokens=14)[0]
+    many = generate_alone(prompt(9, start=6), max_tokens=10, n=3, temperature=1.0, constraint="7", seed=3)
+    assert [driver.tokens["many", index] for index in range(3)] == many
+    assert all(driver.masks.follows("7", tokens) for tokens in many)
+
+
+def test_planned_one_token_ahead_and_no_further() -> None:
+    driver = make_driver()
+    driver.add("bound", prompt(5), max_tokens=20, constraint="5")
+    driver.add("free", prompt(5, start=3), max_tokens=20)
+    scheduler = driver.scheduler
+    plans = [scheduler.schedule(0.0) for _ in range(4)]
+    assert [len(plan.seq_ids) for plan in plans] == [2, 2, 1, 1], "its third token needs the mask behind the second"
+    assert [plan.expects_sampling_inputs for plan in plans] == [[0], [0], [], []]
+
+
+@pytest.mark.parametrize("queue_depth", [1, 2, 3])
+@pytest.mark.parametrize("index", [None, 1])
+def test_aborted_before_its_mask_is_sent(queue_depth: int, index: int | None) -> None:
+    driver = make_driver(queue_depth=queue_depth)
+    driver.add("gone", prompt(6), max_tokens=20, n=2, temperature=1.0, constraint="5")
+    driver.add("stays", prompt(6, start=4), max_tokens=20, constraint="7")
+    for _ in range(4):
+        driver.step()
+    driver.abort("gone", index)
+    driver.run()
+    assert driver.tokens["stays", 0] == generate_alone(prompt(6, start=4), max_tokens=20, constraint="7")[0]
+    if index is not None:
+        expected = generate_alone(prompt(6), max_tokens=20, n=2, temperature=1.0, constraint="5")
+        assert driver.tokens["gone", 0] == expected[0]
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("queue_depth", [1, 2, 3])
+def test_preempted_with_a_mask_to_come(preemption_mode: str, queue_depth: int) -> None:
+    driver = make_driver(
+        num_blocks=9,
+        block_size=2,
+        queue_depth=queue_depth,
+        windows=(None,),
+        preemption_mode=preemption_mode,
+        num_host_blocks=20 if preemption_mode == "swap" else 0,
+    )
+    for number in range(3):
+        driver.add(str(number), prompt(3, start=number), max_tokens=12, constraint="5")
+    driver.run()
+    assert driver.core.stats().preemptions_total > 0
+    for number in range(3):
+        expected = generate_alone(prompt(3, start=number), max_tokens=12, constraint="5")[0]
+        assert driver.tokens[str(number), 0] == expected
+
+
+def test_an_unknown_constraint_is_refused() -> None:
+    driver = make_driver()
+    driver.add("r", prompt(4), constraint="digits")
+    driver.run()
+    assert driver.refused == {"r": "'digits' is not a number"}
+
+
+def test_an_engine_without_constraints_refuses_them() -> None:
+    core = EngineCore(make_config(), FakeExecutor(), VirtualClock())
+    params = SamplingParams()
+    core.handle(
+        AddRequest(
+            EngineRequest(request_id="r", prompt_token_ids=[1], params=params, max_tokens=4, seed=0, constraint="5")
+        )
+    )
+    [rejected] = core.step().rejections
+    assert (rejected.message, rejected.param) == ("this engine has no constraints on tokens", "constraint")
