@@ -1,4 +1,4 @@
-"""StepPlan and StepResult: the only contract between the scheduler and the workers.
+"""StepPlan, SamplingInputs and StepResult: the only contract between the scheduler and the workers.
 
 A plan is data: integers, and sampling settings once per sequence. New sequences are sent in full once, then only
 differences. Plans are executed strictly in order, on every rank alike; workers never ask back. A block freed while
