@@ -57,7 +57,8 @@ async def test_openapi_describes_every_field(served: Served) -> None:
     schemas = document["components"]["schemas"]
     assert {"temperature", "top_k", "echo", "prompt"} <= set(schemas["CompletionRequest"]["properties"])
     assert schemas["ChatRequest"]["required"] == ["messages"]
-    assert set(schemas["KVSnapshot"]["required"]) == {"block_size", "windows", "states", "host_states", "requests"}
+    required = {"block_size", "block_sizes", "windows", "states", "host_states", "requests"}
+    assert set(schemas["KVSnapshot"]["required"]) == required
     for reference in json.dumps(document).split('"#/components/schemas/')[1:]:
         assert reference.split('"')[0] in schemas
     posts = {route.path for route in served.client._transport.app.routes if "POST" in route.methods}  # type: ignore[attr-defined]

@@ -68,6 +68,7 @@ def _note(events: list[tuple[str, int]], what: str, call: Any, first: Any, *rest
     return call(first, *rest)
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("device", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"attention_backend": "torch"}], ids=["default", "torch"])
 def test_at_queue_depth_2_as_at_depth_1(
     make_client: Any, executors: list[LocalExecutor], options: dict[str, Any], platform: str

@@ -31,6 +31,7 @@ def run_module(name: str, *arguments: str, **environment: str) -> list[dict[str,
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_an_engine_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     """The key has the card's compute capability in it, and neither its driver nor the process that compiled."""
     cache = {"QUIRE_TRITON_CACHE": str(tmp_path / "ahead")}
