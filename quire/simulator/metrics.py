@@ -90,14 +90,6 @@ class Distribution:
                 return min(max(_middle(number), self.lowest), self.highest)
         return self.highest
 
-    def share_below(self, limit: float) -> float:
-        """Share of the values that are at most `limit`; 1 when there are none."""
-        if not self.count:
-            return 1.0
-        if self._values is not None:
-            return sum(value <= limit for value in self._values) / self.count
-        return sum(count for number, count in self._bins.items() if _middle(number) <= limit) / self.count
-
     def as_json(self) -> dict[str, float]:
         """Seconds. Empty when there are no values."""
         if not self.count:

@@ -4,7 +4,7 @@ between, are races on a card, where the host's own streams would never show them
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.triton.runtime import recorded_launches
-from quire.worker.platform.streams import HostStreams, PassedEvent
+from quire.worker.platform.streams import PassedEvent
+from tests.fakes.streams import NamedStreams
 
 Clock = dict[str, int]
 """For each stream, how many of its accesses are known to have ended."""
 
 
-class CheckedStreams(HostStreams):
+class CheckedStreams(NamedStreams):
     """Streams that run on the host and check each access to `watched` memory against the accesses before it.
 
     races: what two streams would do to one memory at once. lost: (stream, stream) pairs; events of the second that the
@@ -35,15 +36,6 @@ class CheckedStreams(HostStreams):
         self._current = "compute"
         self._clocks: dict[str, Clock] = {}
         self._history: dict[int, list[tuple[str, int, bool, str]]] = {}
-
-    def computing(self) -> AbstractContextManager[object]:
-        return self._inside("compute")
-
-    def transferring(self) -> AbstractContextManager[object]:
-        return self._inside("transfer")
-
-    def copying_in(self) -> AbstractContextManager[object]:
-        return self._inside("copy in")
 
     def record(self) -> PassedEvent:
         return CheckedEvent(self, self._current, dict(self._clock(self._current)))

@@ -8,11 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from quire.worker.platform.streams import HostStreams, PassedEvent
 
 
-class LoggingStreams(HostStreams):
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = "compute"
-        self._num_events = 0
+class NamedStreams(HostStreams):
+    """The three streams by their names, which `_inside` takes."""
 
     def computing(self) -> AbstractContextManager[object]:
         return self._inside("compute")
@@ -22,6 +19,16 @@ class LoggingStreams(HostStreams):
 
     def copying_in(self) -> AbstractContextManager[object]:
         return self._inside("copy in")
+
+    def _inside(self, name: str) -> AbstractContextManager[object]:
+        raise NotImplementedError
+
+
+class LoggingStreams(NamedStreams):
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = "compute"
+        self._num_events = 0
 
     def record(self) -> PassedEvent:
         self._num_events += 1
