@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import StateStep
+from quire.attention.device_batch import StepStates
 from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
@@ -85,12 +85,12 @@ class NativeOperations:
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
         return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
 
-    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StateStep | None) -> Buffer:
+    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
         function = partial(functional.short_convolution, weights)
         return x.recorder.call_torch(function, x.width, [x], takes_states=True)
 
     def gated_delta_rule(
-        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StateStep | None
+        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StepStates | None
     ) -> Buffer:
         function, width = partial(functional.gated_delta_rule, rule), rule.num_heads * rule.value_dim
         return inputs[0].recorder.call_torch(function, width, inputs, takes_states=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep, StateStep
+from quire.attention.device_batch import StepStates
+from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers import functional
@@ -112,12 +113,12 @@ class Operations(ExpertOperations[ValueT], Protocol[ValueT, IndicesT_contra, Row
         """cap * tanh(x / cap), computed in float32."""
         ...
 
-    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StateStep | None) -> ValueT:
+    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StepStates | None) -> ValueT:
         """[T, channels] -> [T, channels], causal in each sequence. states: of the step (None while recording)."""
         ...
 
     def gated_delta_rule(
-        self, rule: DeltaRule, inputs: tuple[ValueT, ValueT, ValueT, ValueT, ValueT], states: StateStep | None
+        self, rule: DeltaRule, inputs: tuple[ValueT, ValueT, ValueT, ValueT, ValueT], states: StepStates | None
     ) -> ValueT:
         """inputs: query, key, value, decay and beta of `functional.gated_delta_rule`. Returns [T, num_heads *
         value_dim]. states: of the step (None while recording)."""
@@ -179,18 +180,20 @@ class SharedOperations(TorchExpertOperations):
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
 
-    def short_convolution(self, weights: ConvolutionWeights, x: torch.Tensor, states: StateStep | None) -> torch.Tensor:
+    def short_convolution(
+        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
         assert states is not None, "a step of a model with states brings them"
-        return functional.short_convolution(weights, x, states)
+        return functional.short_convolution(weights, x, states.on_host())
 
     def gated_delta_rule(
         self,
         rule: DeltaRule,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        states: StateStep | None,
+        states: StepStates | None,
     ) -> torch.Tensor:
         assert states is not None, "a step of a model with states brings them"
-        return functional.gated_delta_rule(rule, *inputs, states)
+        return functional.gated_delta_rule(rule, *inputs, states.on_host())
 
     def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x)

@@ -37,9 +37,8 @@ def state_step(step: list[tuple[int, int, int]], page: torch.Tensor) -> StateSte
     starts = [0]
     for _, _, count in step:
         starts.append(starts[-1] + count)
-    slots = torch.tensor([2 * sequence + 1 for sequence, _, _ in step])
-    begins = torch.tensor([first == 0 for _, first, _ in step])
-    return StateStep(starts, slots, begins, {3: page})
+    tables = torch.tensor([[2 * sequence + 1] for sequence, _, _ in step], dtype=torch.int32)
+    return StateStep(starts, torch.tensor([first for _, first, _ in step]), {3: tables}, 64, {3: page})
 
 
 @pytest.mark.parametrize("counts", CHUNKS)
