@@ -41,6 +41,19 @@ class ExpertNames:
     shared_gate: str = "shared_expert_gate"
 
 
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """size, intermediate: of an expert. bias: of the experts' matrices; router_bias: of the router. has_correction: the
+    checkpoint has a bias for the choice alone. weighs_input: as ExpertWeights has it."""
+
+    size: int
+    intermediate: int
+    bias: bool = False
+    router_bias: bool = False
+    has_correction: bool = False
+    weighs_input: bool = False
+
+
 class SharedExpert:
     """x -> residual + down(activation(gate(x)) * up(x)). is_gated: a further product of x, of one output, decides which
     share of the result is added, its sigmoid. (It is applied before `down`, which has no bias, to fewer elements.)"""
@@ -69,45 +82,36 @@ class SharedExpert:
 class MixtureOfExperts:
     """x -> residual + shared(x) + the weighted sum of what the chosen experts give for x.
 
-    size, intermediate: of an expert. bias: of the experts' matrices; router_bias: of the router. shared: the expert
-    that all tokens pass, or None. has_correction: a bias for the choice alone, which the checkpoint has. The ranks
-    share out each expert's inner width; the router is computed by all. Router and correction are never quantised.
+    shared: the expert that all tokens pass, or None. The ranks share out each expert's inner width; the router is
+    computed by all. Router and correction are never quantised.
     """
 
     def __init__(
         self,
-        size: int,
-        intermediate: int,
+        shape: MixtureShape,
         routing: Routing,
         gating: Gating,
-        *,
         context: LayerContext,
-        bias: bool = False,
-        router_bias: bool = False,
         shared: SharedExpert | None = None,
-        has_correction: bool = False,
-        weighs_input: bool = False,
     ) -> None:
         self._context = context
-        self._size = size
-        self._intermediate = intermediate
-        self._bias = bias
+        self._size = size = shape.size
+        self._intermediate = shape.intermediate
+        self._bias = bias = shape.bias
         self._shared = shared
         self._router = ColumnParallelLinear(
-            size, (routing.num_experts,), bias=router_bias, context=unquantized(context)
+            size, (routing.num_experts,), bias=shape.router_bias, context=unquantized(context)
         )
-        if has_correction:
+        if shape.has_correction:
             correction = torch.empty(routing.num_experts, dtype=torch.float32, device=context.device)
             routing = replace(routing, bias=correction)
         self._routing = routing
-        self._start, self._local = share_of(intermediate, context.group.size, context.group)
+        self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
         self._has_down_bias = bias and context.group.rank == 0
+        create, count = context.linear.create_stack, routing.num_experts
         gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
         down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
-        create = context.linear.create_stack
-        self._weights = ExpertWeights(
-            create(gate_up, routing.num_experts), create(down, routing.num_experts), gating, weighs_input
-        )
+        self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input)
 
     def __call__(self, x: Value, residual: Value) -> Value:
         """[T, size] each -> [T, size]; the residual is used up."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.layers.experts import Gating, Routing, gate_rows, gated, route
-from quire.layers.moe import ExpertNames, MixtureOfExperts, SharedExpert
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
 from tests.layers.helpers import torch_context
 
 SIZE, INTERMEDIATE, EXPERTS = 20, 12, 5
@@ -101,16 +101,8 @@ def reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("top_k", "weighs_input"), [(2, False), (1, True), (EXPERTS, False)])
 def test_a_mixture(dtype: torch.dtype, top_k: int, weighs_input: bool) -> None:
-    mixture = MixtureOfExperts(
-        SIZE,
-        INTERMEDIATE,
-        Routing(EXPERTS, top_k),
-        Gating("silu"),
-        context=torch_context(dtype),
-        bias=True,
-        router_bias=True,
-        weighs_input=weighs_input,
-    )
+    shape = MixtureShape(SIZE, INTERMEDIATE, bias=True, router_bias=True, weighs_input=weighs_input)
+    mixture = MixtureOfExperts(shape, Routing(EXPERTS, top_k), Gating("silu"), torch_context(dtype))
     tensors = loaded(mixture, ExpertNames(), dtype)
     x, residual = randn(33, SIZE).to(dtype), randn(33, SIZE, seed=1).to(dtype)
     actual = mixture(x, residual.clone())
@@ -123,9 +115,8 @@ def test_a_mixture(dtype: torch.dtype, top_k: int, weighs_input: bool) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_fused_tensors_hold_what_single_ones_do(transposed: bool, interleaved: bool) -> None:
     def make() -> MixtureOfExperts:
-        return MixtureOfExperts(
-            SIZE, INTERMEDIATE, Routing(EXPERTS, 2), Gating("silu"), context=torch_context(), bias=True
-        )
+        shape = MixtureShape(SIZE, INTERMEDIATE, bias=True)
+        return MixtureOfExperts(shape, Routing(EXPERTS, 2), Gating("silu"), torch_context())
 
     single, fused = make(), make()
     tensors = {name: tensor.float() for name, tensor in loaded(single, ExpertNames(), torch.float32).items()}
@@ -151,13 +142,11 @@ def test_fused_tensors_hold_what_single_ones_do(transposed: bool, interleaved: b
 def test_a_shared_expert_and_a_correction(is_gated: bool) -> None:
     context = torch_context()
     mixture = MixtureOfExperts(
-        SIZE,
-        INTERMEDIATE,
+        MixtureShape(SIZE, INTERMEDIATE, has_correction=True),
         Routing(EXPERTS, 2, "sigmoid"),
         Gating("silu"),
-        context=context,
-        shared=SharedExpert(SIZE, 16, "silu", is_gated=is_gated, context=context),
-        has_correction=True,
+        context,
+        SharedExpert(SIZE, 16, "silu", is_gated=is_gated, context=context),
     )
     tensors = loaded(mixture, ExpertNames(), torch.float32)
     x, residual = randn(9, SIZE), randn(9, SIZE, seed=1)

@@ -18,7 +18,7 @@ from quire.layers.embedding import Embedding, VocabularyProjection
 from quire.layers.experts import Gating, Routing
 from quire.layers.functional import ConvolutionWeights, DeltaRule, StatePart
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.moe import ExpertNames, MixtureOfExperts
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotaryFrequencies, RotationTable
 from quire.models.checkpoint_names import CheckpointNames
@@ -35,7 +35,7 @@ NAMES = ExpertNames(router="router", fused_gate_up="gate_up", fused_down="down")
 
 
 def mixture(context: LayerContext) -> MixtureOfExperts:
-    return MixtureOfExperts(SIZE, INTERMEDIATE, Routing(EXPERTS, TOP_K), Gating("silu"), context=context)
+    return MixtureOfExperts(MixtureShape(SIZE, INTERMEDIATE), Routing(EXPERTS, TOP_K), Gating("silu"), context)
 
 
 class AttentionLayer:
