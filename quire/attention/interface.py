@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-from quire.config.model_shape import STATE_BORDER
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:

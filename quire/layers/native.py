@@ -10,10 +10,17 @@ from quire.attention.device_batch import StepStates
 from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
-from quire.layers import functional
-from quire.layers.functional import ExpertWeights, Routing
+from quire.layers import experts
+from quire.layers.experts import Routing
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
-from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights, TorchStates, gated_delta_rule, short_convolution
+from quire.layers.states import (
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    TorchStates,
+    gated_delta_rule,
+    short_convolution,
+)
 from quire.parallel.interface import ProcessGroup
 
 
@@ -83,10 +90,10 @@ class NativeOperations:
         return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
 
     def route(self, routing: Routing, logits: Buffer) -> Buffer:
-        return logits.recorder.call_torch(partial(functional.route, routing), logits.width, [logits])
+        return logits.recorder.call_torch(partial(experts.route, routing), 2 * routing.top_k, [logits])
 
-    def experts(self, weights: ExpertWeights, x: Buffer, routing: Buffer) -> Buffer:
-        return x.recorder.call_torch(partial(functional.experts, weights), x.width, [x, routing])
+    def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
+        return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
 
     def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
         return x.recorder.call_torch(partial(short_convolution, weights), x.width, [x], takes_states=True)

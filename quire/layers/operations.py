@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.layers import functional
-from quire.layers.functional import ExpertWeights, Routing
+from quire.layers.experts import ExpertOperations, TorchExpertOperations
 from quire.layers.states import StateOperations, TorchStates
 from quire.parallel.interface import ProcessGroup
 
@@ -70,7 +69,11 @@ RotationT = TypeVar("RotationT")
 StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
-class Operations(StateOperations[ValueT], Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
+class Operations(
+    ExpertOperations[ValueT],
+    StateOperations[ValueT],
+    Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra],
+):
     """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
     not depend on one another, bit by bit, but through attention and states."""
 
@@ -116,14 +119,6 @@ class Operations(StateOperations[ValueT], Protocol[ValueT, IndicesT_contra, Rows
         """cap * tanh(x / cap), computed in float32."""
         ...
 
-    def route(self, routing: Routing, logits: ValueT) -> ValueT:
-        """[T, num_experts] -> [T, num_experts]: the weights of each token's experts, 0 for those not chosen."""
-        ...
-
-    def experts(self, weights: ExpertWeights, x: ValueT, routing: ValueT) -> ValueT:
-        """[T, size] -> [T, size]: the weighted sum of what the experts compute. routing: of `route`."""
-        ...
-
     def all_reduce(self, group: ProcessGroup, x: ValueT) -> ValueT:
         """The sum of the ranks' x, [T, width] each."""
         ...
@@ -162,7 +157,7 @@ LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable,
 """Operations as layers see them: values of one kind, whichever it is."""
 
 
-class SharedOperations(TorchStates):
+class SharedOperations(TorchExpertOperations, TorchStates):
     """The operations that torch computes in the same way on every device."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -182,12 +177,6 @@ class SharedOperations(TorchStates):
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
-
-    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-        return functional.route(routing, logits)
-
-    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return functional.experts(weights, x, routing)
 
     def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x)

@@ -143,7 +143,9 @@ class StateOperations(Protocol[ValueT]):
 class TorchStates:
     """StateOperations of torch, on any device."""
 
-    def short_convolution(self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None) -> torch.Tensor:
+    def short_convolution(
+        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
         assert states is not None, "a step of a model with states brings them"
         return short_convolution(weights, x, states.on_host())
 
@@ -230,8 +232,8 @@ class _Tiles:
     """P sequences' next tokens, up to the end of a tile of TILE rows at an absolute multiple of TILE.
 
     sequences: [P]. rows: [P, TILE], of the tile in its frame. tokens: [P, TILE], of the step; -1 where a row is none of
-    them. ends: [P], tokens of the sequence that are computed then. is_last: [P], whether what is kept then is kept in a
-    block's page. Two host flags: whether a tile ends at a border, and at a page.
+    them. ends: [P], tokens of the sequence that are computed then. is_last: [P], whether the step, or a
+    block, ends with the tile.
     """
 
     sequences: torch.Tensor
@@ -321,11 +323,13 @@ class _Frames:
         own = sums.gather(2, tiles.rows[:, None].expand(-1, sums.shape[1], -1))
         rows = torch.arange(STATE_BORDER, device=tiles.rows.device)
         decays = torch.exp((own[..., None] - sums[:, :, None]).clamp(max=0.0))
-        earlier, keys = self.keys[sequences].transpose(2, 3), self.state[sequences]
+        earlier, state = self.keys[sequences].transpose(2, 3), self.state[sequences]
         is_before = (rows < tiles.rows[..., None])[:, None]
         to_keys = _heads(_product(key, earlier), group) * decays * is_before
-        to_query = _heads(_product(query, earlier), group) * decays * (is_before | (rows == tiles.rows[..., None])[:, None])
-        right = value - torch.exp(own)[..., None] * _product(_heads(key, group), keys)
+        to_query = (
+            _heads(_product(query, earlier), group) * decays * (is_before | (rows == tiles.rows[..., None])[:, None])
+        )
+        right = value - torch.exp(own)[..., None] * _product(_heads(key, group), state)
         updates, pieces = self.updates[sequences], torch.arange(len(sequences), device=sequences.device)
         for column in torch.nonzero((tiles.tokens >= 0).any(0)).flatten().tolist():
             one = slice(column, column + 1)
@@ -334,7 +338,7 @@ class _Frames:
             is_token = (tiles.tokens[:, column] >= 0)[:, None, None]
             updates[place] = torch.where(is_token, update[:, :, 0], updates[place])
         self.updates[sequences] = updates
-        results = torch.exp(own)[..., None] * _product(_heads(query, group), keys) + _product(to_query, updates)
+        results = torch.exp(own)[..., None] * _product(_heads(query, group), state) + _product(to_query, updates)
         piece, column = (tiles.tokens >= 0).nonzero(as_tuple=True)
         out[tiles.tokens[piece, column]] = results[piece, :, column]
 

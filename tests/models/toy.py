@@ -15,8 +15,9 @@ from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.functional import ExpertWeights, Routing
+from quire.layers.experts import Gating, Routing
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotaryFrequencies, RotationTable
 from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
@@ -30,29 +31,11 @@ KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 12, 4
 STATE_LAYER = 2
 
 
-class Mixture:
-    """x -> residual + the weighted sum of TOP_K gated experts."""
+NAMES = ExpertNames(router="router", fused_gate_up="gate_up", fused_down="down")
 
-    def __init__(self, context: LayerContext) -> None:
-        self._operations = context.operations
-        self._router = ColumnParallelLinear(SIZE, (EXPERTS,), bias=False, context=context)
-        self._routing = Routing(EXPERTS, TOP_K)
-        empty = partial(torch.empty, dtype=context.dtype, device=context.device)
-        self._weights = ExpertWeights(
-            empty(EXPERTS, 2 * INTERMEDIATE, SIZE), empty(EXPERTS, SIZE, INTERMEDIATE), "silu"
-        )
 
-    def __call__(self, x: Value, residual: Value) -> Value:
-        routing = self._operations.route(self._routing, self._router(x))
-        return self._operations.add(residual, self._operations.experts(self._weights, x, routing))
-
-    def slots(self) -> WeightSlots:
-        weights = self._weights
-        return {
-            **self._router.slots(("router",)),
-            "gate_up": plain_slot(weights.gate_up),
-            "down": plain_slot(weights.down),
-        }
+def mixture(context: LayerContext) -> MixtureOfExperts:
+    return MixtureOfExperts(MixtureShape(SIZE, INTERMEDIATE), Routing(EXPERTS, TOP_K), Gating("silu"), context)
 
 
 class AttentionLayer:
@@ -62,7 +45,7 @@ class AttentionLayer:
         self._attention = Attention(
             SIZE, shape, qkv_bias=False, output_bias=False, context=context, has_sinks=window is None
         )
-        self._mixture = Mixture(context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -78,7 +61,7 @@ class AttentionLayer:
             **prefixed("norm", self._norm.slots()),
             **prefixed("second", self._second.slots()),
             **prefixed("attention", self._attention.slots(("q", "k", "v"), "o")),
-            **prefixed("mixture", self._mixture.slots()),
+            **prefixed("mixture", self._mixture.slots(NAMES)),
         }
 
 
@@ -101,7 +84,7 @@ class StateLayer:
         self.state_bytes = self._convolution.inputs.end
         self._output_norm = GatedNormWeights(VALUE_DIM, empty(VALUE_DIM).to(context.dtype), 1e-6)
         self._output = RowParallelLinear(wide, SIZE, bias=False, context=context)
-        self._mixture = Mixture(context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -129,7 +112,7 @@ class StateLayer:
             "time_bias": plain_slot(self._rule.time_bias),
             "z.norm": plain_slot(self._output_norm.weight),
         }
-        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots())}
+        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots(NAMES))}
 
 
 class ToyModel(Decoder):
