@@ -116,7 +116,7 @@ class PackedMatrix:
         self, pairs: torch.Tensor, scale_codes: torch.Tensor, row_scales: torch.Tensor | None = None, first_row: int = 0
     ) -> None:
         """Rows of e2m1 codes [n, in_features / 2 rounded up], uint8, the first of a pair in the lower half, and the
-        codes of their scales [n, groups], uint8. row_scales: [n] float32, what the scales of NVFP4 are multiplied with."""
+        codes of their scales [n, groups], uint8. row_scales: [n] float32, which multiplies the scales of NVFP4."""
         if self.scale_codes is None:
             raise ValueError("the matrix does not hold 4-bit floats")
         rows = pairs.shape[0]
