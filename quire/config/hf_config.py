@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
@@ -39,22 +40,23 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
+    model_impl: str = "auto",
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy
-    weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
-    model cannot reach.
+    config_only: a hub id's weights are not fetched (dummy weights). model_impl: what computes the model, one of
+    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
+    is wrong with the model, ConfigError for a `max_model_len` that the model cannot reach.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
     raw, key = language_model(_read_described(path))
     where = ": ".join(filter(None, (_where(path), key)))
     fields = Fields(raw, where)
-    architecture = _architecture(fields)
+    architecture, impl = _architecture(fields, model_impl)
     shape = read_shape(raw, name, where)
     longest = usual = shape.max_model_len
-    if ARCHITECTURES[architecture].position_rows is None:
+    if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
         rope = read_rope(fields, shape.attention.key_dim)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
@@ -72,6 +74,7 @@ def load_model_config(
         hf=raw,
         quantization=read_quantization(fields),
         is_multimodal=bool(key),
+        impl=impl,
     )
 
 
@@ -140,20 +143,28 @@ def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
     return path
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
+    """The class that runs, and whose code computes it."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("the key 'architectures' must list the model's class name")
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, not {model_impl!r}", param="model_impl")
     for name in names:
-        if name in RUNNABLE:
-            return str(name)
+        if name in RUNNABLE and model_impl != "transformers":
+            return str(name), "quire"
+    first = names[0][:_LONGEST_NAME]
+    runs = f"the engine runs {', '.join(RUNNABLE)} itself"
+    if model_impl == "quire":
+        raise fields.error(f"{first!r} has no code of its own here ({runs}); model_impl='auto' may run it")
+    if not has_transformers():
+        raise fields.error(f"{first!r} would run through Transformers, which is not installed: {HINT} ({runs})")
     for name in names:
-        if name in ARCHITECTURES:
-            raise fields.error(
-                f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
-                f"{', '.join(RUNNABLE)})"
-            )
-    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {', '.join(RUNNABLE)})")
+        if knows_class(name):
+            if fields.values.get("is_encoder_decoder"):
+                raise fields.error(f"{name} has an encoder and a decoder: such models are not supported")
+            return str(name), "transformers"
+    raise fields.error(f"unknown architecture {first!r}: {runs}, and the installed Transformers has no such class")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:

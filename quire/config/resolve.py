@@ -118,6 +118,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         max_model_len=positive("max_model_len", options.max_model_len),
         revision=options.revision,
         config_only=options.load_format == "dummy",
+        model_impl=options.model_impl,
     )
     if is_accelerated:
         return "triton", triton_model(options, model)
