@@ -54,6 +54,8 @@ def load_model_config(
     where = ": ".join(filter(None, (_where(path), key)))
     fields = Fields(raw, where)
     architecture, impl = _architecture(fields, model_impl)
+    if impl != "quire" and path.is_file():
+        raise ModelLoadError(f"{path}: GGUF files run with Quire's own model code alone, not through Transformers")
     shape = read_shape(raw, name, where)
     longest = usual = shape.max_model_len
     if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:

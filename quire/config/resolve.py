@@ -78,7 +78,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults)
-    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device)
+    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
         model=model,
         cache=_cache(options, defaults),

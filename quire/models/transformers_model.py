@@ -37,6 +37,7 @@ UNQUANTIZED = re.compile(r"(^|[._])(gate|router)$")
 """Names of the small linear layers that choose experts: their weights stay as they are."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotations whose frequencies Transformers' code chooses by the longest sequence of a batch."""
+NO_INTERFACE = "its code there does not use the attention interface"
 _ATTEND = "quire_attend"
 """The attribute of a module of Transformers that computes its attention."""
 _PROBE_TOKENS = 3
@@ -274,8 +275,14 @@ def _without_weights(config: ModelConfig) -> PreTrainedModel:
             model: PreTrainedModel = model_class(described)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        if reason[0] == repr(ATTENTION):  # looked up in a table of the class's own
+            raise ModelLoadError(f"{_refused(config)}: {NO_INTERFACE}") from error
         raise ModelLoadError(f"{config.path}: Transformers cannot build {config.architecture}: {reason[0]}") from error
     return model.eval()
+
+
+def _refused(config: ModelConfig) -> str:
+    return f"{config.path}: {config.architecture} has no code of its own here, and cannot run through Transformers"
 
 
 def _attention_function(
@@ -335,7 +342,7 @@ class _Probe:
 def _probe(model: PreTrainedModel, config: ModelConfig) -> list[tuple[nn.Module, LayerAttention]]:
     """The modules that attend, in the order in which they run, and what each one's attention is. Raises ModelLoadError
     for a model that computes otherwise."""
-    refused = f"{config.path}: {config.architecture} has no file of its own here, and cannot run through Transformers"
+    refused = _refused(config)
     described = model.config
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
@@ -354,16 +361,14 @@ def _probe(model: PreTrainedModel, config: ModelConfig) -> list[tuple[nn.Module,
         raise ModelLoadError(f"{refused}: {error.message}") from None
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelLoadError(
-            f"{refused}: its code does not use Transformers' attention interface ({reason[0]})"
-        ) from error
+        raise ModelLoadError(f"{refused}: {NO_INTERFACE} ({reason[0]})") from error
     finally:
         described._experts_implementation = experts
         for module in model.modules():
             delattr(module, _ATTEND)
     modules = [module for module, _ in probe.found]
     if not modules or len(set(modules)) != len(modules):
-        raise ModelLoadError(f"{refused}: its code does not use Transformers' attention interface")
+        raise ModelLoadError(f"{refused}: {NO_INTERFACE}")
     kinds = getattr(described, "layer_types", None) or ["full_attention"] * len(modules)
     windows = [shape.window is not None for _, shape in probe.found]
     if windows != [kind == "sliding_attention" for kind in kinds] or "chunked_attention" in kinds:
