@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.families import family_of
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_POSITIONS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _STRETCHING = ("linear", "dynamic", "yarn")
 _ALIASES = {"su": "longrope"}
-_DEFAULT_THETA = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
     is_longrope = rope_type == "longrope"
     return RopeConfig(
         rope_type=rope_type,
-        theta=rope.optional_number("rope_theta") or config.number("rope_theta", _DEFAULT_THETA),
+        theta=rope.optional_number("rope_theta") or config.optional_number("rope_theta") or _usual_theta(config),
         rotary_dim=rotary_dim,
         max_position_embeddings=max_positions,
         original_max_position_embeddings=original,
@@ -100,6 +100,14 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
         short_factor=rope.numbers("short_factor", rotary_dim // 2) if is_longrope else (),
         long_factor=rope.numbers("long_factor", rotary_dim // 2) if is_longrope else (),
     )
+
+
+def _usual_theta(config: Fields) -> float:
+    """What the model's family takes where config.json does not say."""
+    family = family_of(config.values)
+    if family is None:
+        raise config.error("the key 'rope_theta' is missing")
+    return family.rope_theta
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:

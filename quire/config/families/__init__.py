@@ -62,6 +62,11 @@ def by_class(values: Mapping[str, Any]) -> Family | None:
     return None
 
 
+def family_of(values: Mapping[str, Any]) -> Family | None:
+    """The family of a known class in `architectures`, else that of `model_type`."""
+    return by_class(values) or _ALIASES.get(str(values.get("model_type") or ""))
+
+
 def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
     """The shape that the contents of any config.json describe. where: what errors call it (None: `name`).
 

@@ -64,6 +64,7 @@ class Family:
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
     layer_types: what config.json may call a layer.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
+    rope_theta: base of the rotation where config.json does not say.
     has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
@@ -99,6 +100,7 @@ class Family:
     window: tuple[str, ...] = ("sliding_window",)
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     position_rows: int | None = None
+    rope_theta: float = 10_000.0
     expert_bias: bool = False
     has_sinks: bool = False
     has_shared_gate: bool = False

@@ -15,5 +15,6 @@ FAMILIES = (
         norms=4,
         head_norms="head",
         windows=6,
+        rope_theta=1_000_000.0,
     ),
 )
