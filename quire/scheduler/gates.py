@@ -6,7 +6,7 @@ that list.
 
 A deferred request keeps its place in the queue, and every pass looks at it again. Later requests may start before it,
 but take nothing from it (`Reservations`): blocks for the whole deferred request are reserved, and a later prompt must
-fit into the rest of the step's budget, after which it takes one token a step. Request slots are reserved as well, unless
+fit into the rest of the step's budget, after which it takes one token a step. Request slots are reserved too, unless
 the event is outside the engine; then the deferred request gets the next free slots after the event. While a preempted
 request is deferred, no later request starts. Running requests are not preempted for a deferred one. An abort, a time
 limit and a start end the deferral; so does its deadline.

@@ -212,6 +212,24 @@ def test_an_event_outside_the_engine_holds_no_slots_and_its_requests_get_the_nex
     assert started(driver) == [2, 3, 0, 1, 4, 5, 6, 7]
 
 
+def test_a_core_whose_requests_all_wait_outside_is_blocked() -> None:
+    gate = EventGate()
+    gate.closed.add("gated")
+    driver = make_driver(gate)
+    driver.add("gated", prompt(5), max_tokens=3)
+    driver.add("runs", prompt(3), max_tokens=1)
+    blocked = []
+    for _ in range(4):
+        steps(driver, 1)
+        blocked.append(driver.core.is_blocked)
+    assert blocked == [False, True, True, True]
+    gate.closed.clear()
+    steps(driver, 1)
+    assert not driver.core.is_blocked
+    driver.run()
+    assert not driver.core.is_blocked
+
+
 def test_the_first_waiting_request_is_looked_up_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priority preemption and admission share the quote, unless the pool has changed between them."""
     looked_up = []
