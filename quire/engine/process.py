@@ -59,7 +59,7 @@ class Channel:
 
     def wait(self, seconds: float) -> None:
         """Sleep until a message or a signal arrives, for `seconds` at most."""
-        ready = dict(self._poller.poll(1000 * seconds))
+        ready = dict(self._poller.poll(int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
