@@ -386,7 +386,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     run_state_machine_as_test(
         RemoteMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,
