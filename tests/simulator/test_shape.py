@@ -82,6 +82,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", LLAMA),
     ("olmo3", LLAMA | {"sliding_window": 16}),
     ("granite", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    ("glm", HEADS),
     ("glm4", HEADS),
     ("cohere", LLAMA | {"use_qk_norm": True}),
     ("cohere2", LLAMA | {"sliding_window": 16}),
@@ -147,6 +148,16 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": LLAMA,
     "GPT2LMHeadModel": GPT2,
     "OPTForCausalLM": OPT,
+    "GemmaForCausalLM": HEADS,
+    "Gemma2ForCausalLM": HEADS | {"sliding_window": 16},
+    "Gemma3ForCausalLM": HEADS | {"sliding_window": 16, "sliding_window_pattern": 3},
+    "Glm4ForCausalLM": HEADS,
+    "GlmForCausalLM": HEADS | {"attention_bias": False},
+    "GraniteForCausalLM": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "Olmo2ForCausalLM": LLAMA,
+    "Olmo3ForCausalLM": LLAMA | {"sliding_window": 16},
+    "Phi3ForCausalLM": LLAMA | {"sliding_window": 16},
+    "SmolLM3ForCausalLM": LLAMA,
 }
 
 
