@@ -58,8 +58,7 @@ def test_frequencies_of_a_half_rotated_head(scaling: dict[str, Any], max_model_l
 
 
 def rotary(**settings: Any) -> RotaryEmbedding:
-    values = {"max_position_embeddings": 1024, "rope_theta": 10_000.0, **settings}
-    config = read_rope(Fields(values, "test"), HEAD_DIM)
+    config = read_rope(Fields({"max_position_embeddings": 1024, **settings}, "test"), HEAD_DIM)
     return RotaryEmbedding(config, 1024, torch_context())
 
 

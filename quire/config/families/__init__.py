@@ -78,19 +78,18 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     where = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
     found = values
     if where and isinstance(inner, Mapping):
-        family = family_of(inner) or family_of(values)
+        family = _family_of(inner) or _family_of(values)
         found = {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
         found["architectures"] = values.get("architectures")
         if family is not None:
             found |= {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
-    family = family_of(found)
+    family = _family_of(found)
     if family is not None and family.usual_values:
-        found = {**family.usual_values, **{key: value for key, value in found.items() if value is not None}}
+        found = {**family.usual_values, **found}
     return found, where
 
 
-def family_of(values: Mapping[str, Any]) -> Family | None:
-    """The family of a known class in `architectures`, else that of `model_type`."""
+def _family_of(values: Mapping[str, Any]) -> Family | None:
     return by_class(values) or _ALIASES.get(str(values.get("model_type") or ""))
 
 
@@ -102,7 +101,7 @@ def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None
     """
     values, key = language_model(values)
     fields = Fields(values, ": ".join(filter(None, (where or name, key))))
-    family = family_of(values)
+    family = _family_of(values)
     kind = str(fields.values.get("model_type") or "")
     if family is None or not (family.is_runnable or family.state_layer):
         for key in _RECURRENT_KEYS:

@@ -11,7 +11,6 @@ FAMILIES = (
         output_bias=_BIAS,
         mlp_bias=NEVER,
         windows=2,
-        rope_theta=150_000.0,
         expert_bias=True,
         has_sinks=True,
     ),

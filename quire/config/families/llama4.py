@@ -10,7 +10,6 @@ FAMILIES = (
         intermediate=("intermediate_size_mlp", "intermediate_size"),
         mlp_bias=NEVER,
         windows=4,
-        rope_theta=500_000.0,
         window=("sliding_window", "attention_chunk_size"),
         layer_types=("full_attention", "chunked_attention"),
         shares_expert=True,

@@ -2,13 +2,4 @@
 
 from quire.config.families.family import NEVER, Family
 
-FAMILIES = (
-    Family(
-        "minimax_m2",
-        query_bias=NEVER,
-        output_bias=NEVER,
-        mlp_bias=NEVER,
-        head_norms="whole",
-        rope_theta=5_000_000.0,
-    ),
-)
+FAMILIES = (Family("minimax_m2", query_bias=NEVER, output_bias=NEVER, mlp_bias=NEVER, head_norms="whole"),)

@@ -13,5 +13,5 @@ FAMILIES = (
         is_runnable=True,
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),
-    replace(_MISTRAL, model_type="mixtral", architectures=("MixtralForCausalLM",), rope_theta=1_000_000.0),
+    replace(_MISTRAL, model_type="mixtral", architectures=("MixtralForCausalLM",)),
 )
