@@ -20,11 +20,21 @@ def model_architectures() -> Registry:
         "model architecture",
         {
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
+            "Gemma2ForCausalLM": "quire.models.gemma:gemma2",
+            "Gemma3ForCausalLM": "quire.models.gemma:gemma3",
+            "GemmaForCausalLM": "quire.models.gemma:gemma",
+            "Glm4ForCausalLM": "quire.models.glm:glm4",
+            "GlmForCausalLM": "quire.models.dense:DenseDecoder",
+            "GraniteForCausalLM": "quire.models.granite:granite",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",
             "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
+            "Olmo2ForCausalLM": "quire.models.olmo:olmo",
+            "Olmo3ForCausalLM": "quire.models.olmo:olmo",
+            "Phi3ForCausalLM": "quire.models.dense:DenseDecoder",
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
+            "SmolLM3ForCausalLM": "quire.models.dense:DenseDecoder",
         },
     )
 
