@@ -57,6 +57,8 @@ def load_model_config(
     if impl != "quire" and path.is_file():
         raise ModelLoadError(f"{path}: GGUF files run with Quire's own model code alone, not through Transformers")
     shape = read_shape(raw, name, where)
+    if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
+        raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
     if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
         rope = read_rope(fields, shape.attention.key_dim, ARCHITECTURES[architecture].rope)
@@ -155,18 +157,21 @@ def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
     for name in names:
         if name in RUNNABLE and model_impl != "transformers":
             return str(name), "quire"
-    first = names[0][:_LONGEST_NAME]
-    runs = f"the engine runs {', '.join(RUNNABLE)} itself"
-    if model_impl == "quire":
-        raise fields.error(f"{first!r} has no code of its own here ({runs}); model_impl='auto' may run it")
-    if not has_transformers():
-        raise fields.error(f"{first!r} would run through Transformers, which is not installed: {HINT} ({runs})")
+    runs = ", ".join(RUNNABLE)
+    if model_impl != "quire" and has_transformers():
+        for name in names:
+            if knows_class(name):
+                if fields.values.get("is_encoder_decoder"):
+                    raise fields.error(f"{name} has an encoder and a decoder: such models are not supported")
+                return str(name), "transformers"
+    hint = "" if has_transformers() else f"; others may run through Transformers: {HINT}"
     for name in names:
-        if knows_class(name):
-            if fields.values.get("is_encoder_decoder"):
-                raise fields.error(f"{name} has an encoder and a decoder: such models are not supported")
-            return str(name), "transformers"
-    raise fields.error(f"unknown architecture {first!r}: {runs}, and the installed Transformers has no such class")
+        if name in ARCHITECTURES:
+            raise fields.error(
+                f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
+                f"{runs}{hint})"
+            )
+    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {runs}{hint})")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:

@@ -316,13 +316,11 @@ class _Probe:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        is_causal: bool | None = None,
         **keywords: object,
     ) -> torch.Tensor:
-        if is_causal is False or getattr(module, "is_causal", True) is False:
+        if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise ModelLoadError("its attention is not causal")
-        if s_aux is not None:
+        if keywords.get("s_aux") is not None:
             raise ModelLoadError("its attention has sinks, which only families with a file of their own have here")
         head_dim, value_dim = query.shape[3], value.shape[3]
         shape = LayerAttention(

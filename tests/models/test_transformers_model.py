@@ -165,9 +165,9 @@ def refusal(directory: Path, values: dict[str, Any], **options: Any) -> str:
 
 def test_what_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     neox = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
-    assert "has no code of its own here" in refusal(tmp_path, neox, model_impl="quire")
+    assert "unknown architecture 'GPTNeoXForCausalLM'" in refusal(tmp_path, neox, model_impl="quire")
     assert "model_impl must be one of auto, quire, transformers" in refusal(tmp_path, neox, model_impl="vllm")
-    assert "has no such class" in refusal(tmp_path, {"architectures": ["NoSuchForCausalLM"]})
+    assert "unknown architecture 'NoSuchForCausalLM'" in refusal(tmp_path, {"architectures": ["NoSuchForCausalLM"]})
     assert "an encoder and a decoder" in refusal(
         tmp_path, {"architectures": ["BartForCausalLM"], "is_encoder_decoder": True}
     )
