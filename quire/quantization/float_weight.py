@@ -55,7 +55,7 @@ class Float8Weight(QuantizedWeight):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
 
-    def __getitem__(self, which: int | slice) -> Self:
+    def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
         return replace(self, values=self.values[which], scales=self.scales[which])
 
     def columns(self, start: int, length: int) -> Self:
@@ -107,7 +107,7 @@ class Float4Weight(QuantizedWeight):
         """Input features that share a scale."""
         return MX_GROUP if self.row_scales is None else NV_GROUP
 
-    def __getitem__(self, which: int | slice) -> Self:
+    def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
         row_scales = None if self.row_scales is None else self.row_scales[which]
         return replace(self, pairs=self.pairs[which], scale_codes=self.scale_codes[which], row_scales=row_scales)
 

@@ -57,7 +57,7 @@ class IntegerWeight(QuantizedWeight):
         """Groups in each row."""
         return self.shape[1] // self.group_size
 
-    def __getitem__(self, which: int | slice) -> Self:
+    def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
         offsets = None if self.offsets is None else self.offsets[which]
         return replace(self, values=self.values[which], scales=self.scales[which], offsets=offsets)
 

@@ -24,8 +24,8 @@ class QuantizedWeight(ABC):
         """(output rows N, input features K); of a stack (experts, N, K)."""
 
     @abstractmethod
-    def __getitem__(self, which: int | slice) -> Self:
-        """These output rows, or of a stack one matrix or some, sharing memory."""
+    def __getitem__(self, which: int | slice | torch.Tensor) -> Self:
+        """These output rows, or of a stack one matrix or some; sharing memory unless they are named one by one."""
 
     @abstractmethod
     def columns(self, start: int, length: int) -> Self:
