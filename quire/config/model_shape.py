@@ -23,6 +23,9 @@ DTYPE_BYTES: Mapping[str, float] = {
 """Bytes of an element of a weight as checkpoints store it (mxfp4: with its scales)."""
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")
 """Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
+STATE_BORDER = 64
+"""Tokens. A recurrent layer keeps its state at the last multiple of it and the rows of the tokens behind, so that a
+state's bits do not depend on where steps begin and end."""
 STATE_BYTES = 4
 """Of an element of a recurrent state: it is kept in float32, whatever the weights are."""
 

@@ -42,13 +42,13 @@ def context(operations: object, linear: object) -> LayerContext:
 def torch_runner(order: str) -> PagedRunner:
     model = ToyModel(torch_context(), order)
     model.fill()
-    return PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
+    return PagedRunner(model)
 
 
 def native_runner(order: str) -> PagedRunner:
     toy = ToyModel(context(NativeOperations(), PackedLinear(WeightFormat("float32"))), order)
     toy.fill()
-    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)), state_bytes={STATE_LAYER: toy.state.state_bytes})
+    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)))
     runner.backend = NativeAttention(runner.layout, allocate_pages(runner.layout), "float32", HEADS, 2)
     return runner
 
@@ -81,11 +81,11 @@ class Planner:
 def device_runner(order: str) -> PagedRunner:
     model = ToyModel(context(DeviceOperations(), DeviceLinear(torch.float32, batch_invariant=True)), order)
     model.fill()
-    runner = PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
+    runner = PagedRunner(model)
     runner.backend = Planner(
         TritonAttention(
             runner.layout,
-            runner.pages,
+            runner.layer_pages,
             DeviceLimits(),
             num_heads=HEADS,
             dtype=torch.float32,
@@ -143,7 +143,7 @@ def test_a_step_that_crosses_snapshots_writes_those_that_single_steps_write() ->
         row = runner.add(prompt)
         for start in range(0, 150, chunk):
             runner.step([(row, min(chunk, 150 - start))], last_only=True)
-        pages.append(runner.states[STATE_LAYER][runner.rows[row].states])
+        pages.append(runner.state_pages[STATE_LAYER][runner.rows[row].tables[STATE_LAYER]])
     assert len(pages[0].unique(dim=0)) == 4, "three written pages and one that no step reached"
     assert torch.equal(pages[0], pages[1])
     assert torch.equal(pages[0], pages[2])
@@ -166,7 +166,7 @@ def test_values_of_another_width_in_a_layer() -> None:
         drawn[name] = torch.randn(slot.shape, generator=generator) / 8
         slot.load(drawn[name])
     layout = KVCacheLayout(16, 3, *group_layers([AttentionSpec(2, 16, 24, 4)], 16))
-    backend = TorchAttention(layout, [torch.full((3, 16, 2, 40), 7.0)])
+    backend = TorchAttention(layout, {0: torch.full((3, 16, 2, 40), 7.0)})
     positions = torch.arange(20)
     batch = AttentionBatch(
         torch.tensor([0, 20]),
