@@ -14,7 +14,8 @@ from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers import functional
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.layers.experts import ExpertOperations, TorchExpertOperations
+from quire.layers.functional import ConvolutionWeights, DeltaRule
 from quire.parallel.interface import ProcessGroup
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ RotationT = TypeVar("RotationT")
 StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
-class Operations(Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
+class Operations(ExpertOperations[ValueT], Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
     """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
     not depend on one another, bit by bit, but through attention and states."""
 
@@ -110,14 +111,6 @@ class Operations(Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, Step
 
     def soft_cap(self, x: ValueT, cap: float) -> ValueT:
         """cap * tanh(x / cap), computed in float32."""
-        ...
-
-    def route(self, routing: Routing, logits: ValueT) -> ValueT:
-        """[T, num_experts] -> [T, num_experts]: the weights of each token's experts, 0 for those not chosen."""
-        ...
-
-    def experts(self, weights: ExpertWeights, x: ValueT, routing: ValueT) -> ValueT:
-        """[T, size] -> [T, size]: the weighted sum of what the experts compute. routing: of `route`."""
         ...
 
     def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StepStates | None) -> ValueT:
@@ -169,7 +162,7 @@ LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable,
 """Operations as layers see them: values of one kind, whichever it is."""
 
 
-class SharedOperations:
+class SharedOperations(TorchExpertOperations):
     """The operations that torch computes in the same way on every device."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -186,12 +179,6 @@ class SharedOperations:
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
-
-    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-        return functional.route(routing, logits)
-
-    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return functional.experts(weights, x, routing)
 
     def short_convolution(
         self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
