@@ -75,7 +75,9 @@ class EngineCore:
         self._is_stepping = False
 
         started = clock.now()
-        groups, layers_per_group = group_layers(executor.load_model(), config.cache.block_size)
+        groups, layers_per_group = group_layers(
+            executor.load_model(), config.cache.block_size, config.cache.state_snapshot_interval
+        )
         loaded = clock.now()
         profile = None
         if not config.cache.is_size_given:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.model_shape import STATE_BORDER
 from quire.kv_cache.spec import LayerSpec
 
@@ -25,8 +26,6 @@ NULL_BLOCK = 0
 
 PADDING_GOAL = 0.05
 """Of the pages' bytes. Larger pages would have less padding, but leave more slots of a sequence's last block empty."""
-SNAPSHOT_INTERVAL = 1024
-"""Tokens from one snapshot of a state to the next, at least, unless the option `state_snapshot_interval` says more."""
 MOST_GROWTH = 8
 """Most times that a page is larger than it must be."""
 ALIGNMENT = 64

@@ -103,6 +103,9 @@ class Buffers:
         return self.fill(execution, (), (), ())
 
 
+NO_STATES = StateBackend(KVCacheLayout(BLOCK_SIZE, NUM_BLOCKS, (), 1), {})
+
+
 class Passes:
     """One model with its own cache and its own way of running."""
 
@@ -120,9 +123,8 @@ class Passes:
         size = config.num_heads * config.head_dim
         shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
         self.settings = settings
-        no_states = StateBackend(KVCacheLayout(BLOCK_SIZE, NUM_BLOCKS, (), 1), {})
         self.passes = CudaGraphRunner(
-            self.model, DeviceBackends(self.backend, no_states), shape, settings, self.capture
+            self.model, DeviceBackends(self.backend, NO_STATES), shape, settings, self.capture
         )
         self.buffers = Buffers()
 

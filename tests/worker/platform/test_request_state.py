@@ -200,7 +200,7 @@ class Rows:
             length = int(self.requests.lengths[row])
             assert self.arena.token_ids[row, :length].tolist() == sequence.tokens, seq_id
             assert self.requests.num_prompt_tokens[row] == sequence.num_prompt
-            assert self.requests.tables.num_blocks(row) == [len(table) for table in sequence.blocks]
+            assert self.requests.tables.num_entries(row) == [len(table) for table in sequence.blocks]
             for table, blocks in zip(self.arena.block_tables, sequence.blocks, strict=True):
                 assert table[row, : len(blocks)].tolist() == blocks, seq_id
             assert self.arena.parameters[row].tolist() == [0, sequence.seed, ~sequence.seed]

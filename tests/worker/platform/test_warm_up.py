@@ -23,6 +23,7 @@ from tests.fakes.compilations import CompilationRecorder
 from tests.fakes.host_math import HostAttention
 from tests.worker.driver import Driver, sampling_of
 from tests.worker.platform.conftest import DEVICE, MakeDriver
+from tests.worker.platform.passes import NO_STATES
 
 GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)], 16)
 
@@ -78,7 +79,7 @@ def test_attention_is_compiled_for_every_length_that_a_step_can_have(
     make_driver()
     lengths = Lengths()
     inputs = executors[0]._worker._runner._compute.inputs
-    warm_up_attention(NoModel(), lengths, inputs, 128, 512)  # type: ignore[arg-type]
+    warm_up_attention(NoModel(), DeviceBackends(lengths, NO_STATES), inputs, 128, 512)  # type: ignore[arg-type]
     assert lengths.seen == [(2, 3, 1, 128), (2, 19, 9, 128)]
 
 
