@@ -18,6 +18,7 @@ from quire.kv_cache.spec import AttentionSpec
 from quire.layers.batch import ForwardBatch
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan
+from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
 from tests.fakes.compilations import CompilationRecorder
 from tests.fakes.host_math import HostAttention
