@@ -80,7 +80,9 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
             f"{format_bytes(total_memory)} of memory"
         )
     activations = estimate_activations(config)
-    groups, layers_per_group = group_layers(layer_specs(config.model), config.cache.block_size)
+    groups, layers_per_group = group_layers(
+        layer_specs(config.model), config.cache.block_size, config.cache.state_snapshot_interval
+    )
     profile = MemoryProfile(available=total_memory - weight_bytes, activations=activations, weights=weight_bytes)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
@@ -116,7 +118,7 @@ def plan_devices(
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
     specs = device_specs(shape, cost.precision.kv, cost.layout)
-    groups, layers_per_group = group_layers(specs, config.cache.block_size)
+    groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     budget = config.cache.memory
     if budget is None:
         budget = kv_cache_bytes(
@@ -165,7 +167,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
     quantization, total = model.quantization, shape.parameters()
     if quantization is None:
         return total * model.dtype_bytes
-    table = model.vocab_size * model.hidden_size
+    table = shape.embedding_parameters
     tables = table if shape.is_tied else 2 * table
     table_bytes = model.dtype_bytes if quantization.checkpoint_format else 1
     scale_bytes = (8 if quantization.bits == 4 else 4) / (quantization.group_size or model.hidden_size)

@@ -38,6 +38,7 @@ class ModelConfig:
     hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
+    impl: what computes it: "quire", or "transformers" (modelling code of that library).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
@@ -52,6 +53,7 @@ class ModelConfig:
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
     is_multimodal: bool = False
+    impl: str = "quire"
 
     @property
     def dtype_bytes(self) -> int:
@@ -88,5 +90,7 @@ class ModelConfig:
 
     def resolved_shape(self) -> ModelShape:
         """The shape as this engine has it: what it stores weights in, and its own limit on a sequence."""
-        stored = self.dtype if self.quantization is None else f"int{self.quantization.bits}"
-        return replace(self.shape, max_model_len=self.max_model_len, dtype=stored, expert_dtype=stored)
+        stored = self.dtype if self.quantization is None else self.quantization.stored_type
+        only_experts = self.quantization is not None and self.quantization.checkpoint_format == "mxfp4"
+        dense = self.dtype if only_experts else stored
+        return replace(self.shape, max_model_len=self.max_model_len, dtype=dense, expert_dtype=stored)

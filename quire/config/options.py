@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.errors import ConfigError, nearest_name
 
@@ -20,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
+    model_impl: str = "auto"
     revision: str | None = None
     quantization: str | None = None
     max_model_len: int | None = None
@@ -34,6 +36,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_utilization: float | None = None
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    state_snapshot_interval: int = SNAPSHOT_INTERVAL
     preemption_mode: str = "recompute"
     swap_space: int | str | None = None
     kv_offload_dir: str | None = None
@@ -74,8 +77,9 @@ HELP: dict[str, str] = {
     "device": "auto (cuda where torch and the driver have it), cpu or cuda",
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
+    "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
     "revision": "branch, tag or commit of a hub id",
-    "quantization": "int8, int4, w8a8 or w4a8: quantise while loading (default: what the checkpoint brings)",
+    "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",
     "block_size": "tokens per KV block",
     "max_num_seqs": "most sequences that run at once (default: 128; 256 on cuda; at most max_num_batched_tokens)",
@@ -88,6 +92,7 @@ HELP: dict[str, str] = {
     "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",
     "num_blocks_override": "exactly this many KV blocks",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
+    "state_snapshot_interval": "tokens between cached states of recurrent layers, rounded up to whole blocks",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",
     "swap_space": "host memory for swapped requests and offloaded blocks (default where it is used: 4GiB, if free)",
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",

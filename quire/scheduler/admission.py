@@ -69,13 +69,19 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
 
 
 def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
-    """Raise PromptTooLongError when a request could not finish even alone in the pool.
+    """Raise UserError for what no request may ask for together, PromptTooLongError when a request could not finish even
+    alone in the pool.
 
     num_usable: blocks of the pool that registered prefixes neither hold nor reserve. A request that is accepted can
     always run, because the scheduler can preempt all others for it, so no request starves.
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
+    if params.use_beam_search and (request.constraint or request.pooling):
+        what = "a pooled request has no tokens" if request.pooling else "a constraint masks single tokens"
+        raise UserError(f"{what}: it takes no beam search", param="use_beam_search")
+    if request.pooling and n > 1:
+        raise UserError(f"a pooled request has one vector: {name} must be 1, not {n}", param=name)
     if n > limits.max_num_seqs:
         raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {limits.max_num_seqs}", param=name)
     needed = blocks_at_most(request, kv, limits.max_chunk)
@@ -98,7 +104,7 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     if n == 1:
         needed = kv.most_blocks(total, max_chunk)
     else:
-        needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n)
+        needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
     return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
@@ -119,7 +125,7 @@ def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     lengths = [min(length + 1, sequences[0].max_total_tokens - 1) for length in known]
     if len(lengths) == 1:
         return kv.most_blocks(lengths[0], max_chunk)
-    return kv.groups.blocks_of_siblings(num_shared_tokens(request), lengths)
+    return kv.groups.blocks_of_siblings(num_shared_tokens(request), lengths, max_chunk)
 
 
 class PrefixRegistration:

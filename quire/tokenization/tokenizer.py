@@ -180,7 +180,8 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab
     else:
         raise ModelLoadError(
             f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, *.gguf, "
-            f"{', '.join(OTHER_FILES)}); name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
+            f"{', '.join(OTHER_FILES)}); name one with the option tokenizer, or set skip_tokenizer_init to work on "
+            "token ids"
         )
     templates = _chat_templates(path, config)
     with _refusing(path, "has a tokenizer that cannot be used"):

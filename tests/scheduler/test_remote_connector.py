@@ -4,7 +4,7 @@ core with a network that delays, loses, reorders and repeats."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +16,7 @@ from quire.errors import UserError
 from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.remote import FakeRemote, remote_scheduler
-from tests.scheduler.test_state_machine import EngineMachine
+from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
 """Ten full blocks of four tokens, all but the last one's hits."""
@@ -259,6 +259,20 @@ def test_no_request_is_preempted_while_the_prefix_is_loaded() -> None:
     assert driver.tokens["running", 0] == generate_alone([3, 1, 4], max_tokens=40)[0]
 
 
+def test_as_many_loads_as_slots_do_not_idle_the_engine() -> None:
+    remote = FakeRemote(filled(), delay=30)
+    driver = start(remote, sends=False, max_num_seqs=2)
+    for salt in ("a", "b"):
+        driver.add(f"loads {salt}", [*PROMPT, ord(salt)], max_tokens=2)
+    driver.add("runs", [3, 1, 4], max_tokens=5)
+    while ("runs", 0) not in driver.finished:
+        driver.step()
+        driver.scheduler.check()
+    assert len(driver.tokens) == 1, "both others still wait"
+    driver.run()
+    assert driver.tokens["loads a", 0] == generate_alone([*PROMPT, ord("a")], max_tokens=2)[0]
+
+
 def test_ends_that_are_reported_again_change_nothing() -> None:
     remote = FakeRemote(repeats=1.0, delay=2)
     driver = start(remote, num_blocks=30)
@@ -291,36 +305,23 @@ class RemoteMachine(EngineMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(6, 40),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-        max_prefill_chunk=st.sampled_from([None, 1, 5]),
-        queue_depth=st.sampled_from([1, 2]),
-        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
-        num_host_blocks=st.sampled_from([3, 20, 200]),
+        **{**ENGINES, "num_blocks": st.integers(6, 40)},
         delay=st.integers(0, 6),
         seed=st.integers(0, 1000),
         lost=st.sampled_from([0.0, 0.1]),
         fails=st.sampled_from([0.0, 0.1, 0.5]),
         repeats=st.sampled_from([0.0, 0.5]),
     )
-    def start(self, num_host_blocks: int, delay, seed: int, lost, fails, repeats, **options) -> None:  # type: ignore[no-untyped-def]
-        if options["preemption_mode"] != "recompute":
-            options["num_host_blocks"] = num_host_blocks
-        self.config = make_config(max_model_len=64, **options)
+    def start(self, delay: int, seed: int, lost: float, fails: float, repeats: float, **options: Any) -> None:
+        self.config = engine_config(**options)
         self.remote_options = {"delay": delay, "lost": lost, "fails": fails, "repeats": repeats}
         self.remote = FakeRemote(seed=seed, **self.remote_options)
         self.sends = seed % 4 > 0
         self.begin()
 
     def begin(self) -> None:
-        self.driver = CoreDriver(self.config, remote=self.remote, make_scheduler=remote_scheduler(sends=self.sends))
-        self.requests: dict[str, dict] = {}
-        self.aborted: set[tuple[str, int | None]] = set()
-        self.prefixes: list[str] = []
-        self.max_pins = 1
+        make_scheduler = remote_scheduler(sends=self.sends)
+        self.drive(CoreDriver(self.config, remote=self.remote, make_scheduler=make_scheduler), max_pins=1)
 
     @rule(data=st.data())
     def lose_a_block(self, data: st.DataObject) -> None:
@@ -372,7 +373,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     run_state_machine_as_test(
         RemoteMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,

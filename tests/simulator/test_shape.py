@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.cli.memory_plan import plan_devices, plan_engine
 from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
@@ -139,6 +140,15 @@ def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
 def test_every_family_is_compared() -> None:
     assert {kind for kind, _ in CASES} == set(FAMILIES)
     assert all(name in ARCHITECTURES for name in RUNNABLE)
+
+
+def test_the_usual_rotation_is_transformers() -> None:
+    runnable = {kind: family for kind, family in FAMILIES.items() if family.is_runnable and kind in CONFIG_MAPPING}
+    assert len(runnable) > 5
+    for kind, family in runnable.items():
+        default = CONFIG_MAPPING[kind].default_theta
+        # Gemma 3: of the layers without a window.
+        assert family.rope.theta == (default["global"] if isinstance(default, dict) else default), kind
 
 
 ENGINES: dict[str, dict[str, Any]] = {

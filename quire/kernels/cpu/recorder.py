@@ -24,6 +24,8 @@ ROW_ALIGNMENT = 16
 """Rows begin at multiples of this many elements: a cache line."""
 ARENA = 0
 """The area that placeholders live in; areas from 1 on are given to `RecordedProgram.run`."""
+SMALLEST_PROGRAM = 64
+"""Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
 GATHER = "gather"
 """The kernel behind which a program runs over the rows that are read."""
 
@@ -70,8 +72,7 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees.
-    takes_states: the function's last argument is the states that the run brings."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -82,7 +83,6 @@ class Call:
     output: str = "out"
     first_column: int = 0
     function: TorchFunction | None = None
-    takes_states: bool = False
 
 
 @dataclass(slots=True)
@@ -93,6 +93,8 @@ class Recorder:
     keep: list[object] = field(default_factory=list)
     num_areas: int = 1
     has_gathered: bool = False
+    state_layers: list[int] = field(default_factory=list)
+    """Layers whose states the calls read and write, in the order of the plan that a run brings."""
 
     def external(self, width: int, stride: int) -> Buffer:
         """A buffer whose memory each run brings: the next area."""
@@ -128,6 +130,12 @@ class Recorder:
         self.calls.append(call)
         return call.out
 
+    def state_layer(self, layer: int) -> int:
+        """The place in a run's plan of the states of `layer`."""
+        if layer not in self.state_layers:
+            self.state_layers.append(layer)
+        return self.state_layers.index(layer)
+
     def gather(self, x: Buffer) -> Buffer:
         """The rows of `x` that are read, in its place. All that is recorded from here on is of those rows."""
         assert not x.is_gathered, "rows are gathered once"
@@ -136,18 +144,19 @@ class Recorder:
         self.calls.append(Call(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
         return out
 
-    def call_torch(
-        self, function: TorchFunction, width: int, inputs: Sequence[Buffer], *, takes_states: bool = False
-    ) -> Buffer:
+    def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
         """Leave the native program for one operation that has no kernel: `function` of the inputs' rows gives the
-        output's, `width` wide. takes_states: its last argument is what `RecordedProgram.run` is given."""
+        output's, `width` wide."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
-        self.calls.append(Call("torch", buffers, {}, out, function=function, takes_states=takes_states))
+        self.calls.append(Call("torch", buffers, {}, out, function=function))
         return out
 
-    def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
-        """Place the buffers and build the programs. result: kept whole to the end of a run."""
+    def finish_program(
+        self, result: Buffer, runtime: NativeRuntime, max_rows: int, scratch: Scratch | None = None
+    ) -> RecordedProgram:
+        """Place the buffers and build the programs. result: kept whole to the end of a run. scratch: working memory of
+        the kernels, shared with other programs (None: of its own)."""
         elements = place_buffers(self.calls, result)
         segments: list[Segment] = []
         absent = _native.Ref()
@@ -167,7 +176,7 @@ class Recorder:
             }
             refs[call.output] = _ref(call.out, max_rows, call.first_column)
             getattr(program, call.kernel)(**call.constants, **refs)
-        return RecordedProgram(segments, result, elements, max_rows, self.keep)
+        return RecordedProgram(segments, result, elements, max_rows, self.keep, scratch or Scratch())
 
     def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
         for buffer in (buffers or {}).values():
@@ -183,6 +192,11 @@ class Segment:
     program: _native.Program | None
     call: Call
     is_gathered: bool
+
+
+def rounded_rows(num_rows: int) -> int:
+    """Rows that a program for `num_rows` is made for."""
+    return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
 def place_buffers(calls: Sequence[Call], result: Buffer) -> int:
@@ -229,20 +243,46 @@ def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
     return _native.Ref(area=buffer.area, offset=first * FLOAT_BYTES, stride=buffer.stride)
 
 
+class Scratch:
+    """Working memory of kernels, which one program at a time uses."""
+
+    def __init__(self) -> None:
+        self._memory = allocate(0)
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have at least as much."""
+        if num_bytes > len(self._memory):
+            self._memory = allocate(num_bytes)
+
+    def release(self) -> None:
+        """Free the memory. Programs that use it must be recorded again."""
+        self._memory = allocate(0)
+
+
 class RecordedProgram:
     """Programs and calls of torch over one arena. Not for two runs at a time."""
 
     def __init__(
-        self, segments: Sequence[Segment], result: Buffer, elements: int, max_rows: int, keep: Sequence[object]
+        self,
+        segments: Sequence[Segment],
+        result: Buffer,
+        elements: int,
+        max_rows: int,
+        keep: Sequence[object],
+        scratch: Scratch,
     ) -> None:
         self.max_rows = max_rows
         self._segments = list(segments)
         self._keep = list(keep)
         self._arena = allocate(elements * max_rows * FLOAT_BYTES)
         programs = [segment.program for segment in segments if segment.program is not None]
-        self._scratch = allocate(max((program.scratch_bytes for program in programs), default=0))
+        scratch.reserve(max((program.scratch_bytes for program in programs), default=0))
+        self._scratch = scratch
         self._areas = [self._arena.data_ptr() if elements else 0]
-        self._scratch_address = self._scratch.data_ptr()
         if result.area == ARENA:
             self._result = self._rows(result, ())
 
@@ -254,11 +294,11 @@ class RecordedProgram:
         plans: Sequence[_native.AttentionPlan] = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
-        states: object = None,
+        states: _native.StatePlan | None = None,
     ) -> None:
         """token_ids, positions: [num_rows] int64, contiguous. externals: the external buffers' rows, float32.
-        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: for functions that
-        take them."""
+        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: a plan of
+        the recorder's `state_layers` (None: there are none)."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
@@ -266,7 +306,7 @@ class RecordedProgram:
         for segment in self._segments:
             rows = num_rows if read_rows is None or not segment.is_gathered else num_read
             if segment.program is None:
-                self._run_torch(segment.call, rows, externals, states)
+                self._run_torch(segment.call, rows, externals)
             else:
                 segment.program.run(
                     rows,
@@ -274,20 +314,20 @@ class RecordedProgram:
                     position_address,
                     plans,
                     areas,
-                    self._scratch_address,
+                    self._scratch.address,
                     read_address,
                     num_read,
+                    states,
                 )
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result[:num_rows]
 
-    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor], states: object) -> None:
+    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
         assert call.function is not None, "a segment without a program is a call of torch"
         inputs = [self._rows(each, externals)[:num_rows] for each in call.buffers.values() if each is not None]
-        computed = call.function(*inputs, states) if call.takes_states else call.function(*inputs)
-        self._rows(call.out, externals)[:num_rows].copy_(computed)
+        self._rows(call.out, externals)[:num_rows].copy_(call.function(*inputs))
 
     def _rows(self, buffer: Buffer, externals: Sequence[torch.Tensor]) -> torch.Tensor:
         """The memory of a buffer, [max_rows, width]; of an external one, what the run brought."""
