@@ -24,6 +24,9 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  void add(const RouteArgs& args);
+  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(ExpertsArgs args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -41,7 +44,7 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>>;
 
   void require_all_rows() const;
 
