@@ -176,9 +176,11 @@ void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_ro
   alignas(64) float sums[Method::kRows * kPanel];
   Tile call;
   call.panel = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
-  call.scales = weight.scales ? weight.scales + panel * groups * kPanel : nullptr;
+  const int64_t scales = weight.type == WeightType::kNVFP4 ? 1 : groups;
+  call.scales = weight.scales ? weight.scales + panel * scales * kPanel : nullptr;
   call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
+  call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
   for (int64_t tile = first; tile < end; ++tile, x += plan.tile_bytes) {
