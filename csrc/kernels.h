@@ -181,15 +181,15 @@ struct RouteArgs {
   Ref out;  // [rows, 2 top_k]: numbers of experts, ascending, then their weights
 };
 
-enum class Elementwise : int32_t { kAdd = 0, kMultiply, kScale, kSoftCap, kGateRows };
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap, kGateRows };
 
-// out = x + y, x * y, factor * x, factor * tanh(x / factor), or x * sigmoid(y[0]).
+// out = x + y, x * y, x * sigmoid(y), factor * x, factor * tanh(x / factor), or x * sigmoid(y[0]).
 struct ElementwiseArgs {
   Elementwise kind = Elementwise::kAdd;
   float factor = 1;
   int64_t width = 0;
   Ref x;
-  Ref y;    // of the first two; of the last one element a row
+  Ref y;    // of the first three; of the last one element a row
   Ref out;  // may be the same place as x or y
 };
 

@@ -12,10 +12,14 @@ def model_architectures() -> Registry:
         "model architecture",
         {
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
+            "GptOssForCausalLM": "quire.models.gpt_oss:GptOssForCausalLM",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",
+            "MixtralForCausalLM": "quire.models.mixture:MixtureLlama",
             "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen2MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen3MoeForCausalLM": "quire.models.mixture:MixtureLlama",
         },
     )

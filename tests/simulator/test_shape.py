@@ -147,6 +147,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": LLAMA,
     "GPT2LMHeadModel": GPT2,
     "OPTForCausalLM": OPT,
+    "MixtralForCausalLM": LLAMA | LOCAL,
+    "Qwen2MoeForCausalLM": LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
+    "Qwen3MoeForCausalLM": HEADS | MOE,
+    "GptOssForCausalLM": HEADS | LOCAL | {"sliding_window": 16},
 }
 
 

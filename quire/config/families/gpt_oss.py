@@ -7,6 +7,8 @@ FAMILIES = (
     Family(
         "gpt_oss",
         ("GptOssForCausalLM",),
+        is_runnable=True,
+        has_experts=True,
         query_bias=_BIAS,
         output_bias=_BIAS,
         mlp_bias=NEVER,

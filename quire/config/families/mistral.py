@@ -13,5 +13,11 @@ FAMILIES = (
         is_runnable=True,
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),
-    replace(_MISTRAL, model_type="mixtral", architectures=("MixtralForCausalLM",)),
+    replace(
+        _MISTRAL,
+        model_type="mixtral",
+        architectures=("MixtralForCausalLM",),
+        is_runnable=True,
+        has_experts=True,
+    ),
 )
