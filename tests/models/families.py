@@ -28,6 +28,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.models.dense_families import DENSE_FAMILIES
+
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -152,4 +154,5 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
     "gpt-oss": lambda: gpt_oss(swiglu_limit=0.8),
+    **DENSE_FAMILIES,
 }
