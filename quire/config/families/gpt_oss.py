@@ -1,6 +1,7 @@
 """GPT-OSS: sinks, a window in every other layer, experts with biases."""
 
 from quire.config.families.family import NEVER, Bias, Family
+from quire.config.rope import RopeDefaults
 
 _BIAS = Bias("attention_bias", True)
 FAMILIES = (
@@ -15,5 +16,6 @@ FAMILIES = (
         windows=2,
         expert_bias=True,
         has_sinks=True,
+        rope=RopeDefaults(theta=150_000.0),
     ),
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quire.config.families.family import NEVER, Family
+from quire.config.rope import RopeDefaults
 
 _MISTRAL = Family("", query_bias=NEVER, output_bias=NEVER, mlp_bias=NEVER, windows="everywhere")
 FAMILIES = (
@@ -19,5 +20,6 @@ FAMILIES = (
         architectures=("MixtralForCausalLM",),
         is_runnable=True,
         has_experts=True,
+        rope=RopeDefaults(theta=1_000_000.0),
     ),
 )
