@@ -27,6 +27,10 @@ class Program {
   void add(const RouteArgs& args);
   // Throws std::invalid_argument for experts whose matrices do not fit together.
   void add(ExpertsArgs args);
+  // Throws std::invalid_argument for shapes that the kernels do not have.
+  void add(const ConvolutionArgs& args);
+  void add(const DeltaArgs& args);
+  void add(const GatedNormArgs& args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -44,7 +48,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>,
+                          Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
 
   void require_all_rows() const;
 
@@ -59,6 +64,8 @@ class Program {
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
   std::vector<EmbedArgs> embeddings_;
+  // Layer and bytes of a page that a kernel of a state needs.
+  std::vector<std::pair<int64_t, int64_t>> states_;
 };
 
 }  // namespace quire
