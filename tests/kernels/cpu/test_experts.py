@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,32 +22,40 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrices(kind: str, *, bias: bool = False) -> tuple[list[PackedMatrix], list[PackedMatrix]]:
+@dataclass(frozen=True)
+class Case:
+    """Matrices of a kind of `linear_calls`, and what is done besides multiplying by them."""
+
+    kind: str
+    gate_up: list[PackedMatrix]
+    down: list[PackedMatrix]
+    limit: float = 0.0
+    weighs_input: bool = False
+
+
+def make_case(kind: str, *, bias: bool = False, limit: float = 0.0, weighs_input: bool = False) -> Case:
     def make(inputs: int, outputs: int, seed: int, *, is_gated: bool) -> PackedMatrix:
         options = {"group_size": 8, "offsets": kind.startswith("i4")} if kind[0] == "i" else {}
         return random_matrix(kind, inputs, outputs, gated=is_gated, bias=bias, seed=seed, **options)
 
     gate_up = [make(SIZE, 2 * INTERMEDIATE, 10 + e, is_gated=True) for e in range(EXPERTS)]
-    return gate_up, [make(INTERMEDIATE, SIZE, 50 + e, is_gated=False) for e in range(EXPERTS)]
+    down = [make(INTERMEDIATE, SIZE, 50 + e, is_gated=False) for e in range(EXPERTS)]
+    return Case(kind, gate_up, down, limit, weighs_input)
 
 
 def run_experts(
-    gate_up: list[PackedMatrix],
-    down: list[PackedMatrix],
+    case: Case,
     x: torch.Tensor,
     routing: torch.Tensor,
     residual: torch.Tensor | None,
     *,
     isa: str,
-    kind: str = "f32",
     threads: int = 2,
     in_place: bool = False,
-    limit: float = 0.0,
-    weighs_input: bool = False,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = len(x)
-    program = _native.Program(isa, pool(threads), rows + rows % 3 * 20, precision_of(kind))
+    program = _native.Program(isa, pool(threads), rows + rows % 3 * 20, precision_of(case.kind))
     areas = [GuardedRows(rows, SIZE, x), GuardedRows(rows, routing.shape[1], routing), GuardedRows(rows, SIZE)]
     areas.append(GuardedRows(rows, SIZE, residual))
     if in_place:
@@ -57,14 +66,14 @@ def run_experts(
         return [matrix.bias.data_ptr() for matrix in part if matrix.bias is not None]
 
     program.experts(
-        gate_up=[matrix.as_native() for matrix in gate_up],
-        down=[matrix.as_native() for matrix in down],
-        gate_up_bias=biases(gate_up),
-        down_bias=biases(down),
+        gate_up=[matrix.as_native() for matrix in case.gate_up],
+        down=[matrix.as_native() for matrix in case.down],
+        gate_up_bias=biases(case.gate_up),
+        down_bias=biases(case.down),
         top_k=routing.shape[1] // 2,
-        activation=Activation.QUICK_GELU if limit else Activation.SILU,
-        limit=limit,
-        weighs_input=weighs_input,
+        activation=Activation.QUICK_GELU if case.limit else Activation.SILU,
+        limit=case.limit,
+        weighs_input=case.weighs_input,
         counts=0 if counts is None else counts.data_ptr(),
         x=places[0],
         routing=places[1],
@@ -80,31 +89,22 @@ def run_experts(
     return areas[2].values.clone()
 
 
-def one_by_one(
-    kind: str,
-    isa: str,
-    gate_up: list[PackedMatrix],
-    down: list[PackedMatrix],
-    x: torch.Tensor,
-    routing: torch.Tensor,
-    *,
-    limit: float = 0.0,
-    weighs_input: bool = False,
-) -> torch.Tensor:
+def one_by_one(case: Case, x: torch.Tensor, routing: torch.Tensor, isa: str) -> torch.Tensor:
     """Float64 sums of what native linear layers give for each row and expert."""
-    top_k, precision = routing.shape[1] // 2, precision_of(kind)
+    top_k, precision = routing.shape[1] // 2, precision_of(case.kind)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, place in itertools.product(range(len(x)), range(top_k)):
         expert, share = int(routing[token, place]), routing[token, top_k + place]
-        row = x[token : token + 1] * (share if weighs_input else 1.0)
-        if limit:
-            both = row.double() @ gate_up[expert].dequantize().double().T
-            gate, up = (both + _bias(gate_up[expert])).chunk(2, dim=1)
-            inner = gated(Gating("quick_gelu", limit), gate, up).float()
+        row = x[token : token + 1] * (share if case.weighs_input else 1.0)
+        wide = case.gate_up[expert]
+        if case.limit:
+            both = row.double() @ wide.dequantize().double().T
+            gate, up = (both + _bias(wide)).chunk(2, dim=1)
+            inner = gated(Gating("quick_gelu", case.limit), gate, up).float()
         else:
-            inner = run_linear(gate_up[expert], row, isa=isa, activation=Activation.SILU, precision=precision)
-        result = run_linear(down[expert], inner, isa=isa, precision=precision)
-        out[token] += result[0].double() * (1.0 if weighs_input else float(share))
+            inner = run_linear(wide, row, isa=isa, activation=Activation.SILU, precision=precision)
+        result = run_linear(case.down[expert], inner, isa=isa, precision=precision)
+        out[token] += result[0].double() * (1.0 if case.weighs_input else float(share))
     return out
 
 
@@ -115,55 +115,54 @@ def _bias(matrix: PackedMatrix) -> torch.Tensor:
 
 @each_case
 def test_experts_are_linear_layers_over_their_rows(kind: str, isa: str) -> None:
-    gate_up, down = matrices(kind)
+    case = make_case(kind)
     x, residual = randn(29, SIZE), randn(29, SIZE, seed=1)
     logits = randn(29, EXPERTS, seed=2)
     logits[:, 4] = -50  # an expert that no row chose
     routing = route(Routing(EXPERTS, 2), logits)
     counts = torch.full((EXPERTS,), 100)
-    actual = run_experts(gate_up, down, x, routing, residual, isa=isa, kind=kind, counts=counts)
-    expected = one_by_one(kind, isa, gate_up, down, x, routing) + residual.double()
+    actual = run_experts(case, x, routing, residual, isa=isa, counts=counts)
+    expected = one_by_one(case, x, routing, isa) + residual.double()
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
     assert counts.tolist() == [100 + int((routing[:, :2] == expert).sum()) for expert in range(EXPERTS)]
-    assert torch.equal(run_experts(gate_up, down, x, routing, residual, isa=isa, kind=kind, in_place=True), actual)
+    assert torch.equal(run_experts(case, x, routing, residual, isa=isa, in_place=True), actual)
     for threads, rows in ((1, slice(0, 1)), (3, slice(5, 21))):
-        part = run_experts(gate_up, down, x[rows], routing[rows], residual[rows], isa=isa, kind=kind, threads=threads)
+        part = run_experts(case, x[rows], routing[rows], residual[rows], isa=isa, threads=threads)
         assert torch.equal(part, actual[rows]), "a row has the same bits whatever else is computed"
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("limit", "weighs_input"), [(0.8, False), (0.0, True)])
 def test_biases_limits_and_weighted_inputs(isa: str, limit: float, weighs_input: bool) -> None:
-    gate_up, down = matrices("f32", bias=True)
+    case = make_case("f32", bias=True, limit=limit, weighs_input=weighs_input)
     x = randn(14, SIZE)
     routing = route(Routing(EXPERTS, 3, renormalise=False), randn(14, EXPERTS, seed=2))
-    options = {"limit": limit, "weighs_input": weighs_input}
-    actual = run_experts(gate_up, down, x, routing, None, isa=isa, **options)
-    expected = one_by_one("f32", isa, gate_up, down, x, routing, **options)
+    actual = run_experts(case, x, routing, None, isa=isa)
+    expected = one_by_one(case, x, routing, isa)
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_many_rows_for_one_expert_and_every_expert_for_each_row() -> None:
-    gate_up, down = matrices("f32")
+    case = make_case("f32")
     isa, x = ISAS[0], randn(150, SIZE)
     for top_k in (1, EXPERTS):
         logits = randn(150, EXPERTS, seed=2)
         logits[:, 3] += 50
         routing = route(Routing(EXPERTS, top_k), logits)
-        actual = run_experts(gate_up, down, x, routing, None, isa=isa)
-        expected = one_by_one("f32", isa, gate_up, down, x, routing)
+        actual = run_experts(case, x, routing, None, isa=isa)
+        expected = one_by_one(case, x, routing, isa)
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
-        alone = run_experts(gate_up, down, x[77:78], routing[77:78], None, isa=isa)
+        alone = run_experts(case, x[77:78], routing[77:78], None, isa=isa)
         assert torch.equal(alone, actual[77:78])
 
 
 def test_matrices_that_do_not_fit_together_are_refused() -> None:
-    gate_up, down = matrices("f32")
+    case = make_case("f32")
     x, routing = randn(2, SIZE), torch.zeros(2, 4)
     with pytest.raises(ValueError, match="experts do not fit together"):
-        run_experts(gate_up[:3], down, x, routing, None, isa=ISAS[0])
+        run_experts(replace(case, gate_up=case.gate_up[:3]), x, routing, None, isa=ISAS[0])
     with pytest.raises(ValueError, match="experts do not fit together"):
-        run_experts(down, down, x, routing, None, isa=ISAS[0])
+        run_experts(replace(case, gate_up=case.down), x, routing, None, isa=ISAS[0])
 
 
 def run_route(routing: Routing, logits: torch.Tensor, isa: str) -> torch.Tensor:
