@@ -189,12 +189,15 @@ def of(steady: dict[str, dict[Any, Any]], *numbers: int) -> dict[Any, Any]:
 def test_a_hit_ends_at_the_last_snapshot_that_a_step_crossed(
     model_path: Path, steady: dict[str, dict[Any, Any]], queue_depth: int
 ) -> None:
-    engine = Engine(ToyOnCpu, model_path, **CPU["native"], queue_depth=queue_depth)
-    core, first, second, third, *_ = engine.core, *requests()
+    """Also at one that no sequence needed any more when the step that crossed it had its result."""
+    engine = Engine(ToyOnCpu, model_path, **CPU["native"], queue_depth=queue_depth, max_num_batched_tokens=150)
+    core, (first, second, third, *_) = engine.core, requests()
     assert engine.run([first]) == of(steady, 0)
     assert core.stats().prefix_cache_hits_total == 0
+    engine.run([request(7, PREFIX[: INTERVAL + 9], 2)])
+    assert core.stats().prefix_cache_hits_total == INTERVAL
     assert engine.run([second, third]) == of(steady, 1, 2)
-    assert core.stats().prefix_cache_hits_total == 4 * INTERVAL
+    assert core.stats().prefix_cache_hits_total == 5 * INTERVAL
     core.shutdown()
 
 
