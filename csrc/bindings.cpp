@@ -117,7 +117,7 @@ void bind_program(nb::module_& module) {
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
-             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out) {
+             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -139,11 +139,13 @@ void bind_program(nb::module_& module) {
             args.rotation = rotation;
             args.qkv = qkv;
             args.out = out;
+            args.writes = writes;
+            args.attends = out.present();
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
-          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a = Ref(), "writes"_a = true)
       .def(
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,

@@ -177,8 +177,11 @@ struct AttentionArgs {
   const float* key_norm = nullptr;
   float norm_epsilon = 0;
   int64_t rotary_dim = 0;  // 0: no rotation
+  bool writes = true;      // keys and values, to the rows' slots
+  bool attends = true;     // over what the pages then hold
   Ref rotation;            // as RotationArgs::out
-  Ref qkv;                 // [rows, (num_heads + 2 num_kv_heads) * head_dim]; query heads are changed in place
+  Ref qkv;                 // [rows, num_heads * head_dim if it attends + 2 num_kv_heads * head_dim if it writes]: query,
+                           // key and value heads, changed in place
   Ref out;                 // [rows, num_heads * head_dim]
 };
 

@@ -75,6 +75,7 @@ void Program::add(AttentionArgs args) {
   args.precision = precision_;
   attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
+  if (!args.attends) return;
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
 }

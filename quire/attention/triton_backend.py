@@ -111,6 +111,8 @@ class _LayerKernels:
         self.group = group
         self.pages = pages
         self.prepare = HeadPreparation(heads, pages).run
+        self.prepare_queries = HeadPreparation(heads, pages, writes=False).run
+        self.write = HeadPreparation(heads, pages, attends=False).run
         self._scratch = scratch
         self._varlen: dict[Tiles, VarlenAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
@@ -148,15 +150,33 @@ class TritonAttentionStep:
         out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Padding rows are not
         written. Causal: a token sees positions up to its own, of its own sequence.
         """
-        shape = heads.shape
         layer = self._backend.layer(heads)
-        if out is None:
-            out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
+        return self._attend(layer, qkv, out)
+
+    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
+        """The first half of `attend`. key_value: [T, 2 num_kv_heads * head_dim], contiguous, used up."""
+        layer = self._backend.layer(heads)
+        layer.write(key_value, rotation, self._batch.slot_mapping[layer.group])
+
+    def attend_cached(
+        self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half. query: [T, num_heads * head_dim], contiguous, used up."""
+        layer = self._backend.layer(heads)
+        layer.prepare_queries(query, rotation, self._batch.slot_mapping[layer.group])
+        return self._attend(layer, query, out)
+
+    def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """query: [T, at least num_heads * head_dim], heads first."""
+        shape = layer.heads.shape
+        if out is None:
+            size = (query.shape[0], shape.num_heads * shape.head_dim)
+            out = torch.empty(size, dtype=query.dtype, device=query.device)
         if shape.window not in self._kernels:
             self._kernels[shape.window] = self._backend.kernels(self._batch, shape.window)
         tiles, split = self._kernels[shape.window]
-        work = PagedAttention(qkv, layer.pages, out, self._batch, layer.group, shape)
+        work = PagedAttention(query, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
             layer.split(split).run(work, split)
         if tiles is not None:

@@ -54,7 +54,7 @@ def load_model_config(
     shape = read_shape(raw, name, _where(path))
     longest = usual = shape.max_model_len
     if ARCHITECTURES[architecture].position_rows is None:
-        rope = read_rope(fields, shape.attention.key_dim)
+        rope = read_rope(fields, shape.attention.rotated_dim)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(

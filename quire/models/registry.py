@@ -11,6 +11,8 @@ def model_architectures() -> Registry:
     return Registry(
         "model architecture",
         {
+            "DeepseekV2ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
+            "DeepseekV3ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",

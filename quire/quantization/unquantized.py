@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.matmul import row_linear
+from quire.kernels.matmul import row_head_linear, row_linear
 from quire.quantization.integer_weight import WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 
 
 @dataclass(frozen=True, slots=True)
 class PlainParameters:
-    """weight: [out_features, in_features]; bias: [out_features] or None."""
+    """weight: [heads * out_features, in_features]; bias: [out_features] or None."""
 
     shape: LinearShape
     weight: torch.Tensor
@@ -31,7 +31,7 @@ class UnquantizedLinear:
         self._dtype = dtype
 
     def create(self, shape: LinearShape) -> PlainParameters:
-        size = (shape.out_features, shape.in_features)
+        size = (shape.heads * shape.out_features, shape.in_features)
         weight = torch.empty(size, dtype=self._dtype, device=shape.device)
         bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
         return PlainParameters(shape, weight, bias)
@@ -45,6 +45,9 @@ class UnquantizedLinear:
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         shape = parameters.shape
+        if shape.heads > 1:
+            out = row_head_linear(x, parameters.weight.unflatten(0, (shape.heads, -1)))
+            return out if residual is None else residual + out
         out = row_linear(x, parameters.weight, parameters.bias)
         if shape.gated:
             assert shape.activation is not None, "a gate has an activation"

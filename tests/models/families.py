@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -69,6 +73,27 @@ def qwen3(**options: object) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 16, **options}))
 
 
+LATENT = {
+    **SMALL,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 40,
+    "first_k_dense_replace": 3,
+}
+
+
+def deepseek_v2(**options: object) -> PreTrainedModel:
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**{**LATENT, **options}))
+
+
+def deepseek_v3(**options: object) -> PreTrainedModel:
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**LATENT, **options}))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": gpt2,
     "gpt2-variant": lambda: gpt2(
@@ -77,6 +102,20 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "opt-350m": lambda: opt(word_embed_proj_dim=32, do_layer_norm_before=False, activation_function="gelu"),
     "opt-bare": lambda: opt(enable_bias=False, layer_norm_elementwise_affine=False, tie_word_embeddings=False),
+    "deepseek-v2": lambda: deepseek_v2(q_lora_rank=None),
+    "deepseek-v2-biases": lambda: deepseek_v2(attention_bias=True, mlp_bias=True),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-plain": lambda: deepseek_v3(q_lora_rank=None, rope_interleave=False, attention_bias=True),
+    "deepseek-v3-yarn": lambda: deepseek_v3(
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        }
+    ),
     "llama-wide": lambda: llama(hidden_size=64, intermediate_size=128, num_attention_heads=4),
     "llama": lambda: llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=12),

@@ -3,6 +3,13 @@
 from quire.config.families.family import NEVER, Family
 
 FAMILIES = (
-    Family("deepseek_v2", ("DeepseekV2ForCausalLM",)),
-    Family("deepseek_v3", ("DeepseekV3ForCausalLM",), aliases=("kimi_k2",), mlp_bias=NEVER),
+    Family("deepseek_v2", ("DeepseekV2ForCausalLM",), is_runnable=True, has_latents=True),
+    Family(
+        "deepseek_v3",
+        ("DeepseekV3ForCausalLM",),
+        aliases=("kimi_k2",),
+        is_runnable=True,
+        has_latents=True,
+        mlp_bias=NEVER,
+    ),
 )

@@ -64,7 +64,8 @@ class Family:
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
     layer_types: what config.json may call a layer.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
+    has_sinks: an attention sink for each head. has_latents: the engine runs its
+    latent attention. has_shared_gate: a gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -101,6 +102,7 @@ class Family:
     position_rows: int | None = None
     expert_bias: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
     has_shared_gate: bool = False
     shares_expert: bool = False
     sparse_from: int = 0
@@ -168,7 +170,7 @@ class Family:
     def _attention(self, fields: Fields, hidden: int) -> Callable[[int | None], Layer]:
         """A layer of attention by its window."""
         num_heads = first(fields, *self.num_heads, maximum=MAX_HEADS)
-        if fields.values.get("kv_lora_rank") is not None and not self.is_runnable:
+        if self.has_latents or (fields.values.get("kv_lora_rank") is not None and not self.is_runnable):
             latent = self._latent(fields, hidden, num_heads)
             return lambda window: latent
         num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads) if self.num_kv_heads else num_heads

@@ -110,12 +110,13 @@ class Recorder:
         *,
         over: Buffer | None = None,
         in_place: bool = False,
+        output: str = "out",
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
         (in_place: always; no later kernel may)."""
-        call = Call(kernel, buffers or {}, constants, self._output(width, buffers), over, in_place)
+        call = Call(kernel, buffers or {}, constants, self._output(width, buffers), over, in_place, output)
         self.calls.append(call)
         return call.out
 
