@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
+from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
@@ -48,10 +48,11 @@ def load_model_config(
     model cannot reach.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
-    raw = _read_described(path)
-    fields = Fields(raw, _where(path))
+    raw, key = language_model(_read_described(path))
+    where = ": ".join(filter(None, (_where(path), key)))
+    fields = Fields(raw, where)
     architecture = _architecture(fields)
-    shape = read_shape(raw, name, _where(path))
+    shape = read_shape(raw, name, where)
     longest = usual = shape.max_model_len
     if ARCHITECTURES[architecture].position_rows is None:
         rope = read_rope(fields, shape.attention.rotated_dim)
@@ -70,6 +71,7 @@ def load_model_config(
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
         quantization=read_quantization(fields),
+        is_multimodal=bool(key),
     )
 
 
@@ -145,14 +147,13 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in RUNNABLE:
             return str(name)
-    known = ", ".join(RUNNABLE)
     for name in names:
         if name in ARCHITECTURES:
             raise fields.error(
                 f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
-                f"{known})"
+                f"{', '.join(RUNNABLE)})"
             )
-    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {known})")
+    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {', '.join(RUNNABLE)})")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:

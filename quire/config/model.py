@@ -35,8 +35,10 @@ class ModelConfig:
     kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
-    hf: the parsed config.json, read-only, for what only one family needs.
+    hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
+    of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
+    is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
+    is_multimodal: bool = False
 
     @property
     def dtype_bytes(self) -> int:

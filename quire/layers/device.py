@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
-from quire.layers import functional
 from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
-from quire.layers.functional import ExpertWeights
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 
@@ -32,9 +29,6 @@ class DeviceOperations(DeviceCacheOperations, SharedOperations):
 
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
         return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
-
-    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return functional.experts_without_waiting(weights, x, routing, matmul)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

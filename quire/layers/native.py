@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from quire.attention.interface import StateStep
+from quire.attention.device_batch import StepStates
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
-from quire.layers import functional
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.layers import experts, functional
+from quire.layers.experts import Routing
+from quire.layers.functional import ConvolutionWeights, DeltaRule
 from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
 from quire.parallel.interface import ProcessGroup
@@ -63,17 +64,17 @@ class NativeOperations(NativeCacheOperations):
         return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
 
     def route(self, routing: Routing, logits: Buffer) -> Buffer:
-        return logits.recorder.call_torch(partial(functional.route, routing), logits.width, [logits])
+        return logits.recorder.call_torch(partial(experts.route, routing), 2 * routing.top_k, [logits])
 
-    def experts(self, weights: ExpertWeights, x: Buffer, routing: Buffer) -> Buffer:
-        return x.recorder.call_torch(partial(functional.experts, weights), x.width, [x, routing])
+    def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
+        return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
 
-    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StateStep | None) -> Buffer:
+    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
         function = partial(functional.short_convolution, weights)
         return x.recorder.call_torch(function, x.width, [x], takes_states=True)
 
     def gated_delta_rule(
-        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StateStep | None
+        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StepStates | None
     ) -> Buffer:
         function, width = partial(functional.gated_delta_rule, rule), rule.num_heads * rule.value_dim
         return inputs[0].recorder.call_torch(function, width, inputs, takes_states=True)

@@ -1,4 +1,4 @@
-"""Routers, experts, short convolutions and gated delta rules against the same thing written out in float64."""
+"""Short convolutions and gated delta rules against the same thing written out in float64."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention.interface import StateStep
-from quire.kernels.matmul import row_linear
 from quire.layers import functional
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing, StatePart
+from quire.layers.functional import ConvolutionWeights, DeltaRule, StatePart
 
 LENGTHS = [9, 1, 14]
 CHUNKS = [[9, 1, 14], [1, 0, 3], [4, 1, 10], [2, 0, 5]]
@@ -38,48 +37,8 @@ def state_step(step: list[tuple[int, int, int]], page: torch.Tensor) -> StateSte
     starts = [0]
     for _, _, count in step:
         starts.append(starts[-1] + count)
-    slots = torch.tensor([2 * sequence + 1 for sequence, _, _ in step])
-    begins = torch.tensor([first == 0 for _, first, _ in step])
-    return StateStep(starts, slots, begins, {3: page})
-
-
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-def test_routing(scoring: str, renormalise: bool, biased: bool) -> None:
-    logits, bias = randn(40, 7), 0.3 * randn(7, seed=1) if biased else None
-    logits[5] = 1.0  # equal scores: the first experts
-    routing = Routing(7, 3, scoring, renormalise, 2.5, bias)
-    actual = functional.route(routing, logits)
-    for token, row in enumerate(logits.double()):
-        scores = torch.softmax(row, 0) if scoring == "softmax" else torch.sigmoid(row)
-        preference = scores if bias is None else scores + bias.double()
-        chosen = sorted(range(7), key=lambda expert: (-float(preference[expert]), expert))[:3]
-        total = scores[chosen].sum() if renormalise else 1.0
-        expected = torch.zeros(7, dtype=torch.float64)
-        expected[chosen] = 2.5 * scores[chosen] / total
-        torch.testing.assert_close(actual[token].double(), expected, rtol=1e-5, atol=1e-6)
-        assert (actual[token] != 0).sum() == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts(dtype: torch.dtype) -> None:
-    weights = ExpertWeights((randn(5, 24, 16) / 4).to(dtype), (randn(5, 16, 12, seed=1) / 4).to(dtype), "silu")
-    x = randn(33, 16, seed=2).to(dtype)
-    routing = functional.route(Routing(5, 2), randn(33, 5, seed=3))
-    routing[:, 4] = 0  # an expert that no token chose
-    expected = torch.zeros(33, 16, dtype=torch.float64)
-    for expert in range(5):
-        gate, up = (x.double() @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
-        result = (F.silu(gate) * up) @ weights.down[expert].double().T
-        expected += routing[:, expert, None].double() * result
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    actual = functional.experts(weights, x, routing)
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
-    every = functional.experts_without_waiting(weights, x, routing, row_linear)
-    assert torch.equal(every, actual)
-    assert torch.equal(functional.experts(weights, x[7:8], routing[7:8]), actual[7:8])
+    tables = torch.tensor([[2 * sequence + 1] for sequence, _, _ in step], dtype=torch.int32)
+    return StateStep(starts, torch.tensor([first for _, first, _ in step]), {3: tables}, 64, {3: page})
 
 
 @pytest.mark.parametrize("counts", CHUNKS)

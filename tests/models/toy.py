@@ -15,8 +15,10 @@ from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing, StatePart
+from quire.layers.experts import Gating, Routing
+from quire.layers.functional import ConvolutionWeights, DeltaRule, StatePart
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotaryFrequencies, RotationTable
 from quire.models.checkpoint_names import CheckpointNames
@@ -29,29 +31,11 @@ STATE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 8, 12, 4
 STATE_LAYER = 2
 
 
-class Mixture:
-    """x -> residual + the weighted sum of TOP_K gated experts."""
+NAMES = ExpertNames(router="router", fused_gate_up="gate_up", fused_down="down")
 
-    def __init__(self, context: LayerContext) -> None:
-        self._operations = context.operations
-        self._router = ColumnParallelLinear(SIZE, (EXPERTS,), bias=False, context=context)
-        self._routing = Routing(EXPERTS, TOP_K)
-        empty = partial(torch.empty, dtype=context.dtype, device=context.device)
-        self._weights = ExpertWeights(
-            empty(EXPERTS, 2 * INTERMEDIATE, SIZE), empty(EXPERTS, SIZE, INTERMEDIATE), "silu"
-        )
 
-    def __call__(self, x: Value, residual: Value) -> Value:
-        routing = self._operations.route(self._routing, self._router(x))
-        return self._operations.add(residual, self._operations.experts(self._weights, x, routing))
-
-    def slots(self) -> WeightSlots:
-        weights = self._weights
-        return {
-            **self._router.slots(("router",)),
-            "gate_up": plain_slot(weights.gate_up),
-            "down": plain_slot(weights.down),
-        }
+def mixture(context: LayerContext) -> MixtureOfExperts:
+    return MixtureOfExperts(MixtureShape(SIZE, INTERMEDIATE), Routing(EXPERTS, TOP_K), Gating("silu"), context)
 
 
 class AttentionLayer:
@@ -61,7 +45,7 @@ class AttentionLayer:
         self._attention = Attention(
             SIZE, shape, qkv_bias=False, output_bias=False, context=context, has_sinks=window is None
         )
-        self._mixture = Mixture(context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -77,7 +61,7 @@ class AttentionLayer:
             **prefixed("norm", self._norm.slots()),
             **prefixed("second", self._second.slots()),
             **prefixed("attention", self._attention.slots(("q", "k", "v"), "o")),
-            **prefixed("mixture", self._mixture.slots()),
+            **prefixed("mixture", self._mixture.slots(NAMES)),
         }
 
 
@@ -108,7 +92,7 @@ class StateLayer:
         self._rule = DeltaRule(STATE_HEADS, KEY_DIM, VALUE_DIM, part)
         self.state_bytes = offset + part.nbytes
         self._output = RowParallelLinear(widths["v"], SIZE, bias=False, context=context)
-        self._mixture = Mixture(context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -137,7 +121,7 @@ class StateLayer:
             slots |= projection.slots((name,))
         for name, weights in self._convolutions.items():
             slots[f"{name}.kernel"] = plain_slot(weights.kernel)
-        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots())}
+        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots(NAMES))}
 
 
 class ToyModel(Decoder):

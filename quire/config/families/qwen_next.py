@@ -42,13 +42,13 @@ FAMILIES = (
     replace(
         _NEXT,
         model_type="qwen3_5_text",
-        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        architectures=("Qwen3_5ForCausalLM",),
         aliases=("qwen3_5",),
     ),
     replace(
         _NEXT,
         model_type="qwen3_5_moe_text",
-        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
     ),
 )
