@@ -1,6 +1,7 @@
 // Linear layers over packed weights, every type. Compiled once for each instruction set.
 #include "linear_bf16.h"
 #include "linear_driver.h"
+#include "linear_heads.h"
 #include "linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
@@ -15,6 +16,15 @@ struct Panels {
   }
   static void multiply(const Tile& tile, int64_t rows) { tile_kernels(*tile.weight)[rows - 1](tile); }
 };
+
+void heads(const HeadsArgs& args, const Step& step, Team& team) {
+  run_heads(args, step, team, [](const LinearArgs& own, const Step& part, std::byte* packed) {
+#if defined(QUIRE_BF16_DOT)
+    if (multiplies_bf16(own)) return run_head<Bf16Pairs>(own, part, packed);
+#endif
+    run_head<Panels>(own, part, packed);
+  });
+}
 
 #if defined(QUIRE_BF16_DOT)
 void linear(const LinearArgs& args, const Step& step, Team& team) {
@@ -31,6 +41,6 @@ constexpr auto linear_scratch = scratch_for<Panels>;
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, heads};
 
 }  // namespace quire::QUIRE_ISA

@@ -153,9 +153,11 @@ std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
   return with > without ? with : without;
 }
 
+void heads(const HeadsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.heads(args, step, team); }
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, heads};
 
 }  // namespace quire::QUIRE_ISA

@@ -191,6 +191,8 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
+    if model.shape.attention.kind == "latent":
+        return "latent attention runs on plain torch operators so far"
     if model.head_dim % NATIVE_HEAD_MULTIPLE or model.head_dim > NATIVE_HEAD_LIMIT:
         return (
             f"heads of {model.head_dim} are no multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_HEAD_LIMIT}, as its "

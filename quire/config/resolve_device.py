@@ -66,6 +66,10 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             "device='cpu'",
             param="kv_cache_dtype",
         )
+    if model.shape.attention.kind == "latent":
+        raise ConfigError(
+            "latent attention is not available on this device yet: choose device='cpu'", param="attention_backend"
+        )
     if model.head_dim > DEVICE_HEAD_LIMIT:
         raise ConfigError(
             f"attention_backend='triton' is not possible: heads of {model.head_dim} are larger than its kernels hold "

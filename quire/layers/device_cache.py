@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from quire.attention.latent import LatentShape
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.layers.operations import HeadWeights
@@ -43,6 +42,16 @@ class DeviceAttentionStep(Protocol):
         """The second half of `attend`. query: [T, num_heads * head_dim]; used up."""
         ...
 
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `CacheOperations.attend_latent`."""
+        ...
+
 
 class DeviceCacheOperations:
     """CacheOperations and `Operations.attend` over tensors of one device."""
@@ -69,10 +78,7 @@ class DeviceCacheOperations:
         rotation: DeviceRotation | None,
         step: DeviceAttentionStep,
     ) -> torch.Tensor:
-        raise AssertionError("refused by check_latent")
+        return step.attend_latent(shape, inputs, rotation, None)
 
     def check_latent(self, shape: LatentShape) -> None:
-        raise ConfigError(
-            "attention_backend='triton' does not compute latent attention yet; attention_backend='torch' does",
-            param="attention_backend",
-        )
+        """All are computed."""

@@ -82,8 +82,8 @@ class LatentAttention:
         self._compress = _Rows(hidden_size, heads.rank, context, bias=heads.bias)
         self._norm = RMSNorm(heads.rank, NORM_EPSILON, context)
         self._turned_key = _Rows(hidden_size, heads.rope_dim, context, bias=heads.bias)
-        self._absorb = _Rows(heads.nope_dim, heads.rank, context, heads=num_local)
-        self._expand = _Rows(heads.rank, heads.value_dim, context, heads=num_local)
+        self._absorb = _HeadMatrices(heads.nope_dim, heads.rank, num_local, context)
+        self._expand = _HeadMatrices(heads.rank, heads.value_dim, num_local, context)
         attended = heads.num_heads * heads.value_dim
         self._output = RowParallelLinear(attended, hidden_size, bias=heads.bias, context=context)
 
@@ -161,9 +161,9 @@ class LatentAttention:
 
     def _load_compressed(self, suffix: str, tensor: WeightSource) -> None:
         rank, rope_dim = self._heads.rank, self._heads.rope_dim
-        self._compress.load(tensor.narrow(0, 0, rank), suffix=suffix)
+        self._compress.load(tensor.narrow(0, 0, rank), suffix)
         turned = tensor.narrow(0, rank, rope_dim)
-        self._turned_key.load(_take_rows(turned, self._turned_rows()), suffix=suffix)
+        self._turned_key.load(_take_rows(turned, self._turned_rows()), suffix)
 
     def _load_queries(self, tensor: WeightSource) -> None:
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
@@ -179,8 +179,8 @@ class LatentAttention:
         for head in range(self._num_local):
             keys = local.narrow(0, head * size, nope_dim)
             plain = keys.dequantize() if isinstance(keys, IntegerWeight) else keys
-            self._absorb.load(plain.t(), head)
-            self._expand.load(local.narrow(0, head * size + nope_dim, value_dim), head)
+            self._absorb.load(head, plain.t())
+            self._expand.load(head, local.narrow(0, head * size + nope_dim, value_dim))
 
     @property
     def _first_head(self) -> int:
@@ -192,25 +192,40 @@ class LatentAttention:
         return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
 
 
-class _Rows:
-    """A matrix of this rank, [out_features, in_features] or one for each of `heads`."""
+class _HeadMatrices:
+    """A matrix [out_features, in_features] for each of this rank's heads."""
 
-    def __init__(
-        self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False, heads: int = 1
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
         self._linear = context.linear
-        self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device, heads=heads)
+        self._out_features = out_features
+        shape = LinearShape(in_features, out_features, False, context.dtype, context.device)
+        self._stack = context.linear.create_stack(shape, num_heads)
+        self.nbytes = num_heads * context.linear.stored_bytes((out_features, in_features))
+
+    def __call__(self, x: Value) -> Value:
+        """[T, num_heads * in_features] -> [T, num_heads * out_features]."""
+        return self._linear.apply_heads(self._stack, x)
+
+    def load(self, head: int, tensor: WeightTensor) -> None:
+        self._linear.load_rows(self._stack[head], "weight", tensor, 0, self._out_features)
+
+
+class _Rows:
+    """A matrix [out_features, in_features] of this rank."""
+
+    def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
+        self._linear = context.linear
+        self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device)
         self._parameters = context.linear.create(self._shape)
-        self.nbytes = heads * context.linear.stored_bytes((out_features, in_features))
+        self.nbytes = context.linear.stored_bytes((out_features, in_features))
         self.bias_bytes = context.linear.stored_bytes((out_features,)) if bias else 0
 
     def __call__(self, x: Value) -> Value:
-        """[T, heads * in_features] -> [T, heads * out_features]."""
+        """[T, in_features] -> [T, out_features]."""
         return self._linear.apply(self._parameters, x)
 
-    def load(self, tensor: WeightTensor, head: int = 0, *, suffix: str = "weight") -> None:
-        count = self._shape.out_features
-        self._linear.load_rows(self._parameters, suffix, tensor, head * count, count)
+    def load(self, tensor: WeightTensor, suffix: str = "weight") -> None:
+        self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
 
     def slots(self, name: str) -> WeightSlots:
         """Of a checkpoint's matrix that is kept as it is."""
@@ -222,7 +237,7 @@ class _Rows:
         return slots
 
     def _load_whole(self, suffix: str, tensor: WeightSource) -> None:
-        self.load(tensor.narrow(0, 0, self._shape.out_features), suffix=suffix)
+        self.load(tensor.narrow(0, 0, self._shape.out_features), suffix)
 
 
 def _take_rows(weight: WeightTensor, rows: torch.Tensor) -> WeightTensor:

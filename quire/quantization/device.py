@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,7 @@ from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.layers.experts import ExpertWeights, gated
-from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
+from quire.quantization.unquantized import PlainParameters, UnquantizedLinear, stacked
 
 
 class DeviceLinear(UnquantizedLinear):
@@ -25,9 +27,6 @@ class DeviceLinear(UnquantizedLinear):
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         shape, weight, bias = parameters.shape, parameters.weight, parameters.bias
-        if shape.heads > 1:
-            assert residual is None, "what heads give is not added to a residual"
-            return self._head_products(x, weight.unflatten(0, (shape.heads, -1)))
         if shape.activation is not None:
             assert residual is None, "what an activation gives is not added to a residual"
             return activation(self._product(x, weight, bias, None), shape.activation, gated=shape.gated)
@@ -37,6 +36,13 @@ class DeviceLinear(UnquantizedLinear):
         self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
         return embedding(parameters.weight, indices, onto)
+
+    def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
+        weight = stacked(stack)
+        if self._batch_invariant:
+            return head_matmul(x, weight)
+        product = torch.bmm(x.unflatten(1, (len(weight), -1)).transpose(0, 1), weight.transpose(1, 2))
+        return product.transpose(0, 1).flatten(1)
 
     def apply_experts(
         self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
@@ -65,11 +71,3 @@ class DeviceLinear(UnquantizedLinear):
         if bias is None:
             return residual.addmm_(x, weight.t())
         return residual.add_(F.linear(x, weight, bias))
-
-    def _head_products(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x: [T, heads * in], weight: [heads, out, in] -> [T, heads * out]."""
-        if self._batch_invariant:
-            return head_matmul(x, weight)
-        heads = len(weight)
-        product = torch.bmm(x.unflatten(1, (heads, -1)).transpose(0, 1), weight.transpose(1, 2))
-        return product.transpose(0, 1).flatten(1)

@@ -21,8 +21,7 @@ class LinearShape:
     """Sizes of this rank's matrix; dtype is that of activations (and of plain weights).
 
     activation: name of the function (`kernels/activation.py`) that results go through, None for none. gated: the
-    matrix is two, gate above up, and the result is activation(gate) * up. heads: so many matrices of these sizes, one
-    above the other, each for its own in_features of the input's columns; without bias, activation and gate.
+    matrix is two, gate above up, and the result is activation(gate) * up.
     """
 
     in_features: int
@@ -32,15 +31,11 @@ class LinearShape:
     device: torch.device
     activation: str | None = None
     gated: bool = False
-    heads: int = 1
-
-    def __post_init__(self) -> None:
-        assert self.heads == 1 or not (self.bias or self.activation or self.gated), "heads are products alone"
 
     @property
     def width(self) -> int:
         """Columns of the result."""
-        return self.out_features // 2 if self.gated else self.heads * self.out_features
+        return self.out_features // 2 if self.gated else self.out_features
 
 
 ValueT = TypeVar("ValueT")
@@ -55,23 +50,29 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         ...
 
     def create_stack(self, shape: LinearShape, count: int) -> Sequence[Parameters]:
-        """Room for `count` matrices of one shape, each to be loaded by itself, that `apply_experts` computes as one."""
+        """Room for `count` matrices of one shape, each to be loaded by itself, that `apply_experts` or
+        `apply_heads` computes as one."""
         ...
 
     def load_rows(
         self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
         """Store a checkpoint's tensor ([num_rows, in_features], or [num_rows] for a bias; any dtype) as the output
-        rows first_row .. first_row + num_rows; of several heads, rows of one of them."""
+        rows first_row .. first_row + num_rows."""
         ...
 
     def apply(self, parameters: Parameters, x: ValueT, residual: ValueT | None = None) -> ValueT:
-        """x: [T, heads * in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's
+        """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's
         result depends on that row alone. The residual is used up: the result may be written over it."""
         ...
 
     def lookup(self, parameters: Parameters, indices: IndicesT_contra, onto: ValueT | None = None) -> ValueT:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
+        ...
+
+    def apply_heads(self, stack: Sequence[Parameters], x: ValueT) -> ValueT:
+        """x: [T, heads * in_features] -> [T, heads * out_features]: each head's columns times its own matrix of a stack
+        without biases and activations. A row's result depends on that row alone."""
         ...
 
     def apply_experts(

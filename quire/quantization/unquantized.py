@@ -18,7 +18,7 @@ from quire.quantization.interface import LinearShape
 
 @dataclass(frozen=True, slots=True)
 class PlainParameters:
-    """weight: [heads * out_features, in_features]; bias: [out_features] or None."""
+    """weight: [out_features, in_features]; bias: [out_features] or None."""
 
     shape: LinearShape
     weight: torch.Tensor
@@ -32,7 +32,7 @@ class UnquantizedLinear:
         self._dtype = dtype
 
     def create(self, shape: LinearShape) -> PlainParameters:
-        size = (shape.heads * shape.out_features, shape.in_features)
+        size = (shape.out_features, shape.in_features)
         weight = torch.empty(size, dtype=self._dtype, device=shape.device)
         bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
         return PlainParameters(shape, weight, bias)
@@ -53,9 +53,6 @@ class UnquantizedLinear:
 
     def apply(self, parameters: PlainParameters, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         shape = parameters.shape
-        if shape.heads > 1:
-            out = row_head_linear(x, parameters.weight.unflatten(0, (shape.heads, -1)))
-            return out if residual is None else residual + out
         out = row_linear(x, parameters.weight, parameters.bias)
         if shape.gated:
             assert shape.activation is not None, "a gate has an activation"
@@ -71,6 +68,9 @@ class UnquantizedLinear:
         rows = F.embedding(indices, parameters.weight)
         return rows if onto is None else onto + rows
 
+    def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
+        return row_head_linear(x, stacked(stack))
+
     def apply_experts(
         self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -78,3 +78,9 @@ class UnquantizedLinear:
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * self._dtype.itemsize
+
+
+def stacked(stack: Sequence[PlainParameters]) -> torch.Tensor:
+    """[count, out_features, in_features]: the tensor whose parts `create_stack` gave."""
+    first = stack[0].weight
+    return first.as_strided((len(stack), *first.shape), (first.numel(), *first.stride()))

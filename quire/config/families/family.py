@@ -65,8 +65,9 @@ class Family:
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
     layer_types: what config.json may call a layer.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_latents: the engine runs its
-    latent attention. has_shared_gate: a gate over the shared expert.
+    has_sinks: an attention sink for each head. has_latents, has_experts: the
+    engine runs its latent attention, its mixtures of experts. has_shared_gate: a gate over the shared expert.
+    corrects_choice: experts are chosen by corrected scores.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -105,7 +106,9 @@ class Family:
     expert_bias: bool = False
     has_sinks: bool = False
     has_latents: bool = False
+    has_experts: bool = False
     has_shared_gate: bool = False
+    corrects_choice: bool = False
     shares_expert: bool = False
     sparse_from: int = 0
     state_layer: Callable[[Fields, int], Layer] | None = None
@@ -271,7 +274,7 @@ class Family:
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
         """What the family calls its experts, and which layers have them."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
-        if not num_experts or self.is_runnable:
+        if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers
         active = first(fields, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
         if active > num_experts:
@@ -295,7 +298,8 @@ class Family:
 
     def _expert_vectors(self, experts: Experts, hidden: int) -> int:
         biases = experts.num_experts * (2 * experts.intermediate + hidden + 1) if self.expert_bias else 0
-        return biases + (hidden if self.has_shared_gate else 0)
+        corrections = experts.num_experts if self.corrects_choice else 0
+        return biases + corrections + (hidden if self.has_shared_gate else 0)
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
