@@ -44,6 +44,7 @@ void bind_weight(nb::module_& module) {
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)
+      .value("GATE", Elementwise::kGate)
       .value("SCALE", Elementwise::kScale)
       .value("SOFT_CAP", Elementwise::kSoftCap);
   nb::enum_<MatmulPrecision>(module, "MatmulPrecision")

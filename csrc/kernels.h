@@ -151,15 +151,15 @@ struct GatherArgs {
   Ref x;
 };
 
-enum class Elementwise : int32_t { kAdd = 0, kMultiply, kScale, kSoftCap };
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap };
 
-// out = x + y, x * y, factor * x, or factor * tanh(x / factor).
+// out = x + y, x * y, x * sigmoid(y), factor * x, or factor * tanh(x / factor).
 struct ElementwiseArgs {
   Elementwise kind = Elementwise::kAdd;
   float factor = 1;
   int64_t width = 0;
   Ref x;
-  Ref y;    // of the first two
+  Ref y;    // of the first three
   Ref out;  // may be the same place as x or y
 };
 

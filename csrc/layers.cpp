@@ -189,6 +189,8 @@ QUIRE_INLINE vf combine(Elementwise kind, vf x, vf y, float factor) {
       return x + y;
     case Elementwise::kMultiply:
       return x * y;
+    case Elementwise::kGate:
+      return x * sigmoid(y);
     case Elementwise::kScale:
       return x * factor;
     case Elementwise::kSoftCap:

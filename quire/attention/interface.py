@@ -12,10 +12,6 @@ from typing import Protocol
 
 import torch
 
-STATE_BORDER = 64
-"""Tokens. A page of a state holds the state after the last multiple of it, and the inputs of the tokens behind, so that
-a state's bits do not depend on where steps begin and end."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:

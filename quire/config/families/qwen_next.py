@@ -18,7 +18,9 @@ def _delta_rule(fields: Fields, hidden: int) -> Layer:
     value = num_values * value_dim
     mixed = 2 * num_keys * key_dim + value
     projections = ((hidden, mixed + value), (hidden, 2 * num_values), (value, hidden))
-    attention = AttentionShape("state", num_keys, num_values, key_dim, value_dim, conv_elements=mixed * (kernel - 1))
+    attention = AttentionShape(
+        "state", num_keys, num_values, key_dim, value_dim, conv_channels=mixed, conv_inputs=kernel - 1
+    )
     return attention, projections, mixed * kernel + 2 * num_values + value_dim
 
 
