@@ -8,7 +8,7 @@ import torch
 
 from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
-from quire.errors import ConfigError
+from quire.kernels.cpu.paged_attention import check_latent
 from quire.kernels.cpu.recorder import Buffer
 
 if TYPE_CHECKING:
@@ -60,13 +60,22 @@ class NativeCacheOperations:
         rotation: Buffer | None,
         step: NativeAttention,
     ) -> Buffer:
-        raise AssertionError("refused by check_latent")
+        query, turned_query, latent, turned_key = inputs
+        return query.recorder.call(
+            "latent",
+            query.width,
+            buffers={
+                "query": query,
+                "turned_query": turned_query,
+                "latent": latent,
+                "turned_key": turned_key,
+                "rotation": rotation,
+            },
+            **step.latent_constants(shape),
+        )
 
     def check_latent(self, shape: LatentShape) -> None:
-        raise ConfigError(
-            "attention_backend='native' does not compute latent attention yet; attention_backend='torch' does",
-            param="attention_backend",
-        )
+        check_latent(shape.rank, shape.rope_dim)
 
 
 def address_of(vector: torch.Tensor | None) -> int:
