@@ -20,6 +20,7 @@ struct Kernels {
   LayerKernels layers;
   AttentionKernels attention;
   LatentKernels latent;
+  StateKernels states;
   SamplingKernels sampling;
   LimitKernels limits;
 };

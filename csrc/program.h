@@ -28,6 +28,10 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  // Throws std::invalid_argument for shapes that the kernels do not have.
+  void add(const ConvolutionArgs& args);
+  void add(const DeltaArgs& args);
+  void add(const GatedNormArgs& args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -45,7 +49,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>>;
+                          Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>,
+                          Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
 
   void require_all_rows() const;
 
@@ -61,6 +66,8 @@ class Program {
   std::vector<AttentionArgs> attention_;
   std::vector<LatentArgs> latent_;
   std::vector<EmbedArgs> embeddings_;
+  // Layer and bytes of a page that a kernel of a state needs.
+  std::vector<std::pair<int64_t, int64_t>> states_;
 };
 
 }  // namespace quire

@@ -55,7 +55,7 @@ def load_model_config(
     shape = read_shape(raw, name, where)
     longest = usual = shape.max_model_len
     if ARCHITECTURES[architecture].position_rows is None:
-        rope = read_rope(fields, shape.attention.rotated_dim)
+        rope = read_rope(fields, shape.attention.rotated_dim, ARCHITECTURES[architecture].rope)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(

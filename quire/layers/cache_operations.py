@@ -10,7 +10,8 @@ from quire.attention.interface import AttentionStep
 from quire.attention.latent import LatentShape
 
 if TYPE_CHECKING:
-    from quire.layers.operations import HeadWeights, NormWeights, Rotation
+    from quire.layers.operations import HeadWeights, NormWeights
+    from quire.layers.rotation import Rotation
 
 ValueT = TypeVar("ValueT")
 RotationT_contra = TypeVar("RotationT_contra", contravariant=True)

@@ -70,8 +70,7 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. takes_states: the function's last argument is the states
-    that the run brings."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -80,8 +79,8 @@ class Call:
     over: Buffer | None = None
     in_place: bool = False
     output: str = "out"
+    first_column: int = 0
     function: TorchFunction | None = None
-    takes_states: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +91,8 @@ class Recorder:
     keep: list[object] = field(default_factory=list)
     num_areas: int = 1
     has_gathered: bool = False
+    state_layers: list[int] = field(default_factory=list)
+    """Layers whose states the calls read and write, in the order of the plan that a run brings."""
 
     def external(self, width: int, stride: int) -> Buffer:
         """A buffer whose memory each run brings: the next area."""
@@ -99,8 +100,14 @@ class Recorder:
         return Buffer(self, width, self.num_areas - 1, stride)
 
     def redirect(self, buffer: Buffer, target: Buffer) -> None:
-        """Let the call that makes `buffer` write to `target`'s memory."""
-        buffer.area, buffer.stride = target.area, target.stride
+        """Let the call that makes `buffer` write to `target`'s memory, and the calls over whose results it writes."""
+        makers = {call.out: call for call in self.calls}
+        over: Buffer | None = buffer
+        while over is not None and over.area == ARENA:
+            over.area, over.stride = target.area, target.stride
+            below = makers[over].over
+            is_shared = sum(below in call.buffers.values() for call in self.calls) > 1
+            over = None if is_shared else below
 
     def call(
         self,
@@ -111,14 +118,23 @@ class Recorder:
         over: Buffer | None = None,
         in_place: bool = False,
         output: str = "out",
+        first_column: int = 0,
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may)."""
-        call = Call(kernel, buffers or {}, constants, self._output(width, buffers), over, in_place, output)
+        (in_place: always; no later kernel may). output: the kernel's name of it. first_column: of all its buffers that
+        the kernel sees."""
+        out = self._output(width, buffers)
+        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column=first_column)
         self.calls.append(call)
         return call.out
+
+    def state_layer(self, layer: int) -> int:
+        """The place in a run's plan of the states of `layer`."""
+        if layer not in self.state_layers:
+            self.state_layers.append(layer)
+        return self.state_layers.index(layer)
 
     def gather(self, x: Buffer) -> Buffer:
         """The rows of `x` that are read, in its place. All that is recorded from here on is of those rows."""
@@ -128,14 +144,12 @@ class Recorder:
         self.calls.append(Call(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
         return out
 
-    def call_torch(
-        self, function: TorchFunction, width: int, inputs: Sequence[Buffer], *, takes_states: bool = False
-    ) -> Buffer:
+    def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
         """Leave the native program for one operation that has no kernel: `function` of the inputs' rows gives the
-        output's, `width` wide. takes_states: its last argument is what `RecordedProgram.run` is given."""
+        output's, `width` wide."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
-        self.calls.append(Call("torch", buffers, {}, out, function=function, takes_states=takes_states))
+        self.calls.append(Call("torch", buffers, {}, out, function=function))
         return out
 
     def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
@@ -153,8 +167,11 @@ class Recorder:
             if program is None or (is_gather and segments[-1].is_gathered):
                 program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
                 segments.append(Segment(program, call, call.out.is_gathered and not is_gather))
-            refs = {name: absent if buffer is None else _ref(buffer, max_rows) for name, buffer in call.buffers.items()}
-            refs[call.output] = _ref(call.out, max_rows)
+            refs = {
+                name: absent if buffer is None else _ref(buffer, max_rows, call.first_column)
+                for name, buffer in call.buffers.items()
+            }
+            refs[call.output] = _ref(call.out, max_rows, call.first_column)
             getattr(program, call.kernel)(**call.constants, **refs)
         return RecordedProgram(segments, result, elements, max_rows, self.keep)
 
@@ -212,9 +229,10 @@ def _first_gap(live: Sequence[Buffer], width: int) -> int:
     return start
 
 
-def _ref(buffer: Buffer, max_rows: int) -> _native.Ref:
+def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
     # Each buffer is max_rows rows in one piece, so `offset` elements per row before it are that many columns of rows.
-    return _native.Ref(area=buffer.area, offset=buffer.offset * max_rows * FLOAT_BYTES, stride=buffer.stride)
+    first = buffer.offset * max_rows + first_column
+    return _native.Ref(area=buffer.area, offset=first * FLOAT_BYTES, stride=buffer.stride)
 
 
 class RecordedProgram:
@@ -242,11 +260,11 @@ class RecordedProgram:
         plans: Sequence[_native.AttentionPlan] = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
-        states: object = None,
+        states: _native.StatePlan | None = None,
     ) -> None:
         """token_ids, positions: [num_rows] int64, contiguous. externals: the external buffers' rows, float32.
-        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: for functions that
-        take them."""
+        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: a plan of
+        the recorder's `state_layers` (None: there are none)."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
@@ -254,7 +272,7 @@ class RecordedProgram:
         for segment in self._segments:
             rows = num_rows if read_rows is None or not segment.is_gathered else num_read
             if segment.program is None:
-                self._run_torch(segment.call, rows, externals, states)
+                self._run_torch(segment.call, rows, externals)
             else:
                 segment.program.run(
                     rows,
@@ -265,17 +283,17 @@ class RecordedProgram:
                     self._scratch_address,
                     read_address,
                     num_read,
+                    states,
                 )
 
     def result(self, num_rows: int) -> torch.Tensor:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result[:num_rows]
 
-    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor], states: object) -> None:
+    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
         assert call.function is not None, "a segment without a program is a call of torch"
         inputs = [self._rows(each, externals)[:num_rows] for each in call.buffers.values() if each is not None]
-        computed = call.function(*inputs, states) if call.takes_states else call.function(*inputs)
-        self._rows(call.out, externals)[:num_rows].copy_(computed)
+        self._rows(call.out, externals)[:num_rows].copy_(call.function(*inputs))
 
     def _rows(self, buffer: Buffer, externals: Sequence[torch.Tensor]) -> torch.Tensor:
         """The memory of a buffer, [max_rows, width]; of an external one, what the run brought."""

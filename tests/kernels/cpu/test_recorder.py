@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, place_buffers
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
+from quire.layers.operations import NormWeights, TorchOperations
 
 
 @dataclass
@@ -100,6 +101,42 @@ def test_memory_that_the_caller_brings_is_not_placed() -> None:
     assert (hidden.area, logits.area, logits.stride) == (ARENA + 1, ARENA + 2, 100)
 
 
+def test_a_chain_over_one_result_goes_where_its_last_call_goes() -> None:
+    operations, recorder = NativeOperations(), Recorder()
+    hidden = recorder.external(24, 24)
+    logits = recorder.call("linear", 100, buffers={"x": hidden, "residual": None})
+    capped = operations.soft_cap(operations.scale(logits, 0.5), 3.0)
+    recorder.redirect(capped, recorder.external(100, 112))
+    assert place_buffers(recorder.calls, capped) == 0
+    assert all((call.out.area, call.out.stride) == (ARENA + 2, 112) for call in recorder.calls)
+
+
+def test_a_result_that_is_read_twice_stays_in_the_arena() -> None:
+    operations, recorder = NativeOperations(), Recorder()
+    x = recorder.call("linear", 16, buffers={"x": recorder.external(16, 16), "residual": None})
+    doubled = operations.add(operations.scale(x, 2.0), x)
+    recorder.redirect(doubled, recorder.external(16, 16))
+    assert x.area == ARENA
+
+
+@pytest.mark.parametrize("start", [0, 5, 40])
+def test_some_columns_of_a_matrix_are_normalised(start: int) -> None:
+    weights = NormWeights(21, torch.randn(21, generator=torch.Generator().manual_seed(1)), None, 1e-5, centred=False)
+    x = torch.randn(10, 61, generator=torch.Generator().manual_seed(2))
+    recorder = Recorder()
+    source, target = recorder.external(61, 61), recorder.external(61, 61)
+    copied = NativeOperations().scale(source, 1.0)
+    result = NativeOperations().norm_columns(weights, copied, start)
+    result = NativeOperations().scale(result, 1.0)
+    recorder.redirect(result, target)
+    program = recorder.finish_program(result, NativeRuntime("auto", 2), 64)
+    out = torch.zeros(64, 61)
+    program.run(10, externals=[x, out])
+    expected = TorchOperations().norm_columns(weights, x.clone(), start)
+    torch.testing.assert_close(out[:10], expected)
+    assert not torch.equal(expected, x)
+
+
 def test_a_program_leaves_for_torch_and_comes_back() -> None:
     """Kernels, torch, kernels, torch over outside memory: with all rows, and with those that are read."""
     operations, recorder = NativeOperations(), Recorder()
@@ -108,12 +145,12 @@ def test_a_program_leaves_for_torch_and_comes_back() -> None:
     squared = recorder.call_torch(torch.square, 24, [doubled])
     kept = operations.gather_rows(squared, RecordedRows(recorder))
     scaled = operations.scale(recorder.call_torch(torch.neg, 24, [kept]), 0.5)
-    last = recorder.call_torch(lambda x, states: torch.cat((x, x + states), dim=1), 48, [scaled], takes_states=True)
+    last = recorder.call_torch(lambda x: torch.cat((x, x + 7), dim=1), 48, [scaled])
     recorder.redirect(last, target)
     program = recorder.finish_program(last, NativeRuntime("auto", 2), 64)
     for rows in (None, torch.tensor([2, 3, 9])):
         x, out = torch.randn(10, 24), torch.zeros(64, 48)
-        program.run(10, externals=[x, out], read_rows=rows, states=7)
+        program.run(10, externals=[x, out], read_rows=rows)
         expected = -0.5 * torch.square(4 * x)
         if rows is not None:
             expected = expected[rows]
