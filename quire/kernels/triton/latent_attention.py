@@ -305,7 +305,7 @@ class LatentScratch:
 
 
 def is_cut(shape: LatentShape, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """Whether single tokens of so many sequences are cut into parts: where they alone leave the device idle."""
+    """Whether single tokens of `num_seqs` sequences are cut into parts, because whole they would leave the device idle."""
     tiles = num_seqs * blocks_of(shape.num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
