@@ -28,7 +28,9 @@ class NativeAttention:
         self._pages = list(pages)
         self._cache_type = CACHE_TYPES[cache_dtype]
         self._page_of_layer = {
-            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
+            layer: (index, page)
+            for index, group in enumerate(layout.token_groups)
+            for page, layer in enumerate(group.layers)
         }
         self._plans = AttentionPlans(layout, num_heads, num_threads)
 
@@ -61,14 +63,14 @@ class NativeAttention:
 
     def _page_constants(self, layer: int) -> dict[str, Any]:
         group, page = self._page_of_layer[layer]
-        pages = self._pages[page]
+        pages, kernel_blocks = self._pages[page], self._layout.kernel_blocks(self._layout.token_groups[group])
         return {
             "group": group,
             "cache": self._cache_type,
             "pages": pages.data_ptr(),
-            "block_bytes": pages.stride(0),
-            "num_blocks": self._layout.num_blocks,
-            "block_size": self._layout.groups[group].block_size,
+            "block_bytes": pages.stride(0) // kernel_blocks,
+            "num_blocks": self._layout.num_blocks * kernel_blocks,
+            "block_size": self._layout.block_size,
         }
 
 

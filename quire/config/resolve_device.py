@@ -19,6 +19,7 @@ BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
 """From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
+DEVICE_RANK_LIMIT = 512
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
 
@@ -66,9 +67,12 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             "device='cpu'",
             param="kv_cache_dtype",
         )
-    if model.shape.attention.kind == "latent":
+    attention = model.shape.attention
+    if attention.kind == "latent" and attention.latent_rank > DEVICE_RANK_LIMIT:
         raise ConfigError(
-            "latent attention is not available on this device yet: choose device='cpu'", param="attention_backend"
+            f"attention_backend='triton' is not possible: latents of {attention.latent_rank} elements are larger than "
+            f"its kernels hold ({DEVICE_RANK_LIMIT})",
+            param="attention_backend",
         )
     if model.head_dim > DEVICE_HEAD_LIMIT:
         raise ConfigError(

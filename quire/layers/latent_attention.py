@@ -8,7 +8,7 @@ the attended vectors, for prompts and single tokens alike: a token's arithmetic 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.linear import RowParallelLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
-from quire.quantization.integer_weight import IntegerWeight, WeightSource, WeightTensor
+from quire.quantization.integer_weight import WeightSource, WeightTensor
 from quire.quantization.interface import LinearShape
 
 NORM_EPSILON = 1e-6
@@ -163,14 +163,14 @@ class LatentAttention:
         rank, rope_dim = self._heads.rank, self._heads.rope_dim
         self._compress.load(tensor.narrow(0, 0, rank), suffix)
         turned = tensor.narrow(0, rank, rope_dim)
-        self._turned_key.load(_take_rows(turned, self._turned_rows()), suffix)
+        self._turned_key.load(turned[self._turned_rows()], suffix)
 
     def _load_queries(self, tensor: WeightSource) -> None:
         nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
         local = tensor.narrow(0, self._first_head * size, self._num_local * size)
         first_rows = size * torch.arange(self._num_local)[:, None]
-        self._query.load(_take_rows(local, (first_rows + torch.arange(nope_dim)).flatten()))
-        self._turned_query.load(_take_rows(local, (first_rows + nope_dim + self._turned_rows()).flatten()))
+        self._query.load(local[(first_rows + torch.arange(nope_dim)).flatten()])
+        self._turned_query.load(local[(first_rows + nope_dim + self._turned_rows()).flatten()])
 
     def _load_expansion(self, tensor: WeightSource) -> None:
         nope_dim, value_dim = self._heads.nope_dim, self._heads.value_dim
@@ -178,7 +178,7 @@ class LatentAttention:
         local = tensor.narrow(0, self._first_head * size, self._num_local * size)
         for head in range(self._num_local):
             keys = local.narrow(0, head * size, nope_dim)
-            plain = keys.dequantize() if isinstance(keys, IntegerWeight) else keys
+            plain = keys if isinstance(keys, torch.Tensor) else keys.dequantize()
             self._absorb.load(head, plain.t())
             self._expand.load(head, local.narrow(0, head * size + nope_dim, value_dim))
 
@@ -238,15 +238,3 @@ class _Rows:
 
     def _load_whole(self, suffix: str, tensor: WeightSource) -> None:
         self.load(tensor.narrow(0, 0, self._shape.out_features), suffix)
-
-
-def _take_rows(weight: WeightTensor, rows: torch.Tensor) -> WeightTensor:
-    """These output rows of a matrix or a bias, in this order."""
-    if isinstance(weight, torch.Tensor):
-        return weight.index_select(0, rows.to(weight.device))
-    return replace(
-        weight,
-        values=weight.values[rows],
-        scales=weight.scales[rows],
-        offsets=None if weight.offsets is None else weight.offsets[rows],
-    )

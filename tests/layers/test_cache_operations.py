@@ -19,7 +19,7 @@ from quire.kv_cache.spec import AttentionSpec
 from quire.layers.device import DeviceOperations
 from quire.layers.native import NativeOperations
 from quire.layers.operations import HeadWeights, NormWeights, Operations, RotaryFrequencies, TorchOperations
-from quire.worker.kv_tensors import allocate_pages, typed_pages
+from quire.worker.kv_tensors import allocate_pages, layer_pages
 from tests.models.test_toy import Planner
 
 HEADS, KV_HEADS, DIM, TOKENS, LAYERS = 4, 2, 16, 21, 2
@@ -71,12 +71,12 @@ def apart(operations: Operations, backend: object) -> torch.Tensor:
 
 
 def torch_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-    pages = typed_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
+    pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
     return compute(TorchOperations(), TorchAttention(LAYOUT, pages))
 
 
 def device_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-    pages = typed_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
+    pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
     options = {"num_heads": HEADS, "dtype": torch.float32, "max_num_seqs": 1, "max_model_len": 64}
     return compute(DeviceOperations(), Planner(TritonAttention(LAYOUT, pages, DeviceLimits(), **options)))
 

@@ -282,8 +282,8 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class LatentScratch:
-    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity, rank], maxima and totals
-    of each. All layers use it in turn. capacity: parts of a sequence."""
+    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] (or more), maxima
+    and totals of each. All layers use it in turn. capacity: parts of a sequence."""
 
     values: torch.Tensor
     maxima: torch.Tensor
@@ -292,21 +292,28 @@ class LatentScratch:
 
     @classmethod
     def allocate(
-        cls, shape: LatentShape, max_num_seqs: int, max_model_len: int, device: torch.device, limits: DeviceLimits
+        cls,
+        num_heads: int,
+        width: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        limits: DeviceLimits,
     ) -> LatentScratch:
+        """For steps of up to `max_num_seqs` sequences of up to `max_model_len` tokens. width: at least the rank."""
         capacity = blocks_of(max_model_len, SPLIT_KEYS)
-        cut = [count for count in range(1, max_num_seqs + 1) if is_cut(shape, count, max_model_len, limits)]
-        rows = max(cut, default=0) * shape.num_heads * capacity
+        cut = [count for count in range(1, max_num_seqs + 1) if is_cut(num_heads, count, max_model_len, limits)]
+        rows = max(cut, default=0) * num_heads * capacity
 
-        def empty(*size: int) -> torch.Tensor:
+        def empty(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
 
-        return cls(empty(rows, shape.rank), empty(rows), empty(rows), capacity)
+        return cls(empty(rows * width), empty(rows), empty(rows), capacity)
 
 
-def is_cut(shape: LatentShape, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
-    """Whether single tokens of `num_seqs` sequences are cut into parts, because whole they would leave the device idle."""
-    tiles = num_seqs * blocks_of(shape.num_heads, MOST_ROWS)
+def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
+    """Whether single tokens of `num_seqs` sequences are cut into parts: whole they would leave the device idle."""
+    tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
     return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
 
 
@@ -377,7 +384,9 @@ class LatentKernels:
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
         grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
         self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)
-        is_split = batch.max_query_len == 1 and is_cut(self._shape, batch.num_seqs, batch.max_seq_len, self._limits)
+        is_split = batch.max_query_len == 1 and is_cut(
+            self._shape.num_heads, batch.num_seqs, batch.max_seq_len, self._limits
+        )
         num_parts = blocks_of(batch.max_seq_len, SPLIT_KEYS) if is_split else 1
         tiles = batch.num_tokens // (self._tiles.block_m // self._tiles.group) + batch.num_seqs
         capacity = self._scratch.capacity

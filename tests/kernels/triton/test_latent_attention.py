@@ -30,7 +30,7 @@ class Sequences:
         self.pages = torch.full((1 + len(lengths) * blocks, BLOCK_SIZE, shape.width), 7.0, dtype=dtype)
         self.angles = torch.arange(max(lengths))[:, None] * 3.0 ** -torch.arange(shape.rope_dim // 2)
         limits = DeviceLimits(num_multiprocessors=16)
-        scratch = LatentScratch.allocate(shape, 4, max(lengths), torch.device("cpu"), limits)
+        scratch = LatentScratch.allocate(shape.num_heads, shape.width, 4, max(lengths), torch.device("cpu"), limits)
         tiles = latent_tiles(shape, dtype.itemsize, limits)
         self.kernels = LatentKernels(shape, self.pages, tiles, scratch, limits)
 
