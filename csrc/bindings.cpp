@@ -152,7 +152,7 @@ void bind_program(nb::module_& module) {
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
-          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a = Ref(), "writes"_a = true)
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true)
       .def(
           "latent",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,

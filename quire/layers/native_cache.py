@@ -37,7 +37,7 @@ class NativeCacheOperations:
             over=key_value,
             in_place=True,
             output="qkv",
-            buffers={"rotation": rotation},
+            buffers={"rotation": rotation, "out": None},
             **_constants(heads, rotation, step),
         )
 
