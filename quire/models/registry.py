@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext
+from quire.models.interface import LoadableModel
 from quire.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 
 def model_architectures() -> Registry:
@@ -31,3 +39,19 @@ def model_architectures() -> Registry:
             "SmolLM3ForCausalLM": "quire.models.dense:DenseDecoder",
         },
     )
+
+
+def build_model(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None = None) -> LoadableModel:
+    """The model, with room for its weights where `context` says. runtime: what native kernels of single operations run
+    with, in a context that records (a model of Quire's own is recorded whole, by its caller). Raises ModelLoadError."""
+    if config.impl == "quire":
+        model: LoadableModel = model_architectures().load(config.architecture)(config, context)
+        return model
+    from quire.models.eager_calls import TensorCalls
+    from quire.models.transformers_model import TransformersModel
+
+    if runtime is None:
+        return TransformersModel(config, context, TensorCalls(context))
+    from quire.models.native_calls import NativeCalls
+
+    return TransformersModel(config, context, NativeCalls(context, runtime))
