@@ -69,9 +69,9 @@ class Family:
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_latents, has_experts: the
-    engine runs its latent attention, its mixtures of experts. has_shared_gate: a gate over the shared expert.
-    corrects_choice: experts are chosen by corrected scores.
+    has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
+    mixtures of experts. has_shared_gate: a gate over the shared expert. corrects_choice: experts are chosen by
+    corrected scores.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
