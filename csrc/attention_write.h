@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "rotate.h"
 #include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
@@ -19,21 +20,6 @@ void norm_head(float* head, const float* weight, float epsilon, int64_t depth) {
   const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(depth) + epsilon);
   for (int64_t d = 0; d < whole; d += kLanes) store(head + d, load(head + d) * scale * load(weight + d));
   for (int64_t d = whole; d < depth; ++d) head[d] = head[d] * scale * weight[d];
-}
-
-// Turns the pairs (d, d + half) of the first 2 half elements. turn: [half] cosines, then sines.
-void rotate_head(float* head, const float* turn, int64_t half) {
-  int64_t d = 0;
-  for (; d + kLanes <= half; d += kLanes) {
-    const vf x = load(head + d), y = load(head + half + d), cosine = load(turn + d), sine = load(turn + half + d);
-    store(head + d, fma(x, cosine, -(y * sine)));
-    store(head + half + d, fma(y, cosine, x * sine));
-  }
-  for (; d < half; ++d) {
-    const float x = head[d], y = head[half + d], cosine = turn[d], sine = turn[half + d];
-    head[d] = fma(x, cosine, -(y * sine));
-    head[half + d] = fma(y, cosine, x * sine);
-  }
 }
 
 // Rounds a head to 8 bits and returns its scale: the largest size / 127. A head with an element that is not finite

@@ -19,6 +19,7 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  EncoderKernels encoder;
   SamplingKernels sampling;
   LimitKernels limits;
 };

@@ -24,6 +24,8 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  // Throws std::invalid_argument for heads that the kernels do not compute.
+  void add(const EncoderArgs& args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -41,7 +43,7 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<EncoderArgs>>;
 
   void require_all_rows() const;
 
@@ -55,6 +57,7 @@ class Program {
   std::vector<Op> ops_;
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
+  bool attends_rows_ = false;
   std::vector<EmbedArgs> embeddings_;
 };
 

@@ -47,8 +47,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     register_prefix: bool = False
     """Keep the prompt's blocks, as the registered prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
     pooling: bool = False
-    """Compute the prompt and return the last hidden state of its last token (`SequenceUpdate.pooled`), no tokens. Then
-    `max_tokens` is 1, because one step samples, and `params` asks for one sequence and no beam search."""
+    """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
+    one step samples, and `params` asks for one sequence and no beam search."""
+    second_segment: int = 0
+    """Where the second text of a pair begins in the prompt; 0: it is one text."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all. Not with beam search."""
@@ -191,6 +193,7 @@ class Request:
         "prompt_token_ids",
         "register_prefix",
         "request_id",
+        "second_segment",
         "sequences",
         "status",
         "stop_token_ids",
@@ -215,6 +218,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
+        self.second_segment = request.second_segment
         self.constraint = request.constraint
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age

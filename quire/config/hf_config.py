@@ -7,6 +7,7 @@ Imports no torch. What a family of models calls its sizes is data (`quire/config
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError
@@ -24,9 +26,11 @@ from quire.utils.model_files import file_bytes
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
+GENERATING = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes that have an output projection."""
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-SUBDIRECTORIES = ("*/*",)
-"""Hub repositories keep other formats of the same weights in folders; none of them is read."""
+SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", "*/*/*")
+"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
 
 _LONGEST_NAME = 100
 
@@ -39,13 +43,13 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
+    runner: str = "auto",
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy
-    weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
-    model cannot reach.
+    config_only: a hub id's weights are not fetched (dummy weights). runner: of EngineOptions. Raises ModelLoadError for
+    whatever is wrong with the model, ConfigError for a `max_model_len` or a `runner` that it cannot have.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
     raw = _read_described(path)
@@ -53,9 +57,21 @@ def load_model_config(
     architecture = _architecture(fields)
     shape = read_shape(raw, name, _where(path))
     longest = usual = shape.max_model_len
-    if ARCHITECTURES[architecture].position_rows is None:
+    family = ARCHITECTURES[architecture]
+    pooling = read_pooling(
+        path,
+        fields,
+        architecture,
+        runner,
+        is_encoder=family.is_bidirectional,
+        is_causal=architecture.endswith(GENERATING),
+    )
+    if family.position_rows is None and not family.is_bidirectional:
         rope = read_rope(fields, shape.attention.key_dim)
         longest, usual = rope.longest, rope.usual_length
+    if pooling is not None:
+        shape = replace(shape, is_tied=True)  # it has no output projection
+        usual = longest_text(path, usual)
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
@@ -70,6 +86,7 @@ def load_model_config(
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
         quantization=read_quantization(fields),
+        pooling=pooling,
     )
 
 

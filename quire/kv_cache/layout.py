@@ -77,7 +77,7 @@ class KVCacheLayout:
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
     """Bytes of every page: the largest that a group uses, aligned where groups use different numbers."""
-    sizes = {group.page_bytes for group in groups}
+    sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 
 
@@ -89,10 +89,13 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
 def group_layers(specs: Sequence[LayerSpec], block_size: int) -> tuple[tuple[KVGroup, ...], int]:
     """Partition layers (by index) into groups of one kind and equal size; return them and the size.
 
-    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token. The size is
+    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token. Without specs
+    there are no groups: nothing is kept. The size is
     the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
     smallest count.
     """
+    if not specs:
+        return (), 0
     kinds: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)

@@ -11,6 +11,7 @@ from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.layers import functional
+from quire.layers.device_encoder import DeviceEncoderOperations
 from quire.layers.functional import ExpertWeights
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
@@ -44,7 +45,7 @@ class DeviceAttentionStep(Protocol):
         ...
 
 
-class DeviceOperations(SharedOperations):
+class DeviceOperations(SharedOperations, DeviceEncoderOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers import functional
+from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
 from quire.parallel.interface import ProcessGroup
 
@@ -69,7 +70,10 @@ RotationT = TypeVar("RotationT")
 StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
-class Operations(Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra]):
+class Operations(
+    EncoderOperations[ValueT, RotationT, StepT_contra],
+    Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra],
+):
     """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
     not depend on one another, bit by bit, but through attention and states."""
 
@@ -212,7 +216,7 @@ class SharedOperations:
         return group.all_gather(x, dim=1)
 
 
-class TorchOperations(SharedOperations):
+class TorchOperations(SharedOperations, TorchEncoderOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

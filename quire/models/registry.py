@@ -11,11 +11,23 @@ def model_architectures() -> Registry:
     return Registry(
         "model architecture",
         {
+            "BertForMaskedLM": "quire.models.bert:BertModel",
+            "BertForSequenceClassification": "quire.models.bert:BertForSequenceClassification",
+            "BertModel": "quire.models.bert:BertModel",
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",
+            "ModernBertForMaskedLM": "quire.models.modernbert:ModernBertModel",
+            "ModernBertForSequenceClassification": "quire.models.modernbert:ModernBertForSequenceClassification",
+            "ModernBertModel": "quire.models.modernbert:ModernBertModel",
             "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
+            "RobertaForMaskedLM": "quire.models.bert:RobertaModel",
+            "RobertaForSequenceClassification": "quire.models.bert:RobertaForSequenceClassification",
+            "RobertaModel": "quire.models.bert:RobertaModel",
+            "XLMRobertaForMaskedLM": "quire.models.bert:RobertaModel",
+            "XLMRobertaForSequenceClassification": "quire.models.bert:RobertaForSequenceClassification",
+            "XLMRobertaModel": "quire.models.bert:RobertaModel",
         },
     )

@@ -64,6 +64,8 @@ class Family:
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
     layer_types: what config.json may call a layer.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
+    unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
+    whose tokens attend to later ones too; it keeps nothing in the cache.
     has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
@@ -99,6 +101,8 @@ class Family:
     window: tuple[str, ...] = ("sliding_window",)
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     position_rows: int | None = None
+    unused_positions: int = 0
+    is_bidirectional: bool = False
     expert_bias: bool = False
     has_sinks: bool = False
     has_shared_gate: bool = False
@@ -120,6 +124,7 @@ class Family:
         intermediate = first(fields, *self.intermediate, default=usual, maximum=MAX_WIDTH)
         attention = self._attention(fields, hidden)
         longest = first(fields, *self.max_positions, default=None if self.is_runnable else 2048, maximum=MAX_POSITIONS)
+        longest -= self.unused_positions
         windows = self._windows(fields, num_layers)
         states = self._states(fields, num_layers)
         experts, sparse = self._experts(fields, num_layers)
@@ -196,7 +201,7 @@ class Family:
         projections = ((hidden, query + gate + 2 * key), (query, hidden))
 
         def layer(window: int | None) -> Layer:
-            kind: Kind = "full" if window is None else "sliding"
+            kind: Kind = "none" if self.is_bidirectional else "full" if window is None else "sliding"
             return AttentionShape(kind, num_heads, num_kv_heads, dim, dim, window), projections, vectors
 
         return layer

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from quire.attention.encoder_backend import EncoderAttention
 from quire.attention.interface import AttentionBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
@@ -83,16 +84,26 @@ class CpuPlatform:
         return load_model(config.model, config.load, config.device.device, shown, self._runtime, group=self._group)
 
     def meter(self) -> CpuMeter:
-        return CpuMeter(self.make_attention, self._make_sampling_kernels)
+        samples_tokens = self._config.model.pooling is None
+        return CpuMeter(self.make_attention, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._config.model.kv_cache_dtype
+        if self._config.model.is_encoder:
+            return self._make_encoder_attention()
         if self._runtime is None:
             return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
         from quire.attention.native_backend import NativeAttention
 
         num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
         return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
+
+    def _make_encoder_attention(self) -> AttentionBackend:
+        if self._runtime is None:
+            return EncoderAttention()
+        from quire.attention.native_encoder import NativeEncoder
+
+        return NativeEncoder()
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_pages(layout)
@@ -119,6 +130,7 @@ class CpuPlatform:
             columns,
             tables,
             Sampler(sampling, self._make_sampling_kernels(sampling)),
+            has_head=self._config.model.has_pooling_head,
         )
 
     def offload_weights(self, model: CausalLM) -> None:

@@ -38,9 +38,13 @@ class CpuMeter:
         self,
         make_attention: BackendFactory,
         make_sampling_kernels: Callable[[SamplingRows], SamplingKernels[np.ndarray]],
+        *,
+        samples_tokens: bool = True,
     ) -> None:
+        """samples_tokens: the largest step samples for every sequence; a model that pools does not."""
         self._make_attention = make_attention
         self._make_sampling_kernels = make_sampling_kernels
+        self._samples_tokens = samples_tokens
 
     def free(self) -> int:
         return available_memory()
@@ -63,7 +67,8 @@ class CpuMeter:
             hidden = forward_pass()
 
         def sample() -> None:
-            self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
+            if self._samples_tokens:
+                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
 
         forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
         if forward_peak is None or sample_peak is None:
@@ -82,7 +87,10 @@ class CpuMeter:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backend = self._make_attention(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
-        return lambda: model.forward(ForwardBatch(token_ids, attention.positions, backend.plan(attention)))
+        segments = torch.zeros_like(token_ids)
+        return lambda: model.forward(
+            ForwardBatch(token_ids, attention.positions, backend.plan(attention), segments=segments)
+        )
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)
