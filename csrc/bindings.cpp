@@ -27,7 +27,10 @@ void bind_weight(nb::module_& module) {
       .value("BF16", WeightType::kBF16)
       .value("F16", WeightType::kF16)
       .value("I8", WeightType::kI8)
-      .value("I4", WeightType::kI4);
+      .value("I4", WeightType::kI4)
+      .value("E4M3", WeightType::kE4M3)
+      .value("MXFP4", WeightType::kMXFP4)
+      .value("NVFP4", WeightType::kNVFP4);
   nb::enum_<Activation>(module, "Activation")
       .value("NONE", Activation::kNone)
       .value("RELU", Activation::kRelu)
@@ -46,6 +49,7 @@ void bind_weight(nb::module_& module) {
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)
+      .value("GATE", Elementwise::kGate)
       .value("SCALE", Elementwise::kScale)
       .value("SOFT_CAP", Elementwise::kSoftCap);
   nb::enum_<MatmulPrecision>(module, "MatmulPrecision")
@@ -56,14 +60,14 @@ void bind_weight(nb::module_& module) {
           "__init__",
           [](PackedWeight* self, WeightType type, int64_t in_features, int64_t out_features, int64_t group_size,
              bool gated, bool integer_activations, uintptr_t data, uintptr_t scales, uintptr_t offsets,
-             uintptr_t column_sums, uintptr_t column_order) {
+             uintptr_t column_sums, uintptr_t column_order, uintptr_t scale_codes) {
             new (self) PackedWeight{at<void>(data),           at<float>(scales),         at<float>(offsets),
-                                    at<int32_t>(column_sums), at<int32_t>(column_order), in_features,
-                                    out_features,             group_size,                type,
-                                    gated,                    integer_activations};
+                                    at<int32_t>(column_sums), at<int32_t>(column_order), at<uint8_t>(scale_codes),
+                                    in_features,              out_features,              group_size,
+                                    type,                     gated,                     integer_activations};
           },
           "type"_a, "in_features"_a, "out_features"_a, "group_size"_a, "gated"_a, "integer_activations"_a, "data"_a,
-          "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0);
+          "scales"_a = 0, "offsets"_a = 0, "column_sums"_a = 0, "column_order"_a = 0, "scale_codes"_a = 0);
   nb::class_<Ref>(module, "Ref").def(
       "__init__",
       [](Ref* self, int32_t area, int64_t offset, int64_t stride) { new (self) Ref{area, 0, offset, stride}; },

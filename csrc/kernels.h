@@ -53,7 +53,7 @@ enum class MatmulPrecision : int32_t { kFloat32 = 0, kBFloat16 };
 
 // -- linear (linear.cpp) --------------------------------------------------------------------------------------------
 
-enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4 };
+enum class WeightType : int32_t { kF32 = 0, kBF16, kF16, kI8, kI4, kE4M3, kMXFP4, kNVFP4 };
 
 inline constexpr int64_t kPanel = 32;
 
@@ -64,7 +64,11 @@ inline constexpr int64_t kPanel = 32;
 //   i8               [panel][k / 4][32][4]          in_features padded to a multiple of 4 inside each group
 //   i4               [panel][k / 8][32][4] bytes: low nibbles k .. k+3, high nibbles k+4 .. k+7 (values 0 .. 15)
 //                    in_features padded to a multiple of 8 inside each group
-// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0).
+//   e4m3             [panel][k / 2][32][2]          8-bit floats; in_features padded to a multiple of 4 inside each group
+//   mxfp4, nvfp4     as i4, of e2m1 codes           4-bit floats (small_floats.h says what codes stand for)
+// Weight = scale * value + offset, scales and offsets [panel][group][32] float32 (offsets: null when all are 0; integers
+// alone have some). The scales of mxfp4 and nvfp4 are codes of one byte, [panel][group][32]: e8m0, and e4m3 that
+// `scales`, then [panel][32] float32, is multiplied with.
 // Only the last group may be shorter than group_size. packed.h computes places.
 // A gated matrix holds gate and up, out_features / 2 rows each: panel p has gate rows 16p .. 16p+15 in its columns
 // 0 .. 15 and up rows 16p .. 16p+15 in its columns 16 .. 31.
@@ -74,6 +78,7 @@ struct PackedWeight {
   const float* offsets = nullptr;
   const int32_t* column_sums = nullptr;   // i8 with integer activations: [panel][group][32], sum of values
   const int32_t* column_order = nullptr;  // [in_features]: value k belongs to input column_order[k]; null: k
+  const uint8_t* scale_codes = nullptr;   // of mxfp4 and nvfp4
   int64_t in_features = 0;
   int64_t out_features = 0;
   int64_t group_size = 0;  // in_features when there is one group
@@ -138,15 +143,15 @@ struct GatherArgs {
   Ref x;
 };
 
-enum class Elementwise : int32_t { kAdd = 0, kMultiply, kScale, kSoftCap };
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap };
 
-// out = x + y, x * y, factor * x, or factor * tanh(x / factor).
+// out = x + y, x * y, x * sigmoid(y), factor * x, or factor * tanh(x / factor).
 struct ElementwiseArgs {
   Elementwise kind = Elementwise::kAdd;
   float factor = 1;
   int64_t width = 0;
   Ref x;
-  Ref y;    // of the first two
+  Ref y;    // of the first three
   Ref out;  // may be the same place as x or y
 };
 

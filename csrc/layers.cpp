@@ -66,23 +66,17 @@ void embed_floats(const EmbedArgs& args, int64_t id, float* row) {
   });
 }
 
-void embed_integers(const EmbedArgs& args, int64_t id, float* row) {
+void embed_small(const EmbedArgs& args, int64_t id, float* row) {
   const PackedWeight& table = args.table;
   const auto [panel, column] = panel_column(table, id);
   const auto* data = static_cast<const uint8_t*>(table.data) + panel * panel_bytes(table);
   const int64_t size = table.group_size, padded = rounded_up(size, group_alignment(table.type));
-  const int64_t first_scale = panel * num_groups(table) * kPanel + column;
-  by_pieces(args, size, row, [=, &table](int64_t first, int64_t count, float* piece) {
+  by_pieces(args, size, row, [=, &table, panel = panel, column = column](int64_t first, int64_t count, float* piece) {
     const int64_t group = first / size, start = group * padded + first % size;
-    const int64_t at = first_scale + group * kPanel;
-    const float scale = table.scales[at], offset = table.offsets ? table.offsets[at] : 0.0f;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t place = index_in_panel(table.type, start + i, column);
-      const float value = table.type == WeightType::kI8
-                              ? static_cast<float>(static_cast<int8_t>(data[place]))
-                              : static_cast<float>(data[place / 2] >> place % 2 * 4 & 15);
-      piece[i] = fma(scale, value, offset);
-    }
+    const float scale = stored_scale(table, panel, group, column);
+    const float offset = table.offsets ? table.offsets[(panel * num_groups(table) + group) * kPanel + column] : 0.0f;
+    for (int64_t i = 0; i < count; ++i)
+      piece[i] = fma(scale, stored_value(table.type, data, index_in_panel(table.type, start + i, column)), offset);
   });
 }
 
@@ -104,9 +98,8 @@ void embed(const EmbedArgs& args, const Step& step, Team& team) {
         case WeightType::kF16:
           embed_floats<uint16_t, WeightType::kF16>(args, id, row);
           break;
-        case WeightType::kI8:
-        case WeightType::kI4:
-          embed_integers(args, id, row);
+        default:
+          embed_small(args, id, row);
           break;
       }
     }
@@ -196,6 +189,8 @@ QUIRE_INLINE vf combine(Elementwise kind, vf x, vf y, float factor) {
       return x + y;
     case Elementwise::kMultiply:
       return x * y;
+    case Elementwise::kGate:
+      return x * sigmoid(y);
     case Elementwise::kScale:
       return x * factor;
     case Elementwise::kSoftCap:

@@ -169,9 +169,11 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
   alignas(64) float sums[Method::kRows * kPanel];
   Tile call;
   call.panel = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
-  call.scales = weight.scales ? weight.scales + panel * groups * kPanel : nullptr;
+  const int64_t scales = weight.type == WeightType::kNVFP4 ? 1 : groups;
+  call.scales = weight.scales ? weight.scales + panel * scales * kPanel : nullptr;
   call.offsets = weight.offsets ? weight.offsets + panel * groups * kPanel : nullptr;
   call.column_sums = weight.column_sums ? weight.column_sums + panel * groups * kPanel : nullptr;
+  call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
   const std::byte* after = static_cast<const std::byte*>(weight.data) + next * plan.panel_bytes;

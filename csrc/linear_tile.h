@@ -10,8 +10,9 @@ struct Tile {
   const std::byte* panel;
   const std::byte* x;         // as linear_activations.h packs it
   const float* x_sums;        // [group][pitch], where there are offsets
-  const float* scales;        // of this panel: [group][32]
+  const float* scales;        // of this panel: [group][32]; of nvfp4 [32]
   const float* offsets;       // or null
+  const uint8_t* scale_codes; // of this panel: [group][32], or null
   const int32_t* column_sums;
   const PackedWeight* weight;
   float* out;                 // [rows][32]

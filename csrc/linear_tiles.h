@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear_tile.h"
+#include "small_float_vectors.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -12,10 +13,7 @@ inline constexpr int kParts = 16 / kLanes;
 
 // -- float weights --------------------------------------------------------------------------------------------------
 
-struct PairOfVectors {
-  vf low;   // columns part * kLanes ...
-  vf high;  // columns 16 + part * kLanes ...
-};
+// Each type's PairOfVectors: columns part * kLanes ... and 16 + part * kLanes ...
 
 struct F32 {
   static constexpr int64_t kDepth = 1;   // values of k that lie together
@@ -84,10 +82,37 @@ void float_tile(const Tile& tile) {
   }
 }
 
-// -- integer weights, float activations -----------------------------------------------------------------------------
+// -- integers and small floats, float activations -------------------------------------------------------------------
 
-// Value j of each 32-bit word, as float32 times 2^(its place) where kScaledPlaces.
-struct I8 {
+// Each type: kValues of k that are read at once, from kBytes of a panel; load(panel, part) reads them; pair<j>(words)
+// is value j of them; scale(tile, group, column) is what their sum is then multiplied with.
+
+// 32-bit words of several values of a column.
+struct Words {
+  static constexpr int64_t kBytes = 128;
+  vi low, high;
+  static QUIRE_INLINE Words load(const std::byte* panel, int part) {
+    const std::byte* at = panel + part * kLanes * 4;
+    return {load_as<vi>(at), load_as<vi>(at + 64)};
+  }
+};
+
+struct FloatScales {
+  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
+    return quire::QUIRE_ISA::load(tile.scales + group * kPanel + column);
+  }
+};
+
+// Values as float32 times 2^(their place) where kScaledPlaces.
+template <class Integer>
+struct IntegerWords : Words, FloatScales {
+  template <int j>
+  static QUIRE_INLINE PairOfVectors pair(const Words& words) {
+    return {Integer::template value<j>(words.low), Integer::template value<j>(words.high)};
+  }
+};
+
+struct I8 : IntegerWords<I8> {
   static constexpr int kValues = 4;  // of k in a word
   template <int j>
   static QUIRE_INLINE vf value(vi words) {
@@ -107,11 +132,14 @@ struct I8 {
   }
 };
 
-struct I4 {
+// Where nibble j of 8 lies in a word.
+constexpr int nibble_place(int j) { return j < 4 ? 8 * j : 8 * (j - 4) + 4; }
+
+struct I4 : IntegerWords<I4> {
   static constexpr int kValues = 8;
   template <int j>
   static QUIRE_INLINE vf value(vi words) {
-    constexpr int kPlace = j < 4 ? 8 * j : 8 * (j - 4) + 4;
+    constexpr int kPlace = nibble_place(j);
 #if defined(__AVX512F__)
     return __builtin_convertvector(bit_cast<vu>(words) & (15u << kPlace), vf);
 #else
@@ -120,24 +148,64 @@ struct I4 {
   }
 };
 
-template <class Weight, int kRows, int j>
-QUIRE_INLINE void accumulate_values(vi low_words, vi high_words, const float* x, vf* low, vf* high) {
-  const vf w_low = Weight::template value<j>(low_words), w_high = Weight::template value<j>(high_words);
+// 8-bit floats: two lines of pairs.
+struct E4M3 {
+  static constexpr int kValues = 4;
+  static constexpr int64_t kBytes = 128;
+  struct Lines {
+    const std::byte* at;
+    int part;
+  };
+  static QUIRE_INLINE Lines load(const std::byte* panel, int part) { return {panel, part}; }
+  template <int j>
+  static QUIRE_INLINE PairOfVectors pair(const Lines& lines) {
+    return load_e4m3_pair<j % 2>(lines.at + j / 2 * 64, lines.part);
+  }
+  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
+    return FloatScales::scale(tile, group, column) * kE4M3Factor;
+  }
+};
+
+// 4-bit floats.
+struct E2M1 : Words {
+  static constexpr int kValues = 8;
+  template <int j>
+  static QUIRE_INLINE PairOfVectors pair(const Words& words) {
+    return {e2m1_at<nibble_place(j)>(words.low), e2m1_at<nibble_place(j)>(words.high)};
+  }
+};
+
+struct MXFP4 : E2M1 {
+  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
+    return load_e8m0(tile.scale_codes + group * kPanel + column) * kE2M1Factor;
+  }
+};
+
+struct NVFP4 : E2M1 {
+  static QUIRE_INLINE vf scale(const Tile& tile, int64_t group, int64_t column) {
+    const vf of_column = quire::QUIRE_ISA::load(tile.scales + column) * (kE4M3Factor * kE2M1Factor);
+    return load_e4m3(tile.scale_codes + group * kPanel + column) * of_column;
+  }
+};
+
+template <class Weight, int kRows, int j, class Stored>
+QUIRE_INLINE void accumulate_values(const Stored& words, const float* x, vf* low, vf* high) {
+  const PairOfVectors w = Weight::template pair<j>(words);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     const vf value = broadcast(x[j * pitch_of(kRows) + r]);
-    low[r] = fma(value, w_low, low[r]);
-    high[r] = fma(value, w_high, high[r]);
+    low[r] = fma(value, w.low, low[r]);
+    high[r] = fma(value, w.high, high[r]);
   }
-  if constexpr (j + 1 < Weight::kValues) accumulate_values<Weight, kRows, j + 1>(low_words, high_words, x, low, high);
+  if constexpr (j + 1 < Weight::kValues) accumulate_values<Weight, kRows, j + 1>(words, x, low, high);
 }
 
 // Adds one group's sums to the totals: total += scale * sum (+ offset * sum of x).
-template <int kRows, bool kHasOffsets>
+template <class Scales, int kRows, bool kHasOffsets>
 QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   constexpr int64_t kPitch = pitch_of(kRows);
   const int64_t column = part * kLanes, from = group * kPanel + column;
-  const vf scale_low = load(tile.scales + from), scale_high = load(tile.scales + from + 16);
+  const vf scale_low = Scales::scale(tile, group, column), scale_high = Scales::scale(tile, group, column + 16);
   vf offset_low{}, offset_high{};
   if constexpr (kHasOffsets) offset_low = load(tile.offsets + from), offset_high = load(tile.offsets + from + 16);
   float* out = tile.out + column;
@@ -155,12 +223,12 @@ QUIRE_INLINE void add_sums(const Tile& tile, int64_t group, int part, const vf* 
   }
 }
 
-template <int kRows>
+template <class Scales, int kRows>
 QUIRE_INLINE void add_group(const Tile& tile, int64_t group, int part, const vf* low, const vf* high) {
   if (tile.offsets)
-    add_sums<kRows, true>(tile, group, part, low, high);
+    add_sums<Scales, kRows, true>(tile, group, part, low, high);
   else
-    add_sums<kRows, false>(tile, group, part, low, high);
+    add_sums<Scales, kRows, false>(tile, group, part, low, high);
 }
 
 template <class Weight, int kRows>
@@ -168,7 +236,7 @@ void widening_tile(const Tile& tile) {
   constexpr int64_t kPitch = pitch_of(kRows);
   const int64_t groups = num_groups(*tile.weight);
   for (int part = 0; part < kParts; ++part) {
-    const std::byte* panel = tile.panel + part * kLanes * 4;
+    const std::byte* panel = tile.panel;
     const std::byte* soon = tile.prefetch;
     const float* x = reinterpret_cast<const float*>(tile.x);
     for (int64_t group = 0; group < groups; ++group) {
@@ -177,15 +245,14 @@ void widening_tile(const Tile& tile) {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) low[r] = high[r] = zero();
       for (int64_t k = 0; k < length; k += Weight::kValues) {
-        const vi low_words = load_as<vi>(panel), high_words = load_as<vi>(panel + 64);
-        accumulate_values<Weight, kRows, 0>(low_words, high_words, x, low, high);
+        accumulate_values<Weight, kRows, 0>(Weight::load(panel, part), x, low, high);
         prefetch_line(tile, soon);
         prefetch_line(tile, soon + tile.prefetch_step);
         soon += 2 * tile.prefetch_step;
-        panel += 128;
+        panel += Weight::kBytes;
         x += Weight::kValues * kPitch;
       }
-      add_group<kRows>(tile, group, part, low, high);
+      add_group<Weight, kRows>(tile, group, part, low, high);
     }
   }
 }
@@ -294,7 +361,7 @@ void rounded_tile(const Tile& tile) {
       vf float_low[kRows], float_high[kRows];
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) float_low[r] = to_float(low[r]), float_high[r] = to_float(high[r]);
-      add_group<kRows>(tile, group, part, float_low, float_high);
+      add_group<FloatScales, kRows>(tile, group, part, float_low, float_high);
     }
   }
 }
@@ -316,6 +383,9 @@ const TileKernel kBF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, BF16)};
 const TileKernel kF16Tiles[] = {QUIRE_EVERY_HEIGHT(float_tile, F16)};
 const TileKernel kI8Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I8)};
 const TileKernel kI4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, I4)};
+const TileKernel kE4M3Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, E4M3)};
+const TileKernel kMXFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, MXFP4)};
+const TileKernel kNVFP4Tiles[] = {QUIRE_EVERY_HEIGHT(widening_tile, NVFP4)};
 const TileKernel kRoundedI8Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI8)};
 const TileKernel kRoundedI4Tiles[] = {QUIRE_EVERY_HEIGHT(rounded_tile, RoundedI4)};
 
@@ -330,9 +400,16 @@ inline const TileKernel* tile_kernels(const PackedWeight& weight) {
       return kF16Tiles;
     case WeightType::kI8:
       return weight.integer_activations ? kRoundedI8Tiles : kI8Tiles;
-    default:
+    case WeightType::kI4:
       return weight.integer_activations ? kRoundedI4Tiles : kI4Tiles;
+    case WeightType::kE4M3:
+      return kE4M3Tiles;
+    case WeightType::kMXFP4:
+      return kMXFP4Tiles;
+    case WeightType::kNVFP4:
+      return kNVFP4Tiles;
   }
+  __builtin_unreachable();
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "small_floats.h"
 
 #define QUIRE_LAYOUT inline __attribute__((always_inline)) constexpr
 
@@ -10,11 +11,23 @@ namespace quire {
 
 QUIRE_LAYOUT bool is_integer(WeightType type) { return type == WeightType::kI8 || type == WeightType::kI4; }
 
+// Whether two values share a byte.
+QUIRE_LAYOUT bool is_nibbles(WeightType type) {
+  return type == WeightType::kI4 || type == WeightType::kMXFP4 || type == WeightType::kNVFP4;
+}
+
+// Whether scales are codes.
+QUIRE_LAYOUT bool has_scale_codes(WeightType type) {
+  return type == WeightType::kMXFP4 || type == WeightType::kNVFP4;
+}
+
 QUIRE_LAYOUT int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // A group of k begins at a multiple of this many values.
 QUIRE_LAYOUT int64_t group_alignment(WeightType type) {
-  return type == WeightType::kI4 ? 8 : type == WeightType::kI8 ? 4 : type == WeightType::kBF16 ? 2 : 1;
+  if (is_nibbles(type)) return 8;
+  if (type == WeightType::kI8 || type == WeightType::kE4M3) return 4;
+  return type == WeightType::kBF16 ? 2 : 1;
 }
 
 QUIRE_LAYOUT int64_t num_groups(const PackedWeight& weight) {
@@ -53,6 +66,7 @@ QUIRE_LAYOUT int64_t panel_bytes(const PackedWeight& weight) {
     case WeightType::kF16:
       return values * 2;
     case WeightType::kI8:
+    case WeightType::kE4M3:
       return values;
     default:
       return values / 2;
@@ -71,18 +85,38 @@ QUIRE_LAYOUT PanelColumn panel_column(const PackedWeight& weight, int64_t row) {
   return {inside / (kPanel / 2), inside % (kPanel / 2) + side * (kPanel / 2)};
 }
 
-// Place of the padded index k of a column: in elements from the panel's start, for i4 in nibbles (the low one first).
+// Place of the padded index k of a column: in elements from the panel's start; nibbles, the low one first.
 QUIRE_LAYOUT int64_t index_in_panel(WeightType type, int64_t k, int64_t column) {
   switch (type) {
     case WeightType::kBF16:
+    case WeightType::kE4M3:
       return (k / 2 * kPanel + column) * 2 + k % 2;
     case WeightType::kI8:
       return (k / 4 * kPanel + column) * 4 + k % 4;
     case WeightType::kI4:
+    case WeightType::kMXFP4:
+    case WeightType::kNVFP4:
       return ((k / 8 * kPanel + column) * 4 + k % 4) * 2 + k / 4 % 2;
     default:
       return k * kPanel + column;
   }
+}
+
+// The value at a place of a panel of integers or small floats, before its scale.
+QUIRE_SMALL_FLOAT float stored_value(WeightType type, const uint8_t* panel, int64_t place) {
+  if (type == WeightType::kI8) return static_cast<float>(static_cast<int8_t>(panel[place]));
+  if (type == WeightType::kE4M3) return e4m3_value(panel[place]);
+  const int code = panel[place / 2] >> place % 2 * 4 & 15;
+  return type == WeightType::kI4 ? static_cast<float>(code) : e2m1_value(code);
+}
+
+// The scale of a group's column.
+QUIRE_SMALL_FLOAT float stored_scale(const PackedWeight& weight, int64_t panel, int64_t group, int64_t column) {
+  const int64_t at = (panel * num_groups(weight) + group) * kPanel + column;
+  if (weight.type == WeightType::kMXFP4) return e8m0_value(weight.scale_codes[at]);
+  if (weight.type == WeightType::kNVFP4)
+    return e4m3_value(weight.scale_codes[at]) * weight.scales[panel * kPanel + column];
+  return weight.scales[at];
 }
 
 }  // namespace quire

@@ -122,9 +122,15 @@ void pack_rows(const PackedWeight& weight, const void* source, WeightType source
   }
 }
 
-// One row's values of one group (int8, or 0 .. 15 in bytes) into its column.
-void pack_integer_group(WeightType type, std::byte* panel, int64_t base, int64_t column, const uint8_t* values,
-                        int64_t count) {
+// One row's values of one group (bytes, or 0 .. 15 in bytes) into its column.
+void pack_group(WeightType type, std::byte* panel, int64_t base, int64_t column, const uint8_t* values, int64_t count) {
+  if (type == WeightType::kE4M3) {
+    auto* out = reinterpret_cast<uint8_t*>(panel) + index_in_panel(type, base, column);
+    int64_t k = 0;
+    for (; k + 2 <= count; k += 2) std::memcpy(out + k * kPanel, values + k, 2);
+    if (k < count) out[k * kPanel] = values[k];
+    return;
+  }
   if (type == WeightType::kI8) {
     auto* out = reinterpret_cast<uint8_t*>(panel) + index_in_panel(type, base, column);
     int64_t k = 0;
@@ -156,7 +162,8 @@ int32_t sum_of(const uint8_t* values, int64_t count) {
 
 void pack_integers(const PackedWeight& weight, const void* source, int64_t stride, const float* scales,
                    const float* offsets, int64_t scale_stride, int64_t first, int64_t count) {
-  if (!is_integer(weight.type)) throw std::invalid_argument("the matrix does not hold integers");
+  if (!is_integer(weight.type) && weight.type != WeightType::kE4M3)
+    throw std::invalid_argument("the matrix does not hold values of a byte or less with float32 scales");
   const int64_t groups = num_groups(weight), bytes = panel_bytes(weight);
   // Rows of one panel go together, group by group.
   for (int64_t block = 0; block < count; block += kPanel) {
@@ -169,12 +176,41 @@ void pack_integers(const PackedWeight& weight, const void* source, int64_t strid
         const auto* values = static_cast<const uint8_t*>(source) + row * stride + begin;
         if (row + 4 < end) prefetch(values + 4 * stride, length < 1024 ? length : 1024);
         auto* panel = static_cast<std::byte*>(const_cast<void*>(weight.data)) + place.panel * bytes;
-        pack_integer_group(weight.type, panel, base, place.column, values, length);
+        pack_group(weight.type, panel, base, place.column, values, length);
         const int64_t at = (place.panel * groups + group) * kPanel + place.column;
         const_cast<float*>(weight.scales)[at] = scales[row * scale_stride + group];
         if (weight.offsets)
           const_cast<float*>(weight.offsets)[at] = offsets ? offsets[row * scale_stride + group] : 0.0f;
         if (weight.column_sums) const_cast<int32_t*>(weight.column_sums)[at] = sum_of(values, length);
+      }
+    }
+  }
+}
+
+// Rows of e2m1 codes, two to a byte (the first in the low half), and of scale codes, `scale_stride` apart.
+void pack_fp4(const PackedWeight& weight, const void* source, int64_t stride, const uint8_t* scale_codes,
+              int64_t scale_stride, const float* row_scales, int64_t first, int64_t count) {
+  if (!has_scale_codes(weight.type)) throw std::invalid_argument("the matrix does not hold 4-bit floats");
+  constexpr int64_t kLongest = 64;
+  const int64_t groups = num_groups(weight), bytes = panel_bytes(weight);
+  if (weight.group_size > kLongest || weight.group_size % 2 != 0)
+    throw std::invalid_argument("groups of 4-bit floats are even and at most 64");
+  uint8_t codes[kLongest];
+  for (int64_t block = 0; block < count; block += kPanel) {
+    const int64_t end = block + kPanel < count ? block + kPanel : count;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t begin = group * weight.group_size, length = group_length(weight, group);
+      const int64_t base = padded_index(weight, begin);
+      for (int64_t row = block; row < end; ++row) {
+        const PanelColumn place = panel_column(weight, first + row);
+        const auto* pairs = static_cast<const uint8_t*>(source) + row * stride + begin / 2;
+        if (row + 4 < end) prefetch(pairs + 4 * stride, (length + 1) / 2);
+        for (int64_t k = 0; k < length; ++k) codes[k] = pairs[k / 2] >> k % 2 * 4 & 15;
+        auto* panel = static_cast<std::byte*>(const_cast<void*>(weight.data)) + place.panel * bytes;
+        pack_group(weight.type, panel, base, place.column, codes, length);
+        const_cast<uint8_t*>(weight.scale_codes)[(place.panel * groups + group) * kPanel + place.column] =
+            scale_codes[row * scale_stride + group];
+        if (weight.scales) const_cast<float*>(weight.scales)[place.panel * kPanel + place.column] = row_scales[row];
       }
     }
   }
@@ -192,11 +228,11 @@ float unpacked(const PackedWeight& weight, const PanelColumn& place, int64_t k) 
     default:
       break;
   }
-  const int64_t scale = (place.panel * num_groups(weight) + k / weight.group_size) * kPanel + place.column;
-  const float value = weight.type == WeightType::kI8
-                          ? static_cast<float>(reinterpret_cast<const int8_t*>(panel)[at])
-                          : static_cast<float>(reinterpret_cast<const uint8_t*>(panel)[at / 2] >> at % 2 * 4 & 15);
-  return weight.scales[scale] * value + (weight.offsets ? weight.offsets[scale] : 0.0f);
+  const int64_t group = k / weight.group_size;
+  const float scale = stored_scale(weight, place.panel, group, place.column);
+  const float value = stored_value(weight.type, reinterpret_cast<const uint8_t*>(panel), at);
+  const int64_t offset = (place.panel * num_groups(weight) + group) * kPanel + place.column;
+  return scale * value + (weight.offsets ? weight.offsets[offset] : 0.0f);
 }
 
 void unpack_rows(const PackedWeight& weight, float* out, int64_t stride, int64_t first, int64_t count) {
@@ -237,6 +273,16 @@ void bind_packing(nb::module_& module) {
                       first_row, num_rows);
       },
       "weight"_a, "values"_a, "row_stride"_a, "scales"_a, "offsets"_a, "scale_stride"_a, "first_row"_a, "num_rows"_a);
+  module.def(
+      "pack_fp4",
+      [](const PackedWeight& weight, uintptr_t codes, int64_t row_stride, uintptr_t scale_codes, int64_t scale_stride,
+         uintptr_t row_scales, int64_t first_row, int64_t num_rows) {
+        nb::gil_scoped_release released;
+        pack_fp4(weight, at<void>(codes), row_stride, at<uint8_t>(scale_codes), scale_stride, at<float>(row_scales),
+                 first_row, num_rows);
+      },
+      "weight"_a, "codes"_a, "row_stride"_a, "scale_codes"_a, "scale_stride"_a, "row_scales"_a, "first_row"_a,
+      "num_rows"_a);
   module.def(
       "unpack_rows",
       [](const PackedWeight& weight, uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows) {

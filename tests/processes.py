@@ -18,3 +18,11 @@ def has_ended(process: psutil.Process, timeout: float = 60.0) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def has_pid_ended(pid: int) -> bool:
+    """As `has_ended`, of the process that has this number, if there still is one."""
+    try:
+        return has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return True

@@ -6,9 +6,13 @@ that stay the same for the life of a CUDA graph. A batch may be padded to the si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+from quire.attention.interface import StateStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +46,33 @@ class DeviceBatch:
     block_tables: tuple[torch.Tensor, ...]
     """Per KV group [num_rows, max_blocks] int32: physical blocks in logical order, a row for every request that
     lives, persistent; kernels index it by `rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStateStep:
+    """Where the sequences of a device's step keep their states: the counterpart of StateStep, which says what is read
+    and written. A padding sequence owns no tokens, reads nothing and writes nothing.
+
+    tables: by layer, [num_rows, max_blocks] int32, persistent; kernels index it by `batch.rows`. interval: tokens of a
+    block. pages: by layer, [num_blocks, page bytes] uint8, the pool.
+    """
+
+    batch: DeviceBatch
+    tables: Mapping[int, torch.Tensor]
+    interval: int
+    pages: Mapping[int, torch.Tensor]
+
+    def on_host(self) -> StateStep:
+        """The same for operations without a kernel; waits for the device. Padding sequences are left out."""
+        batch = self.batch
+        query_start, lengths = batch.query_start.tolist(), batch.seq_lens.long()
+        counts = batch.query_start.diff()
+        num_seqs = int((counts > 0).sum())
+        rows = batch.rows[:num_seqs].long()
+        tables = {layer: table.index_select(0, rows) for layer, table in self.tables.items()}
+        starts = lengths[:num_seqs] - counts[:num_seqs]
+        return StateStep(query_start[: num_seqs + 1], starts, tables, self.interval, self.pages)
+
+
+StepStates: TypeAlias = StateStep | DeviceStateStep
+"""What a layer that keeps states is given of a step."""

@@ -55,17 +55,27 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """Where S sequences with T tokens in all keep their states, for layers that keep a fixed number of bytes for each.
+    """Where S sequences with T tokens in all keep their states, for layers that keep one instead of each token.
 
-    query_start: S + 1 numbers; sequence s owns tokens query_start[s]:query_start[s + 1]. slots: [S] int64, distinct,
-    the sequences' places in the pool. begins: [S] bool, sequences without a token before this step: whatever their
-    slot holds, their state is zero. pages: by layer, [num_slots, bytes] uint8.
+    Block i of a sequence is a page of each layer: its state after (i + 1) * interval tokens, or fewer: after all. A
+    step that computes tokens a to b - 1 reads block (a - 1) // interval (none if a is 0: the state is zero, whatever
+    the pages hold) and writes every block from a // interval to (b - 1) // interval. Where a is a multiple of interval,
+    other sequences may own the block that it reads, too; it writes only blocks that the sequence owns alone.
+
+    query_start: S + 1 numbers; sequence s owns tokens query_start[s]:query_start[s + 1]. starts: [S] int64, tokens of
+    each sequence computed before this step. tables: by layer, [S, max_blocks] int32. interval: tokens of a block, a
+    multiple of STATE_BORDER. pages: by layer, [num_blocks, page bytes] uint8, the pool. Host tensors.
     """
 
     query_start: Sequence[int]
-    slots: torch.Tensor
-    begins: torch.Tensor
+    starts: torch.Tensor
+    tables: Mapping[int, torch.Tensor]
+    interval: int
     pages: Mapping[int, torch.Tensor]
+
+    def on_host(self) -> StateStep:
+        """This one: as `DeviceStateStep.on_host`."""
+        return self
 
 
 class PlannedStep(Protocol):

@@ -63,7 +63,7 @@ def bounds(plan: MemoryPlan, cost: CostModel) -> tuple[Speed, ...]:
         if shape.experts is not None:
             missed = (1 - shape.experts.num_active / shape.experts.num_experts) ** batch_size
         read = shape.parameters() - shape.looked_up_parameters - missed * shape.routed_parameters
-        kept = shape.state_bytes() + DTYPE_BYTES[cost.precision.kv] * sum(
+        kept = shape.matrix_bytes() + DTYPE_BYTES[cost.precision.kv] * sum(
             count * min(num_tokens, each.window or num_tokens) * each.token_elements()
             for each, count in shape.attention_counts.items()
         )

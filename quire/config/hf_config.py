@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.families import ARCHITECTURES, RUNNABLE, read_shape
+from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
@@ -26,8 +26,6 @@ from quire.utils.model_files import file_bytes
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
-GENERATING = ("ForCausalLM", "LMHeadModel")
-"""Ends of the names of classes that have an output projection."""
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", "*/*/*")
 """Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
@@ -52,10 +50,11 @@ def load_model_config(
     whatever is wrong with the model, ConfigError for a `max_model_len` or a `runner` that it cannot have.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
-    raw = _read_described(path)
-    fields = Fields(raw, _where(path))
+    raw, key = language_model(_read_described(path))
+    where = ": ".join(filter(None, (_where(path), key)))
+    fields = Fields(raw, where)
     architecture = _architecture(fields)
-    shape = read_shape(raw, name, _where(path))
+    shape = read_shape(raw, name, where)
     longest = usual = shape.max_model_len
     family = ARCHITECTURES[architecture]
     pooling = read_pooling(
@@ -64,7 +63,6 @@ def load_model_config(
         architecture,
         runner,
         is_encoder=family.is_bidirectional,
-        is_causal=architecture.endswith(GENERATING),
     )
     if family.position_rows is None and not family.is_bidirectional:
         rope = read_rope(fields, shape.attention.key_dim)
@@ -87,6 +85,7 @@ def load_model_config(
         hf=raw,
         quantization=read_quantization(fields),
         pooling=pooling,
+        is_multimodal=bool(key),
     )
 
 
@@ -162,14 +161,13 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in RUNNABLE:
             return str(name)
-    known = ", ".join(RUNNABLE)
     for name in names:
         if name in ARCHITECTURES:
             raise fields.error(
                 f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
-                f"{known})"
+                f"{', '.join(RUNNABLE)})"
             )
-    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {known})")
+    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {', '.join(RUNNABLE)})")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:

@@ -36,9 +36,11 @@ class ModelConfig:
     kv_cache_dtype: what keys and values are stored in, resolved (a key of CACHE_DTYPE_BYTES).
     max_model_len: most tokens (prompt + output) of one sequence, resolved against the model's own limit.
     eos_token_ids: from generation_config.json, else config.json; they end a sequence unless `ignore_eos`.
-    hf: the parsed config.json, read-only, for what only one family needs.
+    hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
+    of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
     pooling: how it makes a vector of a text; None: it generates.
+    is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelConfig:
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
     pooling: PoolingConfig | None = None
+    is_multimodal: bool = False
 
     @property
     def is_encoder(self) -> bool:

@@ -23,8 +23,13 @@ DTYPE_BYTES: Mapping[str, float] = {
 """Bytes of an element of a weight as checkpoints store it (mxfp4: with its scales)."""
 QUANTIZED = ("float8", "int8", "int4", "mxfp4")
 """Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
+STATE_BORDER = 64
+"""Tokens. A recurrent layer keeps its state at the last multiple of it and the rows of the tokens behind, so that a
+state's bits do not depend on where steps begin and end."""
+KEPT_ROWS = STATE_BORDER - 1
 STATE_BYTES = 4
 """Of an element of a recurrent state: it is kept in float32, whatever the weights are."""
+_LINE_ELEMENTS = 16
 
 Kind = Literal["full", "sliding", "latent", "state", "none"]
 Matrix = tuple[int, int]
@@ -42,8 +47,8 @@ class AttentionShape:
     window: of "sliding", in tokens; a chunk of attention counts as a window.
     latent_dim: elements that "latent" keeps of a token: the compressed keys and values, and the rotated part.
     latent_rank: of them, the compressed ones.
-    conv_elements: of "state", elements of the short convolution's inputs, kept besides the state itself: a matrix
-    key_dim x value_dim for each of the num_kv_heads heads of values.
+    conv_channels, conv_inputs: of "state", channels of the short convolution, and the inputs that it keeps of each,
+    besides the state itself: a matrix key_dim x value_dim for each of the num_kv_heads heads of values.
     """
 
     kind: Kind
@@ -54,7 +59,8 @@ class AttentionShape:
     window: int | None = None
     latent_dim: int = 0
     latent_rank: int = 0
-    conv_elements: int = 0
+    conv_channels: int = 0
+    conv_inputs: int = 0
 
     @property
     def reach(self) -> int | None:
@@ -70,12 +76,27 @@ class AttentionShape:
             return self.latent_dim
         return max(1, self.num_kv_heads // tp) * (self.key_dim + self.value_dim)
 
-    def state_bytes(self, dtype_bytes: float, tp: int = 1) -> int:
-        """Bytes of one sequence's state on one rank; dtype_bytes: of an element of the convolution's inputs."""
+    def matrix_bytes(self, tp: int = 1) -> int:
+        """Bytes of one sequence's state itself, on one of `tp` ranks, which a decoding step reads at least."""
         if self.kind != "state":
             return 0
-        state = self.num_kv_heads * self.key_dim * self.value_dim * STATE_BYTES
-        return -(-int(state + self.conv_elements * dtype_bytes) // tp)
+        return STATE_BYTES * max(1, self.num_kv_heads // tp) * self.key_dim * line_elements(self.value_dim)
+
+    def state_bytes(self, tp: int = 1) -> int:
+        """Bytes of all that a layer keeps of one sequence on one of `tp` ranks: the state at the last border; behind it
+        a key of each key head and an update and a decay of each value head for every token; the convolution's inputs
+        (quire/layers/states.py)."""
+        if self.kind != "state":
+            return 0
+        num_keys, num_values = max(1, self.num_heads // tp), max(1, self.num_kv_heads // tp)
+        rows = KEPT_ROWS * (num_keys * line_elements(self.key_dim) + num_values * line_elements(self.value_dim))
+        inputs = self.conv_inputs * line_elements(-(-self.conv_channels // tp))
+        return self.matrix_bytes(tp) + STATE_BYTES * (rows + num_values * line_elements(KEPT_ROWS) + inputs)
+
+
+def line_elements(count: int) -> int:
+    """`count` float32 elements, filled up to whole cache lines."""
+    return -(-count // _LINE_ELEMENTS) * _LINE_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -245,6 +266,6 @@ class ModelShape:
         """Bytes that all layers keep of a token, on one of `tp` ranks."""
         return int(self.kv_elements(tp) * DTYPE_BYTES[dtype])
 
-    def state_bytes(self, dtype_bytes: float = 2, tp: int = 1) -> int:
-        """Bytes of state that all layers keep of a sequence, however long it is."""
-        return sum(count * each.state_bytes(dtype_bytes, tp) for each, count in self.attention_counts.items())
+    def matrix_bytes(self, tp: int = 1) -> int:
+        """Bytes of state of a sequence that all layers read in a decoding step at least."""
+        return sum(count * each.matrix_bytes(tp) for each, count in self.attention_counts.items())

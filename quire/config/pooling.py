@@ -54,14 +54,15 @@ class PoolingConfig:
 
 
 def read_pooling(
-    path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool, is_causal: bool
+    path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool
 ) -> PoolingConfig | None:
     """How the model of a directory pools; None for one that generates. is_encoder: it attends in both directions.
-    is_causal: it has an output projection, so that it can generate.
 
     runner: of EngineOptions; "auto" pools what cannot generate, and what sentence-transformers' files describe. Raises
     ModelLoadError for files that say what is not supported, ConfigError for a runner that the model cannot have.
     """
+    is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
     modules = None if path.is_file() else _module_types(path)
     if runner == "generate":
         if not is_causal:

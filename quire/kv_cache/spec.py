@@ -136,7 +136,7 @@ LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | LatentSpec | StateSpe
 def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
     """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough."""
     if attention.kind == "state":
-        return StateSpec(attention.state_bytes(dtype_bytes, num_ranks), SNAPSHOT_INTERVAL)
+        return StateSpec(attention.state_bytes(num_ranks), SNAPSHOT_INTERVAL)
     if attention.kind == "latent":
         return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes)
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)

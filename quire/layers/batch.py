@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.attention.interface import PlannedStep, StateStep
+from quire.attention.device_batch import StepStates
+from quire.attention.interface import PlannedStep
 from quire.kernels.value import Indices, ReadRows
 
 
@@ -21,5 +22,5 @@ class ForwardBatch(NamedTuple):
     positions: Indices
     attention: PlannedStep
     logits_rows: ReadRows | None = None
-    states: StateStep | None = None
+    states: StepStates | None = None
     segments: Indices | None = None

@@ -24,8 +24,8 @@ StepT = TypeVar("StepT")
 class LayerContext:
     """dtype, device: of activations and of the weights of norms. cache_dtype: what keys and values are stored in, a key
     of CACHE_DTYPE_BYTES. group: the ranks that share each layer. operations: compute everything but the linear maps.
-    linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary and tables of
-    learned positions are stored.
+    linear, vocabulary, positions: how the weights of linear layers, the matrices of the vocabulary, and tables of
+    learned positions (and what else is never quantised: routers) are stored.
     """
 
     dtype: torch.dtype

@@ -7,12 +7,9 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.triton.matmul import matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
-from quire.layers import functional
 from quire.layers.device_encoder import DeviceEncoderOperations
-from quire.layers.functional import ExpertWeights
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 
@@ -58,9 +55,6 @@ class DeviceOperations(SharedOperations, DeviceEncoderOperations):
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, step: DeviceAttentionStep
     ) -> torch.Tensor:
         return step.attend(heads, qkv, rotation, None)
-
-    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return functional.experts_without_waiting(weights, x, routing, matmul)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -38,7 +38,7 @@ class ColumnParallelLinear:
         self._bias = bias
         group = context.group
         counts = num_shares or [group.size] * len(parts)
-        shares = [_share(part, count, group) for part, count in zip(parts, counts, strict=True)]
+        shares = [share_of(part, count, group) for part, count in zip(parts, counts, strict=True)]
         self._local_starts = tuple(start for start, _ in shares)
         self.local_parts = tuple(length for _, length in shares)
         self._parameters = context.linear.create(
@@ -87,7 +87,7 @@ class RowParallelLinear:
         self._context = context
         self._shape = (out_features, in_features)
         self._bias = bias
-        self._local_start, self._local_in = _share(in_features, context.group.size, context.group)
+        self._local_start, self._local_in = share_of(in_features, context.group.size, context.group)
         self._holds_bias = bias and context.group.rank == 0
         self._parameters = context.linear.create(
             LinearShape(self._local_in, out_features, self._holds_bias, context.dtype, context.device)
@@ -128,7 +128,7 @@ def _outputs_first(tensor: WeightSource, transposed: bool) -> WeightSource:
     return tensor.t() if transposed and not isinstance(tensor, IntegerWeight) else tensor
 
 
-def _share(size: int, num_shares: int, group: ProcessGroup) -> tuple[int, int]:
+def share_of(size: int, num_shares: int, group: ProcessGroup) -> tuple[int, int]:
     """(first element, number of elements) of this rank's share of `size` elements. num_shares: divides the ranks."""
     if size % num_shares:
         raise ConfigError(

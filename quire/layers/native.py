@@ -6,14 +6,22 @@ from functools import partial
 
 import torch
 
-from quire.attention.interface import StateStep
+from quire.attention.device_batch import StepStates
 from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
-from quire.layers import functional
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.layers import experts
+from quire.layers.experts import Routing
 from quire.layers.native_encoder import NativeEncoderOperations
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
+from quire.layers.states import (
+    ConvolutionWeights,
+    DeltaRule,
+    GatedNormWeights,
+    TorchStates,
+    gated_delta_rule,
+    short_convolution,
+)
 from quire.parallel.interface import ProcessGroup
 
 
@@ -73,6 +81,9 @@ class NativeOperations(NativeEncoderOperations):
     def multiply(self, x: Buffer, y: Buffer) -> Buffer:
         return _elementwise(_native.Elementwise.MULTIPLY, x, y)
 
+    def gate(self, x: Buffer, y: Buffer) -> Buffer:
+        return _elementwise(_native.Elementwise.GATE, x, y)
+
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return _elementwise(_native.Elementwise.SCALE, x, None, factor)
 
@@ -80,20 +91,20 @@ class NativeOperations(NativeEncoderOperations):
         return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
 
     def route(self, routing: Routing, logits: Buffer) -> Buffer:
-        return logits.recorder.call_torch(partial(functional.route, routing), logits.width, [logits])
+        return logits.recorder.call_torch(partial(experts.route, routing), 2 * routing.top_k, [logits])
 
-    def experts(self, weights: ExpertWeights, x: Buffer, routing: Buffer) -> Buffer:
-        return x.recorder.call_torch(partial(functional.experts, weights), x.width, [x, routing])
+    def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
+        return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
 
-    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StateStep | None) -> Buffer:
-        function = partial(functional.short_convolution, weights)
-        return x.recorder.call_torch(function, x.width, [x], takes_states=True)
+    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
+        return x.recorder.call_torch(partial(short_convolution, weights), x.width, [x], takes_states=True)
 
-    def gated_delta_rule(
-        self, rule: DeltaRule, inputs: tuple[Buffer, Buffer, Buffer, Buffer, Buffer], states: StateStep | None
-    ) -> Buffer:
-        function, width = partial(functional.gated_delta_rule, rule), rule.num_heads * rule.value_dim
-        return inputs[0].recorder.call_torch(function, width, inputs, takes_states=True)
+    def gated_delta_rule(self, rule: DeltaRule, qkv: Buffer, gates: Buffer, states: StepStates | None) -> Buffer:
+        width = rule.num_value_heads * rule.value_dim
+        return qkv.recorder.call_torch(partial(gated_delta_rule, rule), width, [qkv, gates], takes_states=True)
+
+    def gated_norm(self, weights: GatedNormWeights, x: Buffer, gate: Buffer) -> Buffer:
+        return x.recorder.call_torch(partial(TorchStates().gated_norm, weights), x.width, [x, gate])
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         return x.recorder.call_torch(group.all_reduce, x.width, [x])

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, Union
 import torch
 import torch.nn.functional as F
 
-from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep, StateStep
+from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
-from quire.layers import functional
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing
+from quire.layers.experts import ExpertOperations, TorchExpertOperations
+from quire.layers.states import StateOperations, TorchStates
 from quire.parallel.interface import ProcessGroup
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 class Operations(
     EncoderOperations[ValueT, RotationT, StepT_contra],
+    ExpertOperations[ValueT],
+    StateOperations[ValueT],
     Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra],
 ):
     """The operations of layers besides linear maps, over one kind of values; a value has a row for each token. Rows do
@@ -107,31 +109,16 @@ class Operations(
         """x * y, element by element, [T, width] each."""
         ...
 
+    def gate(self, x: ValueT, y: ValueT) -> ValueT:
+        """x * sigmoid(y), [T, width] each."""
+        ...
+
     def scale(self, x: ValueT, factor: float) -> ValueT:
         """factor * x."""
         ...
 
     def soft_cap(self, x: ValueT, cap: float) -> ValueT:
         """cap * tanh(x / cap), computed in float32."""
-        ...
-
-    def route(self, routing: Routing, logits: ValueT) -> ValueT:
-        """[T, num_experts] -> [T, num_experts]: the weights of each token's experts, 0 for those not chosen."""
-        ...
-
-    def experts(self, weights: ExpertWeights, x: ValueT, routing: ValueT) -> ValueT:
-        """[T, size] -> [T, size]: the weighted sum of what the experts compute. routing: of `route`."""
-        ...
-
-    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StateStep | None) -> ValueT:
-        """[T, channels] -> [T, channels], causal in each sequence. states: of the step (None while recording)."""
-        ...
-
-    def gated_delta_rule(
-        self, rule: DeltaRule, inputs: tuple[ValueT, ValueT, ValueT, ValueT, ValueT], states: StateStep | None
-    ) -> ValueT:
-        """inputs: query, key, value, decay and beta of `functional.gated_delta_rule`. Returns [T, num_heads *
-        value_dim]. states: of the step (None while recording)."""
         ...
 
     def all_reduce(self, group: ProcessGroup, x: ValueT) -> ValueT:
@@ -172,7 +159,7 @@ LayerOperations: TypeAlias = Operations[Value, Indices, ReadRows, RotationTable,
 """Operations as layers see them: values of one kind, whichever it is."""
 
 
-class SharedOperations:
+class SharedOperations(TorchExpertOperations, TorchStates):
     """The operations that torch computes in the same way on every device."""
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -184,30 +171,14 @@ class SharedOperations:
     def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * y
 
+    def gate(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.float() / (torch.exp(-y.float()) + 1.0)).to(x.dtype)
+
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         return x * factor
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return (torch.tanh(x.float() / cap) * cap).to(x.dtype)
-
-    def route(self, routing: Routing, logits: torch.Tensor) -> torch.Tensor:
-        return functional.route(routing, logits)
-
-    def experts(self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return functional.experts(weights, x, routing)
-
-    def short_convolution(self, weights: ConvolutionWeights, x: torch.Tensor, states: StateStep | None) -> torch.Tensor:
-        assert states is not None, "a step of a model with states brings them"
-        return functional.short_convolution(weights, x, states)
-
-    def gated_delta_rule(
-        self,
-        rule: DeltaRule,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        states: StateStep | None,
-    ) -> torch.Tensor:
-        assert states is not None, "a step of a model with states brings them"
-        return functional.gated_delta_rule(rule, *inputs, states)
 
     def all_reduce(self, group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -12,8 +14,12 @@ from quire.config.families import ARCHITECTURES
 from quire.config.model import ModelConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import WeightSlot, WeightSlots
+from quire.logging import get_logger
 from quire.quantization.file_tensor import FileTensor
 from quire.quantization.integer_weight import IntegerWeight, WeightSource
+
+logger = get_logger(__name__)
+SourceT = TypeVar("SourceT", bound=WeightSource)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,28 @@ class CheckpointNames:
         if self.surplus.search(name) or (name.endswith(".bias") and _is_zero(tensor)):
             return None
         raise ModelLoadError(f"tensor {name!r} does not belong to this model")
+
+
+_LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(model\.|lm_head\.)?(.+)")
+_PLAIN = re.compile(r"lm_head\.|model\.(?:layers|embed_tokens|norm)\.")
+
+
+def language_tensors(tensors: Iterable[tuple[str, SourceT]], where: object) -> Iterator[tuple[str, SourceT]]:
+    """Of a model of several modalities the language model's tensors, under the names that they have in a checkpoint of
+    it alone: `language_model.model.X`, `model.language_model.X` and `model.X` are its X. The others are left out, with
+    one line in the log. where: the checkpoint, for that line."""
+    skipped: Counter[str] = Counter()
+    for name, tensor in tensors:
+        inner = _LANGUAGE_MODEL.fullmatch(name)
+        if inner is not None:
+            yield (inner[1] or "model.") + inner[2], tensor
+        elif _PLAIN.match(name):
+            yield name, tensor
+        else:
+            skipped[name.removeprefix("model.").partition(".")[0]] += 1
+    if skipped:
+        parts = ", ".join(f"{part} ({count})" for part, count in sorted(skipped.items()))
+        logger.info("%s: the language model alone is loaded, without the tensors of %s", where, parts)
 
 
 def fill_slots(

@@ -10,10 +10,10 @@ import torch
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
 from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.operations import TorchOperations
+from quire.models.checkpoint_names import language_tensors
 from quire.models.claims import excess, outline
 from quire.models.decoder import Decoder
 from quire.models.gguf.weights import GGUFWeights
@@ -71,7 +71,7 @@ def load_model(
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
     else:
         with torch.inference_mode():
-            _load_from(model, files, config.quantization, report, elsewhere)
+            _load_from(model, files, config, report, elsewhere)
     if runtime is None:
         return cast("CausalLM", model)  # whose context computes tensors
     from quire.models.native import NativeModel
@@ -135,7 +135,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> Decoder:
     model = outline(config)
     reason = excess(config, model, files)
     if reason is not None:
-        _load_from(model, files, config.quantization, _silent)  # loading the file fails with a more precise message
+        _load_from(model, files, config, _silent)  # loading the file fails with a more precise message
         raise ModelLoadError(f"{files.directory}: {reason}")
     return model
 
@@ -143,17 +143,22 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> Decoder:
 def _load_from(
     model: Decoder,
     files: WeightFiles | GGUFWeights,
-    quantization: QuantizationConfig | None,
+    config: ModelConfig,
     report: Progress,
     elsewhere: Collection[str] = (),
 ) -> None:
+    quantization = config.quantization
     try:
         if isinstance(files, GGUFWeights):  # says of each matrix how it is stored, whatever config.json says
             model.load_weights(files.stream(report))
-        elif quantization is None or quantization.checkpoint_format is None:
-            model.load_weights(files.stream(report), elsewhere)
+            return
+        tensors = files.stream(report)
+        if config.is_multimodal:
+            tensors = language_tensors(tensors, files.directory)
+        if quantization is None or quantization.checkpoint_format is None:
+            model.load_weights(tensors, elsewhere)
         else:
-            model.load_weights(integer_weights(whole_tensors(files.stream(report)), quantization), elsewhere)
+            model.load_weights(integer_weights(whole_tensors(tensors), quantization), elsewhere)
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

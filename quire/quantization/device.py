@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.matmul import matmul
+from quire.layers.experts import ExpertWeights, gated
 from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
 
 
@@ -33,6 +34,23 @@ class DeviceLinear(UnquantizedLinear):
         self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
         return embedding(parameters.weight, indices, onto)
+
+    def apply_experts(
+        self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Every expert computes all tokens: which of them chose it is never asked of the device."""
+        top_k = routing.shape[1] // 2
+        chosen, shares = routing[:, :top_k], routing[:, top_k:]
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+            is_chosen = chosen == expert
+            share = (shares * is_chosen).sum(dim=1, keepdim=True)
+            rows = (x.float() * share).to(x.dtype) if weights.weighs_input else x
+            gate, up = matmul(rows, gate_up.weight, gate_up.bias).chunk(2, dim=-1)
+            result = matmul(gated(weights.gating, gate, up), down.weight, down.bias).float()
+            result = result if weights.weighs_input else result * share
+            out = torch.where(is_chosen.any(dim=1, keepdim=True), out + result, out)
+        return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from quire.kernels.value import Indices, Value
+from quire.layers.experts import ExpertWeights
 from quire.quantization.integer_weight import WeightTensor
 
 Parameters: TypeAlias = Any
@@ -48,6 +49,10 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         """Room for "weight" and, if the shape has one, "bias". Both must be loaded, every row of them."""
         ...
 
+    def create_stack(self, shape: LinearShape, count: int) -> Sequence[Parameters]:
+        """Room for `count` matrices of one shape, each to be loaded by itself, that `apply_experts` computes as one."""
+        ...
+
     def load_rows(
         self, parameters: Parameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
@@ -62,6 +67,14 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
 
     def lookup(self, parameters: Parameters, indices: IndicesT_contra, onto: ValueT | None = None) -> ValueT:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
+        ...
+
+    def apply_experts(
+        self, weights: ExpertWeights, x: ValueT, routing: ValueT, residual: ValueT | None = None
+    ) -> ValueT:
+        """x: [T, size], routing: [T, 2 * top_k] of `ExpertOperations.route` -> [T, size] in x's dtype: residual + the
+        weighted sum of the chosen experts' results, added in the order of the experts. A row's result depends on that
+        row alone. The residual is used up."""
         ...
 
     def stored_bytes(self, shape: Sequence[int]) -> int:

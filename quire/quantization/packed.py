@@ -13,6 +13,8 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
+from quire.kernels.matmul import row_linear
+from quire.layers.experts import ExpertWeights, experts
 from quire.logging import get_logger
 from quire.quantization.integer_weight import IntegerWeight, WeightTensor
 from quire.quantization.interface import LinearShape
@@ -92,6 +94,9 @@ class PackedLinear:
     def create(self, shape: LinearShape) -> PackedParameters:
         return PackedParameters(shape)
 
+    def create_stack(self, shape: LinearShape, count: int) -> list[PackedParameters]:
+        return [PackedParameters(shape) for _ in range(count)]
+
     def load_rows(
         self, parameters: PackedParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
@@ -149,6 +154,17 @@ class PackedLinear:
             accumulate=onto is not None,
         )
 
+    def apply_experts(
+        self, weights: ExpertWeights, x: Buffer, routing: Buffer, residual: Buffer | None = None
+    ) -> Buffer:
+        inputs = [x, routing] if residual is None else [x, routing, residual]
+        x.recorder.keep.append(weights)
+
+        def compute(x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            return experts(weights, x, routing, residual, _product)
+
+        return x.recorder.call_torch(compute, x.width, inputs)
+
     def stored_bytes(self, shape: Sequence[int]) -> int:
         if len(shape) == 1:
             return math.prod(shape) * 4
@@ -203,6 +219,10 @@ class PackedLinear:
         if first.column_order is not None:
             matrix.set_column_order(first.column_order)
         parameters.matrix = matrix
+
+
+def _product(parameters: PackedParameters, x: torch.Tensor) -> torch.Tensor:
+    return row_linear(x, _loaded(parameters).dequantize(), parameters.bias)
 
 
 def _loaded(parameters: PackedParameters) -> PackedMatrix:

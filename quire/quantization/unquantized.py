@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.matmul import row_linear
+from quire.layers.experts import ExpertWeights, experts
 from quire.quantization.integer_weight import WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 
@@ -36,6 +37,13 @@ class UnquantizedLinear:
         bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
         return PlainParameters(shape, weight, bias)
 
+    def create_stack(self, shape: LinearShape, count: int) -> list[PlainParameters]:
+        """Parts of one tensor: [count, out_features, in_features], and one of biases."""
+        whole = self.create(replace(shape, out_features=count * shape.out_features))
+        weights = whole.weight.unflatten(0, (count, shape.out_features))
+        biases = [None] * count if whole.bias is None else list(whole.bias.unflatten(0, (count, shape.out_features)))
+        return [PlainParameters(shape, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
     def load_rows(
         self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int
     ) -> None:
@@ -59,6 +67,11 @@ class UnquantizedLinear:
     ) -> torch.Tensor:
         rows = F.embedding(indices, parameters.weight)
         return rows if onto is None else onto + rows
+
+    def apply_experts(
+        self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return experts(weights, x, routing, residual, lambda each, rows: row_linear(rows, each.weight, each.bias))
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * self._dtype.itemsize

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, AttentionShape, Matrix, ModelShape
+from quire.config.model_shape import DTYPE_BYTES, QUANTIZED, STATE_BORDER, AttentionShape, Matrix, ModelShape
 from quire.config.parallel import ParallelConfig
 from quire.errors import UserError
 from quire.simulator.hardware import Hardware
@@ -41,8 +41,6 @@ KERNELS_PER_STEP = 12
 ROW_PASSES = 8
 """Times that a layer reads or writes a row of the residual stream outside its matrix products: two norms and two
 additions, each in and out."""
-STATE_CHUNK = 64
-"""Tokens of a chunk that a recurrent layer computes between two readings of its state."""
 BLOCK_TOKENS = 16
 """Tokens of a block, until a pool says otherwise."""
 LOGIT_BYTES = 4
@@ -370,12 +368,12 @@ class CostModel:
             run = attention.latent_dim
             decode_pair = 2 * (attention.latent_dim + attention.latent_rank)
         elif attention.kind == "state":
-            # The state decays, is compared with the key, changed by the value and read by the query; a chunk reads and
-            # writes it once for STATE_CHUNK tokens.
+            # The state decays, is compared with the key, changed by the value and read by the query. A decoding step
+            # reads it and the rows behind its border; a prompt reads and writes them once from border to border.
             num_heads, run = attention.num_kv_heads, math.inf
             chunk_pair = decode_pair = 7 * attention.key_dim * attention.value_dim
-            decode_bytes = 2 * attention.state_bytes(self._row_size, tp)
-            kept_bytes = decode_bytes / STATE_CHUNK
+            decode_bytes = attention.state_bytes(tp)
+            kept_bytes = 2 * decode_bytes / STATE_BORDER
         heads = num_heads / tp
         rate = self.hardware.peak(self.precision.activations) * factors.attention_compute
         bandwidth = self.hardware.bandwidth * factors.attention_bandwidth

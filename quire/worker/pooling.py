@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from quire.config.pooling import Method
+from quire.models.interface import CausalLM
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import InputBatch
 
@@ -50,11 +52,18 @@ def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows
     return PooledRows(ends - 1, ends, are_single=True)
 
 
-def mean_rows(hidden: np.ndarray, rows: PooledRows) -> np.ndarray:
-    """[R, hidden size] float32 -> [P, hidden size]: the mean of each sample's rows. They are added one by one, in their
-    order, so that no bit depends on the other samples."""
-    spans = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
-    return np.stack([hidden[start:end].sum(axis=0) / np.float32(end - start) for start, end in spans])
+def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_head: bool) -> np.ndarray:
+    """The pooled samples, [P, width] float32, of the rows that are read, [R, hidden size]. has_head: they go through the
+    model's own projection. Rows are added one by one, in their order, so that no bit depends on the other samples."""
+    if rows.are_single:
+        vectors = hidden[torch.from_numpy(rows.starts)]
+    else:
+        wide, spans = hidden.float().numpy(), zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
+        means = np.stack([wide[start:end].sum(axis=0) / np.float32(end - start) for start, end in spans])
+        vectors = torch.from_numpy(means).to(hidden.dtype)
+    if has_head:
+        vectors = model.compute_logits(vectors)
+    return vectors.float().numpy()
 
 
 def add_pooled(result: StepResult, plan: StepPlan, vectors: np.ndarray, nonfinite: Sequence[int]) -> list[int]:

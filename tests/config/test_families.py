@@ -72,7 +72,7 @@ def check(shape: ModelShape) -> None:
         attention = layer.attention
         assert (attention.kind == "sliding") == (attention.window is not None)
         assert (attention.token_elements() == 0) == (attention.kind in ("state", "none"))
-        assert (attention.state_bytes(2) == 0) == (attention.kind != "state")
+        assert (attention.state_bytes() == 0) == (attention.kind != "state")
 
 
 def test_layers_of_a_hybrid_are_described_one_by_one() -> None:
@@ -82,9 +82,10 @@ def test_layers_of_a_hybrid_are_described_one_by_one() -> None:
     state, full = shape.layers[0].attention, shape.layers[3].attention
     assert (full.num_heads, full.num_kv_heads, full.key_dim, full.value_dim) == (6, 2, 256, 256)
     assert (state.num_heads, state.num_kv_heads, state.key_dim, state.value_dim) == (16, 32, 128, 128)
-    assert state.conv_elements == 3 * (2 * 16 * 128 + 32 * 128)
-    assert state.state_bytes(2) == 32 * 128 * 128 * 4 + state.conv_elements * 2 == 2 * state.state_bytes(2, 2)
-    assert shape.state_bytes() == 3 * state.state_bytes(2)
+    assert (state.conv_channels, state.conv_inputs) == (2 * 16 * 128 + 32 * 128, 3)
+    rows = 63 * (16 + 32) * 128 + 32 * 64
+    assert state.matrix_bytes() == 32 * 128 * 128 * 4 == shape.matrix_bytes() / 3
+    assert state.state_bytes() == state.matrix_bytes() + 4 * (rows + 3 * 8192) == 2 * state.state_bytes(2)
     assert shape.kv_elements() == full.token_elements() == 2 * 2 * 256
 
 

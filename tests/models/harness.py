@@ -52,10 +52,11 @@ def load(directory: Path, *, dtype: str = "float32", max_model_len: int | None =
 
 @dataclass
 class Row:
-    """A sequence in the runner: its tokens, how many are computed, its block table in each group."""
+    """A sequence in the runner: its tokens, how many are computed, its block table in each group, and of its states."""
 
     token_ids: list[int]
     tables: list[torch.Tensor]
+    states: torch.Tensor
     num_computed: int = 0
 
 
@@ -68,8 +69,10 @@ class PagedRunner:
     max_len: int = 256
     max_rows: int = 8
     rows: list[Row] = field(default_factory=list)
-    states: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By layer [max_rows, bytes] uint8, of a model whose layers keep states."""
+    state_bytes: dict[int, int] = field(default_factory=dict)
+    """By layer, of a page of a layer that keeps states."""
+    interval: int = 64
+    """Tokens of a block of states."""
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs()
@@ -84,6 +87,12 @@ class PagedRunner:
         self.layout = layout
         self.backend = TorchAttention(layout, self.pages)
         self.num_groups = len(groups)
+        self.states_per_row = -(-self.max_len // self.interval)
+        num_states = 1 + self.max_rows * self.states_per_row
+        self.states = {
+            layer: torch.full((num_states, size), 63, dtype=torch.uint8) for layer, size in self.state_bytes.items()
+        }
+        self._free_states = (torch.randperm(num_states - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = scattered.tolist()
 
@@ -92,7 +101,11 @@ class PagedRunner:
         for _ in range(self.num_groups):
             taken, self._free = self._free[: self.blocks_per_row], self._free[self.blocks_per_row :]
             tables.append(torch.tensor(taken))
-        self.rows.append(Row(list(token_ids), tables))
+        states, self._free_states = (
+            self._free_states[: self.states_per_row],
+            self._free_states[self.states_per_row :],
+        )
+        self.rows.append(Row(list(token_ids), tables, torch.tensor(states)))
         return len(self.rows) - 1
 
     def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
@@ -116,8 +129,9 @@ class PagedRunner:
         with torch.inference_mode():
             flat = torch.tensor([token for tokens in token_ids for token in tokens])
             read = query_start[1:] - 1 if last_only else None
-            slots = torch.tensor([row for row, _ in work])
-            states = StateStep(query_start.tolist(), slots, starts == 0, self.states) if self.states else None
+            table = torch.stack([self.rows[row].states for row, _ in work]).int()
+            tables = dict.fromkeys(self.states, table)
+            states = StateStep(query_start.tolist(), starts, tables, self.interval, self.states)
             hidden = self.model.forward(ForwardBatch(flat, positions, self.backend.plan(batch), read, states))
             logits = self.model.compute_logits(hidden)
         for row, count in work:

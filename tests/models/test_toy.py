@@ -39,21 +39,16 @@ def context(operations: object, linear: object) -> LayerContext:
     return layer_context(torch.float32, cpu, "float32", SINGLE_RANK, operations, linear, linear, linear)
 
 
-def states(model: ToyModel, max_rows: int) -> dict[int, torch.Tensor]:
-    """Not zeros: what a former owner left behind must have no influence."""
-    return {STATE_LAYER: torch.full((max_rows, model.state.state_bytes), 63, dtype=torch.uint8)}
-
-
 def torch_runner(order: str) -> PagedRunner:
     model = ToyModel(torch_context(), order)
     model.fill()
-    return PagedRunner(model, states=states(model, 8))
+    return PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
 
 
 def native_runner(order: str) -> PagedRunner:
     toy = ToyModel(context(NativeOperations(), PackedLinear(WeightFormat("float32"))), order)
     toy.fill()
-    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)), states=states(toy, 8))
+    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)), state_bytes={STATE_LAYER: toy.state.state_bytes})
     runner.backend = NativeAttention(runner.layout, allocate_pages(runner.layout), "float32", HEADS, 2)
     return runner
 
@@ -86,7 +81,7 @@ class Planner:
 def device_runner(order: str) -> PagedRunner:
     model = ToyModel(context(DeviceOperations(), DeviceLinear(torch.float32, batch_invariant=True)), order)
     model.fill()
-    runner = PagedRunner(model, states=states(model, 8))
+    runner = PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
     runner.backend = Planner(
         TritonAttention(
             runner.layout,
@@ -136,6 +131,22 @@ def test_same_bits_alone_chunked_and_in_a_batch(name: str) -> None:
         chunks = [3] * (len(prompt) // 3) + ([len(prompt) % 3] if len(prompt) % 3 else [])
         parts = [alone.step([(row, chunk)])[0].clone() for chunk in chunks]
         assert torch.equal(torch.cat(parts), logits)
+
+
+@pytest.mark.usefixtures("fixed_order")
+def test_a_step_that_crosses_snapshots_writes_those_that_single_steps_write() -> None:
+    """150 tokens over blocks of 64: two snapshots and what follows."""
+    (prompt,) = random_prompts([150], VOCABULARY)
+    pages = []
+    for chunk in (150, 7, 64):
+        runner = torch_runner(ORDERS[0])
+        row = runner.add(prompt)
+        for start in range(0, 150, chunk):
+            runner.step([(row, min(chunk, 150 - start))], last_only=True)
+        pages.append(runner.states[STATE_LAYER][runner.rows[row].states])
+    assert len(pages[0].unique(dim=0)) == 4, "three written pages and one that no step reached"
+    assert torch.equal(pages[0], pages[1])
+    assert torch.equal(pages[0], pages[2])
 
 
 @pytest.mark.parametrize(("operations", "backend"), [(NativeOperations(), "native"), (DeviceOperations(), "triton")])

@@ -15,43 +15,27 @@ from quire.layers.attention import Attention
 from quire.layers.batch import ForwardBatch
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.embedding import Embedding, VocabularyProjection
-from quire.layers.functional import ConvolutionWeights, DeltaRule, ExpertWeights, Routing, StatePart
+from quire.layers.experts import Gating, Routing
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
 from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotaryFrequencies, RotationTable
+from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder
 from quire.quantization.integer_weight import copy_into
 
 SIZE, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 48, 97, 4, 2, 16, 11
 EXPERTS, TOP_K, INTERMEDIATE = 5, 2, 24
-STATE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 8, 12, 4
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 12, 4
 STATE_LAYER = 2
 
 
-class Mixture:
-    """x -> residual + the weighted sum of TOP_K gated experts."""
+NAMES = ExpertNames(router="router", fused_gate_up="gate_up", fused_down="down")
 
-    def __init__(self, context: LayerContext) -> None:
-        self._operations = context.operations
-        self._router = ColumnParallelLinear(SIZE, (EXPERTS,), bias=False, context=context)
-        self._routing = Routing(EXPERTS, TOP_K)
-        empty = partial(torch.empty, dtype=context.dtype, device=context.device)
-        self._weights = ExpertWeights(
-            empty(EXPERTS, 2 * INTERMEDIATE, SIZE), empty(EXPERTS, SIZE, INTERMEDIATE), "silu"
-        )
 
-    def __call__(self, x: Value, residual: Value) -> Value:
-        routing = self._operations.route(self._routing, self._router(x))
-        return self._operations.add(residual, self._operations.experts(self._weights, x, routing))
-
-    def slots(self) -> WeightSlots:
-        weights = self._weights
-        return {
-            **self._router.slots(("router",)),
-            "gate_up": plain_slot(weights.gate_up),
-            "down": plain_slot(weights.down),
-        }
+def mixture(context: LayerContext) -> MixtureOfExperts:
+    return MixtureOfExperts(MixtureShape(SIZE, INTERMEDIATE), Routing(EXPERTS, TOP_K), Gating("silu"), context)
 
 
 class AttentionLayer:
@@ -61,7 +45,7 @@ class AttentionLayer:
         self._attention = Attention(
             SIZE, shape, qkv_bias=False, output_bias=False, context=context, has_sinks=window is None
         )
-        self._mixture = Mixture(context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -77,52 +61,39 @@ class AttentionLayer:
             **prefixed("norm", self._norm.slots()),
             **prefixed("second", self._second.slots()),
             **prefixed("attention", self._attention.slots(("q", "k", "v"), "o")),
-            **prefixed("mixture", self._mixture.slots()),
+            **prefixed("mixture", self._mixture.slots(NAMES)),
         }
 
 
 class StateLayer:
-    """Query, key and value through a short convolution each; a gated delta rule; a gate; experts."""
+    """Query, key and value through a short convolution; a gated delta rule; a gated norm; experts."""
 
     def __init__(self, context: LayerContext) -> None:
         self._operations = context.operations
         self._norm, self._second = RMSNorm(SIZE, 1e-6, context), RMSNorm(SIZE, 1e-6, context)
-        widths = {
-            "q": STATE_HEADS * KEY_DIM,
-            "k": STATE_HEADS * KEY_DIM,
-            "v": STATE_HEADS * VALUE_DIM,
-            "decay": STATE_HEADS,
-            "beta": STATE_HEADS,
-            "gate": STATE_HEADS * VALUE_DIM,
-        }
+        mixed, wide = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM, VALUE_HEADS * VALUE_DIM
         self._projections = {
-            name: ColumnParallelLinear(SIZE, (width,), bias=False, context=context) for name, width in widths.items()
+            name: ColumnParallelLinear(SIZE, (width,), bias=False, context=context)
+            for name, width in {"qkv": mixed, "gates": 2 * VALUE_HEADS, "z": wide}.items()
         }
-        self._convolutions, offset = {}, 0
-        for name in ("q", "k", "v"):
-            kernel = torch.empty(widths[name], TAPS, dtype=context.dtype, device=context.device)
-            part = StatePart(STATE_LAYER, offset, (widths[name], TAPS - 1))
-            self._convolutions[name] = ConvolutionWeights(kernel, None, "silu", part)
-            offset += part.nbytes
-        part = StatePart(STATE_LAYER, offset, (STATE_HEADS, KEY_DIM, VALUE_DIM))
-        self._rule = DeltaRule(STATE_HEADS, KEY_DIM, VALUE_DIM, part)
-        self.state_bytes = offset + part.nbytes
-        self._output = RowParallelLinear(widths["v"], SIZE, bias=False, context=context)
-        self._mixture = Mixture(context)
+        empty = partial(torch.empty, dtype=torch.float32, device=context.device)
+        self._rule = DeltaRule(
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, empty(VALUE_HEADS), empty(VALUE_HEADS), STATE_LAYER, 0
+        )
+        self._convolution = ConvolutionWeights(empty(TAPS, mixed), None, "silu", STATE_LAYER, self._rule.end)
+        self.state_bytes = self._convolution.inputs.end
+        self._output_norm = GatedNormWeights(VALUE_DIM, empty(VALUE_DIM).to(context.dtype), 1e-6)
+        self._output = RowParallelLinear(wide, SIZE, bias=False, context=context)
+        self._mixture = mixture(context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
     ) -> Value:
         operations, normed = self._operations, self._norm(x)
-        projected = {name: projection(normed) for name, projection in self._projections.items()}
-        q, k, v = (
-            operations.short_convolution(weights, projected[name], batch.states)
-            for name, weights in self._convolutions.items()
-        )
-        decay = operations.soft_cap(projected["decay"], 0.5)
-        beta = operations.scale(operations.soft_cap(projected["beta"], 1.0), 0.5)
-        mixed = operations.gated_delta_rule(self._rule, (q, k, v, decay, beta), batch.states)
-        mixed = operations.multiply(mixed, projected["gate"])
+        qkv, gates, z = (self._projections[name](normed) for name in ("qkv", "gates", "z"))
+        qkv = operations.short_convolution(self._convolution, qkv, batch.states)
+        mixed = operations.gated_delta_rule(self._rule, qkv, gates, batch.states)
+        mixed = operations.gated_norm(self._output_norm, mixed, z)
         if rows is not None:
             mixed, x = operations.gather_rows(mixed, rows), operations.gather_rows(x, rows)
         x = self._output(mixed, x)
@@ -135,9 +106,13 @@ class StateLayer:
         slots = {**prefixed("norm", self._norm.slots()), **prefixed("second", self._second.slots())}
         for name, projection in self._projections.items():
             slots |= projection.slots((name,))
-        for name, weights in self._convolutions.items():
-            slots[f"{name}.kernel"] = plain_slot(weights.kernel)
-        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots())}
+        slots |= {
+            "kernel": plain_slot(self._convolution.kernel),
+            "rate": plain_slot(self._rule.rate),
+            "time_bias": plain_slot(self._rule.time_bias),
+            "z.norm": plain_slot(self._output_norm.weight),
+        }
+        return {**slots, **self._output.slots("output"), **prefixed("mixture", self._mixture.slots(NAMES))}
 
 
 class ToyModel(Decoder):
@@ -179,7 +154,10 @@ class ToyModel(Decoder):
         for name in sorted(self.slots):
             shape = self.slots[name].shape
             values = torch.randn(shape, generator=generator)
-            drawn[name] = 1.0 + 0.2 * values if "norm" in name or "second" in name else values * 1.5 * shape[-1] ** -0.5
+            is_near_one = any(word in name for word in ("norm", "second"))
+            drawn[name] = 1.0 + 0.2 * values if is_near_one else values * 1.5 * shape[-1] ** -0.5
+            if name.endswith("rate"):
+                drawn[name] = values.abs() / 4  # what a head forgets is not all
         self.load_weights(drawn.items())
 
 

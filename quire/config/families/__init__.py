@@ -47,6 +47,10 @@ _OTHER = Family(
     layer_types=("full_attention", "sliding_attention", "chunked_attention"),
 )
 """How a model of an unknown type is read: gated, with norms and no biases unless its config.json says so."""
+TEXT_CONFIG = "text_config"
+"""The key of the language model's configuration in that of a model of several modalities."""
+_SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id")
+"""Keys of the outer configuration that say something of the language model."""
 _RECURRENT_KEYS = (
     "mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config",
     "conv_L_cache", "layers_block_type", "rwkv", "lru_width",
@@ -63,24 +67,47 @@ def by_class(values: Mapping[str, Any]) -> Family | None:
     return None
 
 
+def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """What a config.json says of the language model alone, and the key that it says it under ("": it is the whole
+    model).
+
+    The configuration of a model of several modalities has its language model's under `text_config`. Which family that
+    is, its own class or model_type says; of the outer keys, those that concern it take precedence. Keys that
+    Transformers leaves out, because they have the family's usual values, are filled in.
+    """
+    inner = values.get(TEXT_CONFIG)
+    where = TEXT_CONFIG if isinstance(inner, Mapping) and by_class(values) is None else ""
+    found = values
+    if where and isinstance(inner, Mapping):
+        family = _family_of(inner) or _family_of(values)
+        found = {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
+        found["architectures"] = values.get("architectures")
+        if family is not None:
+            found |= {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
+    family = _family_of(found)
+    if family is not None and family.usual_values:
+        found = {**family.usual_values, **{key: value for key, value in found.items() if value is not None}}
+    return found, where
+
+
+def _family_of(values: Mapping[str, Any]) -> Family | None:
+    return by_class(values) or _ALIASES.get(str(values.get("model_type") or ""))
+
+
 def read_shape(values: Mapping[str, Any], name: str = "model", where: str | None = None) -> ModelShape:
     """The shape that the contents of any config.json describe. where: what errors call it (None: `name`).
 
     A model of several modalities is its language model (`text_config`). Raises ModelLoadError that names the key which
     is missing or wrong.
     """
-    outer = fields = Fields(values, where or name)
-    family = by_class(values)
-    inner = values.get("text_config")
-    if isinstance(inner, Mapping) and not (family is not None and family.is_runnable):
-        fields = Fields(inner, f"{outer.where}: text_config")
-        family = family or by_class(inner)
+    values, key = language_model(values)
+    fields = Fields(values, ": ".join(filter(None, (where or name, key))))
+    family = _family_of(values)
     kind = str(fields.values.get("model_type") or "")
-    family = family or _ALIASES.get(kind)
     if family is None or not (family.is_runnable or family.state_layer):
         for key in _RECURRENT_KEYS:
             if fields.values.get(key) is not None:
                 raise fields.error(f"the shape of models with recurrent layers ({key}) is not known")
     if family is not None:
-        return family.read(fields, outer, name)
-    return replace(_OTHER.read(fields, outer, name), family=kind, is_known=False)
+        return family.read(fields, name)
+    return replace(_OTHER.read(fields, name), family=kind, is_known=False)

@@ -7,7 +7,8 @@ means where it says nothing. Checked against Transformers' own models (tests/sim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire.config.hf_json import Fields
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH
@@ -70,6 +71,7 @@ class Family:
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
+    usual_values: what a config.json of this family means by keys that it leaves out; Transformers writes what differs.
     checkpoint_base: the prefix that checkpoints of the bare model leave out. checkpoint_surplus: pattern of tensors
     that old checkpoints carry and no model needs.
     """
@@ -110,13 +112,13 @@ class Family:
     sparse_from: int = 0
     state_layer: Callable[[Fields, int], Layer] | None = None
     state_layers: Callable[[Fields, int], tuple[bool, ...]] | None = None
+    usual_values: Mapping[str, Any] = field(default_factory=dict)
     checkpoint_base: str = "model."
     checkpoint_surplus: str = r"rotary_emb\.inv_freq$"
     gguf: GGUFNames | None = None
 
-    def read(self, fields: Fields, outer: Fields, name: str) -> ModelShape:
-        """The shape of the model that `fields` describes, which is a part of `outer` in a model of several modalities.
-        Raises ModelLoadError, naming file and key."""
+    def read(self, fields: Fields, name: str) -> ModelShape:
+        """The shape of the model that `fields` describes. Raises ModelLoadError, naming file and key."""
         hidden = first(fields, *self.hidden_size, maximum=MAX_WIDTH)
         num_layers = first(fields, *self.num_layers, maximum=MAX_LAYERS)
         factor = self.intermediate_factor or (None if self.is_runnable else 4)
@@ -152,7 +154,7 @@ class Family:
                 self.gated,
                 vectors,
             )
-        dtype, expert_dtype = _dtypes(outer)
+        dtype, expert_dtype = _dtypes(fields)
         return ModelShape(
             name=name,
             family=self.model_type,
@@ -162,7 +164,7 @@ class Family:
             max_model_len=longest,
             dtype=dtype,
             expert_dtype=expert_dtype,
-            is_tied=outer.boolean("tie_word_embeddings", fields.boolean("tie_word_embeddings", self.tied)),
+            is_tied=fields.boolean("tie_word_embeddings", self.tied),
             embedding_width=first(fields, *self.embedding_width, default=hidden, maximum=MAX_WIDTH),
             positions=0 if self.position_rows is None else longest + self.position_rows,
             num_vectors=norm if has_final_norm else 0,

@@ -7,7 +7,7 @@ FAMILIES = (
     Family("gemma2", ("Gemma2ForCausalLM",), tied=True, mlp_bias=NEVER, head_dim=256, norms=4, windows=2),
     Family(
         "gemma3_text",
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        ("Gemma3ForCausalLM",),
         aliases=("gemma3",),
         tied=True,
         mlp_bias=NEVER,

@@ -16,7 +16,7 @@ def _delta_attention(fields: Fields, hidden: int) -> Layer:
     width = num_heads * dim
     gates = ((hidden, dim), (dim, width)) * 2
     projections = ((hidden, 3 * width), (hidden, num_heads), *gates, (width, hidden))
-    attention = AttentionShape("state", num_heads, num_heads, dim, dim, conv_elements=3 * width * (kernel - 1))
+    attention = AttentionShape("state", num_heads, num_heads, dim, dim, conv_channels=3 * width, conv_inputs=kernel - 1)
     return attention, projections, 3 * width * kernel + width + num_heads + dim
 
 

@@ -5,7 +5,7 @@ from quire.config.families.family import NEVER, Family
 FAMILIES = (
     Family(
         "llama4_text",
-        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        ("Llama4ForCausalLM",),
         aliases=("llama4",),
         intermediate=("intermediate_size_mlp", "intermediate_size"),
         mlp_bias=NEVER,

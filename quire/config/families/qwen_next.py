@@ -18,7 +18,9 @@ def _delta_rule(fields: Fields, hidden: int) -> Layer:
     value = num_values * value_dim
     mixed = 2 * num_keys * key_dim + value
     projections = ((hidden, mixed + value), (hidden, 2 * num_values), (value, hidden))
-    attention = AttentionShape("state", num_keys, num_values, key_dim, value_dim, conv_elements=mixed * (kernel - 1))
+    attention = AttentionShape(
+        "state", num_keys, num_values, key_dim, value_dim, conv_channels=mixed, conv_inputs=kernel - 1
+    )
     return attention, projections, mixed * kernel + 2 * num_values + value_dim
 
 
@@ -42,13 +44,13 @@ FAMILIES = (
     replace(
         _NEXT,
         model_type="qwen3_5_text",
-        architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        architectures=("Qwen3_5ForCausalLM",),
         aliases=("qwen3_5",),
     ),
     replace(
         _NEXT,
         model_type="qwen3_5_moe_text",
-        architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
     ),
 )

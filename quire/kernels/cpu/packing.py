@@ -16,6 +16,10 @@ from quire.kernels.cpu._native import WeightType
 from quire.kernels.cpu.memory import allocate
 
 _FLOAT_TYPES = {torch.float32: WeightType.F32, torch.bfloat16: WeightType.BF16, torch.float16: WeightType.F16}
+_VALUE_DTYPES = {WeightType.I8: torch.int8, WeightType.I4: torch.uint8, WeightType.E4M3: torch.float8_e4m3fn}
+"""What values come in, of types whose scales are float32."""
+_FP4_GROUPS = {WeightType.MXFP4: 32, WeightType.NVFP4: 16}
+"""Input features that share a scale."""
 _PANEL = 32
 _MOST_FEATURES = 2**31 - 1
 
@@ -23,10 +27,11 @@ _MOST_FEATURES = 2**31 - 1
 class PackedMatrix:
     """A weight [out_features, in_features] in panels of 32 rows; what is not loaded is zero.
 
-    `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integer types)
-    is how many inputs share a scale; None: all of them. With `integer_activations` the kernels round activations to
-    8 bits and multiply integers. `with_offsets` (integer types) makes room for offsets:
-    weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's many matrices.
+    `gated` matrices hold gate rows first, then as many up rows; out_features counts both. `group_size` (integers and
+    8-bit floats) is how many inputs share a scale; None: all of them (4-bit floats: what their format says). With
+    `integer_activations` the kernels round activations to 8 bits and multiply integers. `with_offsets` (integers) makes
+    room for offsets: weight = scale * value + offset. `memory` gives zeroed memory: that of an `Arena` for a model's
+    many matrices.
     """
 
     def __init__(
@@ -45,23 +50,27 @@ class PackedMatrix:
             raise ValueError(f"a matrix of {out_features} x {in_features} cannot be packed")
         if gated and out_features % 2:
             raise ValueError(f"a gated matrix has as many gate rows as up rows, not {out_features} in all")
-        self.is_integer = type in (WeightType.I8, WeightType.I4)
-        if not self.is_integer and (group_size is not None or integer_activations or with_offsets):
-            raise ValueError("only integer weights have groups, offsets or integer activations")
+        if type not in (WeightType.I8, WeightType.I4) and (integer_activations or with_offsets):
+            raise ValueError("only integer weights have offsets or integer activations")
+        if type not in _VALUE_DTYPES and group_size is not None:
+            raise ValueError("only integers and 8-bit floats have groups of any size")
         if group_size is not None and group_size < 1:
             raise ValueError(f"a group of {group_size} inputs is not possible")
         self.type = type
         self._memory = memory
         self.in_features = in_features
         self.out_features = out_features
-        self.group_size = min(group_size or in_features, in_features)
+        self.group_size = _FP4_GROUPS.get(type) or min(group_size or in_features, in_features)
         self.gated = gated
         self.integer_activations = integer_activations
         panels, panel_bytes, self.num_groups = _native.packed_sizes(self._describe())
         self.padded_columns = panels * _PANEL
         self.data = self._zeros(panels * panel_bytes, torch.uint8)
         count = panels * self.num_groups * _PANEL
-        self.scales = self._zeros(count, torch.float32) if self.is_integer else None
+        self.scales: torch.Tensor | None = None
+        if type in _VALUE_DTYPES or type == WeightType.NVFP4:
+            self.scales = self._zeros(self.padded_columns if type == WeightType.NVFP4 else count, torch.float32)
+        self.scale_codes = self._zeros(count, torch.uint8) if type in _FP4_GROUPS else None
         self.offsets = self._zeros(count, torch.float32) if with_offsets else None
         sums = type == WeightType.I8 and integer_activations
         self.column_sums = self._zeros(count, torch.int32) if sums else None
@@ -71,13 +80,13 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of everything that is held."""
-        held = (self.data, self.scales, self.offsets, self.column_sums, self.column_order, self.bias)
+        held = (*self._stored(), self.bias)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def load_dense(self, rows: torch.Tensor, first_row: int = 0) -> None:
         """Rows [n, in_features] of a float dtype, converted to the matrix's float type, to rows first_row onwards."""
-        if self.is_integer:
-            raise ValueError("an integer matrix is loaded from values and scales")
+        if self.type not in _FLOAT_TYPES.values():
+            raise ValueError("a quantised matrix is loaded from values and scales")
         self._check_rows(rows, first_row)
         if rows.dtype not in _FLOAT_TYPES:
             raise TypeError(f"weights of {rows.dtype} cannot be packed")
@@ -93,9 +102,50 @@ class PackedMatrix:
 
         Scales and offsets are float32. With a column order, values and groups are in that order already.
         """
-        if not self.is_integer:
-            raise ValueError("a float matrix is loaded from floats")
-        wanted = torch.int8 if self.type == WeightType.I8 else torch.uint8
+        if self.type not in (WeightType.I8, WeightType.I4):
+            raise ValueError("the matrix does not hold integers")
+        self._load_values(values, scales, offsets, first_row)
+
+    def load_float8(self, values: torch.Tensor, scales: torch.Tensor, first_row: int = 0) -> None:
+        """Rows of values [n, in_features] in float8_e4m3fn, and scales [n, groups] in float32, to an E4M3 matrix."""
+        if self.type != WeightType.E4M3:
+            raise ValueError("the matrix does not hold 8-bit floats")
+        self._load_values(values, scales, None, first_row)
+
+    def load_float4(
+        self, pairs: torch.Tensor, scale_codes: torch.Tensor, row_scales: torch.Tensor | None = None, first_row: int = 0
+    ) -> None:
+        """Rows of e2m1 codes [n, in_features / 2 rounded up], uint8, the first of a pair in the lower half, and the
+        codes of their scales [n, groups], uint8. row_scales: [n] float32, which multiplies the scales of NVFP4."""
+        if self.scale_codes is None:
+            raise ValueError("the matrix does not hold 4-bit floats")
+        rows = pairs.shape[0]
+        for name, tensor, columns in (
+            ("pairs", pairs, -(-self.in_features // 2)),
+            ("scale codes", scale_codes, self.num_groups),
+        ):
+            if tensor.dtype != torch.uint8 or tensor.shape != (rows, columns):
+                raise ValueError(f"{name} are {tensor.dtype} {list(tensor.shape)}, not uint8 {[rows, columns]}")
+        if (row_scales is None) != (self.scales is None) or (row_scales is not None and len(row_scales) != rows):
+            raise ValueError("NVFP4 alone has a float32 scale for each row")
+        self._check_place(rows, first_row)
+        pairs, scale_codes = _with_contiguous_rows(pairs), scale_codes.contiguous()
+        row_scales = None if row_scales is None else row_scales.to(torch.float32).contiguous()
+        _native.pack_fp4(
+            self.as_native(),
+            pairs.data_ptr(),
+            pairs.stride(0),
+            scale_codes.data_ptr(),
+            self.num_groups,
+            0 if row_scales is None else row_scales.data_ptr(),
+            first_row,
+            rows,
+        )
+
+    def _load_values(
+        self, values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, first_row: int
+    ) -> None:
+        wanted = _VALUE_DTYPES[self.type]
         if values.dtype != wanted:
             raise TypeError(f"values are {values.dtype}, not {wanted}")
         self._check_rows(values, first_row)
@@ -144,7 +194,11 @@ class PackedMatrix:
 
     def as_native(self) -> _native.PackedWeight:
         """What the kernels are given. It holds addresses: the matrix must outlive it."""
-        return self._describe(self.data, self.scales, self.offsets, self.column_sums, self.column_order)
+        return self._describe(*self._stored())
+
+    def _stored(self) -> tuple[torch.Tensor | None, ...]:
+        """What the kernels read, in the order of `PackedWeight`."""
+        return self.data, self.scales, self.offsets, self.column_sums, self.column_order, self.scale_codes
 
     def _describe(self, *tensors: torch.Tensor | None) -> _native.PackedWeight:
         return _native.PackedWeight(
@@ -164,8 +218,11 @@ class PackedMatrix:
     def _check_rows(self, rows: torch.Tensor, first_row: int) -> None:
         if rows.ndim != 2 or rows.shape[1] != self.in_features:
             raise ValueError(f"rows {list(rows.shape)} do not fit a matrix with {self.in_features} inputs")
-        if first_row < 0 or first_row + rows.shape[0] > self.out_features:
-            raise ValueError(f"{rows.shape[0]} rows from {first_row} on do not fit {self.out_features}")
+        self._check_place(rows.shape[0], first_row)
+
+    def _check_place(self, num_rows: int, first_row: int) -> None:
+        if first_row < 0 or first_row + num_rows > self.out_features:
+            raise ValueError(f"{num_rows} rows from {first_row} on do not fit {self.out_features}")
 
     def _columns(self, first_row: int, count: int) -> torch.Tensor:
         """Places of rows among the packed columns."""

@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from quire.attention.encoder_backend import EncoderAttention
 from quire.attention.interface import AttentionBackend
-from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.claims import check_dummy
@@ -25,8 +23,9 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.cpu_attention import make_attention
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
@@ -88,22 +87,7 @@ class CpuPlatform:
         return CpuMeter(self.make_attention, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
-        cache_dtype = self._config.model.kv_cache_dtype
-        if self._config.model.is_encoder:
-            return self._make_encoder_attention()
-        if self._runtime is None:
-            return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
-        from quire.attention.native_backend import NativeAttention
-
-        num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
-        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
-
-    def _make_encoder_attention(self) -> AttentionBackend:
-        if self._runtime is None:
-            return EncoderAttention()
-        from quire.attention.native_encoder import NativeEncoder
-
-        return NativeEncoder()
+        return make_attention(self._config, layout, pages, is_native=self._runtime is not None)
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_pages(layout)

@@ -19,7 +19,7 @@ from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import prepare_inputs
-from quire.worker.pooling import PooledRows, mean_rows
+from quire.worker.pooling import PooledRows, pool_rows
 from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**22
@@ -127,10 +127,4 @@ class CpuStep(NamedTuple):
         return compute.sampler.sample(logits, batch, masks)
 
     def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
-        if pooled.are_single:
-            vectors = hidden[torch.from_numpy(pooled.starts)]
-        else:
-            vectors = torch.from_numpy(mean_rows(hidden.float().numpy(), pooled)).to(hidden.dtype)
-        if self.compute.has_head:
-            vectors = self.compute.model.compute_logits(vectors)
-        return ready(vectors.float().numpy())
+        return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

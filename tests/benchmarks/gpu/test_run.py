@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.gpu import records, targets
@@ -24,6 +23,7 @@ from benchmarks.gpu.run import GATE, RESERVED_SECONDS, SIDE_BY_SIDE, all_parts, 
 from benchmarks.gpu.summary import first_to_fix, library_verdict, suite_counts, summarize
 from benchmarks.gpu.targets import TARGETS, verdicts
 from tests.architecture.source import ROOT
+from tests.processes import has_pid_ended
 
 HANGS = (sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(100)")
 
@@ -306,10 +306,6 @@ def test_a_mistake_in_the_summary_costs_no_part(
     assert "KeyError: 'variant'" in capsys.readouterr().out
 
 
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def test_a_part_that_hangs_costs_the_next_one_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ignores being asked to end, and so does a process that it starts in a session of its own. The next part has
     all of its time, and the card to itself."""
@@ -332,7 +328,7 @@ def test_a_part_that_hangs_costs_the_next_one_nothing(tmp_path: Path, monkeypatc
     with tarfile.open(tmp_path / "logs.tar.xz") as archive:
         logs = [archive.extractfile(f"logs/gate-{number}.log") for number in (0, 1)]
         started = [int(word) for log in logs if log is not None for word in log.read().split()]
-    assert not any(map(is_running, started)), "what is left would hold the card"
+    assert all(map(has_pid_ended, started)), "what is left would hold the card"
 
 
 def test_processes_that_a_part_orphans_are_ended(tmp_path: Path) -> None:
@@ -349,7 +345,7 @@ print(outcome.status)
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert run.stdout == "done\n", run.stderr
     pid = int((tmp_path / "leaves-0.log").read_text())
-    assert not is_running(pid)
+    assert has_pid_ended(pid)
 
 
 def test_a_rehearsal_is_interpreted_and_tiny(

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -24,6 +23,7 @@ from benchmarks.gpu.workloads import BATCH_WORK, RAGGED_WORK, RaggedWorkload, Wo
 from quire.kernels.triton.runtime import recorded_launches
 from tests.architecture.source import ROOT
 from tests.benchmarks.gpu.test_short_rehearsal import Counting
+from tests.processes import has_pid_ended
 
 FAR = float("inf")
 OPTIONS = ["--vocab-size", "97", "--share", "0.45", "--max-model-len", "64", "--max-num-seqs", "4"]
@@ -96,7 +96,7 @@ def test_an_engine_that_hangs_is_given_up_with_its_children(make: Any) -> None:
         peer.run([5], [4], 0, 1.0)
     pid = int(peer.last_words())
     peer.close()
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert has_pid_ended(pid)
 
 
 def test_an_engine_that_does_not_start(make: Any) -> None:

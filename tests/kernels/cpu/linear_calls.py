@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 
 import torch
@@ -23,7 +24,7 @@ def _emulated() -> list[str]:
 ISAS = [*_native.available_isas(), *_emulated()]
 BF16_ISAS = [isa for isa in ISAS if _native.has_bf16_products(isa)]
 """Instruction sets that multiply bfloat16."""
-KINDS = ("f32", "bf16", "f16", "i8", "i4", "i8_rounded", "i4_rounded", "bf16_rounded")
+KINDS = ("f32", "bf16", "f16", "i8", "i4", "e4m3", "mxfp4", "nvfp4", "i8_rounded", "i4_rounded", "bf16_rounded")
 CASES = [(kind, isa) for kind in KINDS for isa in (BF16_ISAS if kind == "bf16_rounded" else ISAS)]
 _TYPES = {
     "f32": WeightType.F32,
@@ -31,6 +32,9 @@ _TYPES = {
     "f16": WeightType.F16,
     "i8": WeightType.I8,
     "i4": WeightType.I4,
+    "e4m3": WeightType.E4M3,
+    "mxfp4": WeightType.MXFP4,
+    "nvfp4": WeightType.NVFP4,
 }
 _GUARD = -12345.678
 _POOLS: dict[int, _native.Pool] = {}
@@ -88,6 +92,18 @@ def random_matrix(
     if type_name in ("f32", "bf16", "f16"):
         matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)
         matrix.load_dense(torch.randn(out_features, in_features, generator=random) * size)
+    elif type_name in ("mxfp4", "nvfp4"):
+        matrix = PackedMatrix(_TYPES[type_name], in_features, out_features, gated=gated)
+        pairs = torch.randint(256, (out_features, -(-in_features // 2)), generator=random, dtype=torch.uint8)
+        middle = (127 - round(math.log2(1 / size)) if type_name == "mxfp4" else 0x38) - 2
+        codes = torch.randint(middle, middle + 3, (out_features, matrix.num_groups), generator=random)
+        row_scales = (torch.rand(out_features, generator=random) + 0.5) * (size / 3) if type_name == "nvfp4" else None
+        matrix.load_float4(pairs, codes.to(torch.uint8), row_scales)
+    elif type_name == "e4m3":
+        matrix = PackedMatrix(WeightType.E4M3, in_features, out_features, group_size=group_size, gated=gated)
+        values = torch.randn(out_features, in_features, generator=random).to(torch.float8_e4m3fn)
+        scales = (torch.rand(out_features, matrix.num_groups, generator=random) + 0.5) * (size / 2)
+        matrix.load_float8(values, scales)
     else:
         matrix = PackedMatrix(
             _TYPES[type_name],

@@ -1,0 +1,220 @@
+"""Mixtures of experts: a router, experts of which each token passes a few, and one that all tokens pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.kernels.value import Value
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.experts import ExpertWeights, Gating, Routing
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
+from quire.quantization.integer_weight import IntegerWeight, WeightSource, copy_into
+from quire.quantization.interface import LinearShape
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls the tensors of a mixture.
+
+    router: the module with the router's "weight" (and "bias"). gate, up, down: of an expert's matrices, each under
+    `experts.<number>.`. Fused (`fused_gate_up`, `fused_down`, in the place of those): tensors of all experts, the
+    names with "_bias" after them for biases. transposed: fused matrices are [in, out]. interleaved: fused gate and up
+    rows take turns. correction: the bias for the choice. shared, shared_gate: of the shared expert and its gate.
+    """
+
+    router: str = "gate"
+    experts: str = "experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused_gate_up: str = ""
+    fused_down: str = ""
+    transposed: bool = False
+    interleaved: bool = False
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureShape:
+    """size, intermediate: of an expert. bias: of the experts' matrices; router_bias: of the router. has_correction: the
+    checkpoint has a bias for the choice alone. weighs_input: as ExpertWeights has it."""
+
+    size: int
+    intermediate: int
+    bias: bool = False
+    router_bias: bool = False
+    has_correction: bool = False
+    weighs_input: bool = False
+
+
+class SharedExpert:
+    """x -> residual + down(activation(gate(x)) * up(x)). is_gated: a further product of x, of one output, decides which
+    share of the result is added, its sigmoid. (It is applied before `down`, which has no bias, to fewer elements.)"""
+
+    def __init__(self, size: int, intermediate: int, activation: str, *, is_gated: bool, context: LayerContext) -> None:
+        self._gate_up = ColumnParallelLinear(
+            size, (intermediate, intermediate), bias=False, context=context, activation=activation, gated=True
+        )
+        self._down = RowParallelLinear(intermediate, size, bias=False, context=context)
+        self._gate = ColumnParallelLinear(size, (1,), bias=False, context=unquantized(context)) if is_gated else None
+        self._operations = context.operations
+
+    def __call__(self, x: Value, residual: Value) -> Value:
+        """[T, size] each -> [T, size]; the residual is used up."""
+        inner = self._gate_up(x)
+        if self._gate is not None:
+            inner = self._operations.gate_rows(inner, self._gate(x))
+        return self._down(inner, residual)
+
+    def slots(self, names: ExpertNames) -> WeightSlots:
+        slots = {**self._gate_up.slots(("gate_proj", "up_proj")), **self._down.slots("down_proj")}
+        slots = prefixed(names.shared, slots)
+        return slots if self._gate is None else {**slots, **self._gate.slots((names.shared_gate,))}
+
+
+class MixtureOfExperts:
+    """x -> residual + shared(x) + the weighted sum of what the chosen experts give for x.
+
+    shared: the expert that all tokens pass, or None. The ranks share out each expert's inner width; the router is
+    computed by all. Router and correction are never quantised.
+    """
+
+    def __init__(
+        self,
+        shape: MixtureShape,
+        routing: Routing,
+        gating: Gating,
+        context: LayerContext,
+        shared: SharedExpert | None = None,
+    ) -> None:
+        self._context = context
+        self._size = size = shape.size
+        self._intermediate = shape.intermediate
+        self._bias = bias = shape.bias
+        self._shared = shared
+        self._router = ColumnParallelLinear(
+            size, (routing.num_experts,), bias=shape.router_bias, context=unquantized(context)
+        )
+        if shape.has_correction:
+            correction = torch.empty(routing.num_experts, dtype=torch.float32, device=context.device)
+            routing = replace(routing, bias=correction)
+        self._routing = routing
+        self._start, self._local = share_of(shape.intermediate, context.group.size, context.group)
+        self._has_down_bias = bias and context.group.rank == 0
+        create, count = context.linear.create_stack, routing.num_experts
+        gate_up = LinearShape(size, 2 * self._local, bias, context.dtype, context.device, gated=True)
+        down = LinearShape(self._local, size, self._has_down_bias, context.dtype, context.device)
+        self._weights = ExpertWeights(create(gate_up, count), create(down, count), gating, shape.weighs_input)
+
+    def __call__(self, x: Value, residual: Value) -> Value:
+        """[T, size] each -> [T, size]; the residual is used up."""
+        operations, linear, group = self._context.operations, self._context.linear, self._context.group
+        routing = operations.route(self._routing, self._router(x))
+        if self._shared is not None:
+            residual = self._shared(x, residual)
+        if group.size == 1:
+            return linear.apply_experts(self._weights, x, routing, residual)
+        own = linear.apply_experts(self._weights, x, routing)
+        return operations.add(residual, operations.all_reduce(group, own))
+
+    def slots(self, names: ExpertNames) -> WeightSlots:
+        slots = self._router.slots((names.router,))
+        if self._routing.bias is not None:
+            vector = self._routing.bias
+            slots[names.correction] = WeightSlot(tuple(vector.shape), partial(copy_into, vector), vector.nbytes)
+        experts = self._fused_slots(names) if names.fused_gate_up else self._slots_by_expert(names)
+        slots |= prefixed(names.experts, experts)
+        return slots if self._shared is None else {**slots, **self._shared.slots(names)}
+
+    # -- experts one by one -----------------------------------------------------------------------------------------
+
+    def _slots_by_expert(self, names: ExpertNames) -> WeightSlots:
+        slots: WeightSlots = {}
+        wide, narrow = (self._intermediate, self._size), (self._size, self._intermediate)
+        wide_bytes, narrow_bytes, wide_bias, narrow_bias = self._stored_bytes()
+        for expert in range(self._routing.num_experts):
+            for name, shape, part, nbytes, bias_bytes in (
+                (names.gate, wide, 0, wide_bytes, wide_bias),
+                (names.up, wide, 1, wide_bytes, wide_bias),
+                (names.down, narrow, None, narrow_bytes, narrow_bias),
+            ):
+                load = partial(self._load_part, expert, part, "weight")
+                slots[f"{expert}.{name}.weight"] = WeightSlot(shape, load, nbytes)
+                if self._bias:
+                    load = partial(self._load_part, expert, part, "bias")
+                    slots[f"{expert}.{name}.bias"] = WeightSlot(shape[:1], load, bias_bytes)
+        return slots
+
+    def _load_part(self, expert: int, part: int | None, suffix: str, tensor: WeightSource) -> None:
+        """part: 0 for the gate, 1 for up, None for down."""
+        load = self._context.linear.load_rows
+        if part is not None:
+            rows = tensor.narrow(0, self._start, self._local)
+            load(self._weights.gate_up[expert], suffix, rows, part * self._local, self._local)
+        elif suffix == "weight":
+            columns = tensor.narrow(1, self._start, self._local)
+            load(self._weights.down[expert], suffix, columns, 0, self._size)
+        elif self._has_down_bias:
+            load(self._weights.down[expert], suffix, tensor.narrow(0, 0, self._size), 0, self._size)
+
+    # -- experts in one tensor --------------------------------------------------------------------------------------
+
+    def _fused_slots(self, names: ExpertNames) -> WeightSlots:
+        count, wide, size = self._routing.num_experts, 2 * self._intermediate, self._size
+        wide_bytes, narrow_bytes, wide_bias, narrow_bias = (count * each for each in self._stored_bytes())
+        matrices = ((names.fused_gate_up, (wide, size)), (names.fused_down, (size, self._intermediate)))
+        slots: WeightSlots = {}
+        for name, (rows, columns), loader, nbytes, bias_bytes in (
+            (*matrices[0], self._load_gate_up, 2 * wide_bytes, 2 * wide_bias),
+            (*matrices[1], self._load_down, narrow_bytes, narrow_bias),
+        ):
+            shape = (count, columns, rows) if names.transposed else (count, rows, columns)
+            slots[name] = WeightSlot(shape, self._expert_by_expert("weight", names, loader), nbytes)
+            if self._bias:
+                load = self._expert_by_expert("bias", names, loader)
+                slots[f"{name}_bias"] = WeightSlot((count, rows), load, bias_bytes)
+        return slots
+
+    def _expert_by_expert(
+        self, suffix: str, names: ExpertNames, load_one: Callable[[int, str, torch.Tensor, bool], None]
+    ) -> Callable[[WeightSource], None]:
+        """Loads a tensor of all experts, of which no more than one expert's part is read or copied at a time."""
+
+        def load(tensor: WeightSource) -> None:
+            assert not isinstance(tensor, IntegerWeight), "quantised matrices come one by one"
+            for expert in range(self._routing.num_experts):
+                own = tensor.narrow(0, expert, 1)[0]
+                if suffix == "weight" and names.transposed:
+                    own = own.t()
+                try:
+                    load_one(expert, suffix, own, names.interleaved)
+                except ModelLoadError as error:
+                    raise ModelLoadError(f"expert {expert}: {error.message}") from None
+
+        return load
+
+    def _load_gate_up(self, expert: int, suffix: str, rows: torch.Tensor, interleaved: bool) -> None:
+        halves = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+        for part, half in enumerate(halves):
+            self._load_part(expert, part, suffix, half)
+
+    def _load_down(self, expert: int, suffix: str, rows: torch.Tensor, interleaved: bool) -> None:
+        self._load_part(expert, None, suffix, rows)
+
+    def _stored_bytes(self) -> tuple[int, int, int, int]:
+        """Of one expert's gate (or up) and down matrix, and of the biases of each."""
+        stored = self._context.linear.stored_bytes
+        bias = stored((self._size,)) if self._has_down_bias else 0
+        return stored((self._local, self._size)), stored((self._size, self._local)), stored((self._local,)), bias
+
+
+def unquantized(context: LayerContext) -> LayerContext:
+    """This context for small matrices that all ranks compute whole and that keep the model's dtype."""
+    return replace(context.replicated(), linear=context.positions)

@@ -1,0 +1,403 @@
+"""Layers that keep a state instead of every token: a short convolution, the gated delta rule and what belongs to them,
+as operations of a layer, and what they mean in torch.
+
+A page of such a layer holds its state after a *border*, an absolute multiple of STATE_BORDER tokens, and the rows of
+the tokens behind the border. What a token adds up, and in which order, depends on its position and on its sequence
+alone, so that a token has the same bits however a prompt is cut into steps (docs/decisions/0032-states-at-borders.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from quire.attention.device_batch import StepStates
+from quire.attention.interface import StateStep
+from quire.config.model_shape import KEPT_ROWS, STATE_BORDER, line_elements
+from quire.kernels.activation import ACTIVATIONS, silu
+
+TILE = 16
+"""Rows of a product: torch's products add in an order that depends on their number (`kernels/matmul.py`)."""
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys of the delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A float32 tensor of `shape` in the pages of `layer`, `offset` bytes from a page's beginning."""
+
+    layer: int
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Bytes of a page up to the part's end."""
+        return self.offset + 4 * torch.Size(self.shape).numel()
+
+    def blocks(self, states: StateStep) -> torch.Tensor:
+        """[num_blocks, *shape], the pool's memory."""
+        return states.pages[self.layer][:, self.offset : self.end].view(torch.float32).unflatten(1, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionWeights:
+    """A causal convolution of each channel by itself. kernel: [width, channels] float32, the last row for the token
+    itself; bias: [channels] float32 or None. activation: a name of `kernels/activation.py`, or None. layer, offset: the
+    place of the last width - 1 inputs in a page."""
+
+    kernel: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str | None
+    layer: int
+    offset: int
+
+    @property
+    def inputs(self) -> StatePart:
+        """[width - 1, channels], the earliest input first; rows are filled up to whole cache lines."""
+        width, channels = self.kernel.shape
+        return StatePart(self.layer, self.offset, (width - 1, line_elements(channels)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Heads of a gated delta rule. A key head serves num_value_heads / num_key_heads successive value heads.
+
+    rate, time_bias: [num_value_heads] float32: exp(-rate * softplus(gate + time_bias)) of the state is left by a token.
+    layer, offset: the place of what is kept in a page. Rows there are filled up to whole cache lines.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    rate: torch.Tensor
+    time_bias: torch.Tensor
+    layer: int
+    offset: int
+
+    @property
+    def state(self) -> StatePart:
+        """After the last border."""
+        shape = (self.num_value_heads, self.key_dim, line_elements(self.value_dim))
+        return StatePart(self.layer, self.offset, shape)
+
+    @property
+    def updates(self) -> StatePart:
+        """Of the tokens behind the border: u of `gated_delta_rule`."""
+        shape = (self.num_value_heads, KEPT_ROWS, line_elements(self.value_dim))
+        return StatePart(self.layer, self.state.end, shape)
+
+    @property
+    def keys(self) -> StatePart:
+        """Of the tokens behind the border."""
+        shape = (self.num_key_heads, KEPT_ROWS, line_elements(self.key_dim))
+        return StatePart(self.layer, self.updates.end, shape)
+
+    @property
+    def decays(self) -> StatePart:
+        """Logarithms, of the tokens behind the border."""
+        return StatePart(self.layer, self.keys.end, (self.num_value_heads, line_elements(KEPT_ROWS)))
+
+    @property
+    def end(self) -> int:
+        """Bytes of a page up to the last that the rule keeps."""
+        return self.decays.end
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNormWeights:
+    """RMSNorm of each head, then a product with the SiLU of a gate. weight: [size] in the activations' dtype."""
+
+    size: int
+    weight: torch.Tensor
+    epsilon: float
+
+
+ValueT = TypeVar("ValueT")
+
+
+class StateOperations(Protocol[ValueT]):
+    """The operations of layers that keep a state; a part of `Operations`."""
+
+    def short_convolution(self, weights: ConvolutionWeights, x: ValueT, states: StepStates | None) -> ValueT:
+        """[T, channels] -> [T, channels], causal in each sequence. states: of the step (None while recording)."""
+        ...
+
+    def gated_delta_rule(self, rule: DeltaRule, qkv: ValueT, gates: ValueT, states: StepStates | None) -> ValueT:
+        """qkv: [T, 2 * num_key_heads * key_dim + num_value_heads * value_dim], query, key and value heads. gates: [T, 2
+        * num_value_heads], of the updates and of the decay. Returns [T, num_value_heads * value_dim]. states: of the
+        step (None while recording)."""
+        ...
+
+    def gated_norm(self, weights: GatedNormWeights, x: ValueT, gate: ValueT) -> ValueT:
+        """[T, heads * size] each -> [T, heads * size], each head by itself."""
+        ...
+
+
+class TorchStates:
+    """StateOperations of torch, on any device."""
+
+    def short_convolution(
+        self, weights: ConvolutionWeights, x: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
+        assert states is not None, "a step of a model with states brings them"
+        return short_convolution(weights, x, states.on_host())
+
+    def gated_delta_rule(
+        self, rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StepStates | None
+    ) -> torch.Tensor:
+        assert states is not None, "a step of a model with states brings them"
+        return gated_delta_rule(rule, qkv, gates, states.on_host())
+
+    def gated_norm(self, weights: GatedNormWeights, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        heads = x.float().unflatten(1, (-1, weights.size))
+        scale = torch.rsqrt((heads * heads).mean(-1, keepdim=True) + weights.epsilon)
+        return ((heads * scale * weights.weight).flatten(1) * silu(gate.float())).to(x.dtype)
+
+
+def short_convolution(weights: ConvolutionWeights, x: torch.Tensor, states: StateStep) -> torch.Tensor:
+    """As `StateOperations.short_convolution`."""
+    width, channels = weights.kernel.shape
+    kept = weights.inputs.blocks(states)[..., :channels]
+    read = torch.where((states.starts == 0)[:, None, None], 0.0, kept[_read_blocks(states, weights.layer)])
+    inputs = torch.cat((read.flatten(0, 1), x.float()))
+    windows, tails, blocks = _windows(states, width, weights.layer)
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for tap, kernel in enumerate(weights.kernel.float()):
+        total = total + inputs[windows[:, tap].to(x.device)] * kernel
+    if weights.bias is not None:
+        total = total + weights.bias.float()
+    if weights.activation is not None:
+        total = ACTIVATIONS[weights.activation](total)
+    kept[blocks] = inputs[tails.to(x.device)]
+    return total.to(x.dtype)
+
+
+def _windows(states: StateStep, width: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of the kept inputs (width - 1 of each sequence) and the step's tokens behind them: [T, width] of each token,
+    [N, width - 1] that the N blocks keep which the step writes, and these blocks, [N]."""
+    kept, num_seqs = width - 1, len(states.starts)
+    windows, tails, sequences, numbers = [], [], [], []
+    for index, (start, (first, last)) in enumerate(
+        zip(states.starts.tolist(), pairwise(states.query_start), strict=True)
+    ):
+        behind = torch.arange(num_seqs * kept + first, num_seqs * kept + last)
+        rows = torch.cat((torch.arange(index * kept, (index + 1) * kept), behind))
+        windows.append(rows.unfold(0, width, 1))
+        for block in range(start // states.interval, (start + last - first - 1) // states.interval + 1):
+            end = min(start + last - first, (block + 1) * states.interval) - start
+            tails.append(rows[end : end + kept])
+            sequences.append(index)
+            numbers.append(block)
+    table = states.tables[layer]
+    blocks = table[torch.tensor(sequences, device=table.device), torch.tensor(numbers, device=table.device)]
+    return torch.cat(windows), torch.stack(tails), blocks.long()
+
+
+def gated_delta_rule(rule: DeltaRule, qkv: torch.Tensor, gates: torch.Tensor, states: StateStep) -> torch.Tensor:
+    """As `StateOperations.gated_delta_rule`. For each token n and value head, with S the state that the tokens before
+    it left, S = exp(g) S; S = S + k (beta (v - S' k))'; the result is S' q. q and k have unit length, q is divided by
+    sqrt(key_dim) besides.
+
+    Computed from the state C at the last border, with G the sum of g since then:
+    u_n = beta_n (v_n - exp(G_n) C' k_n - sum over i < n of exp(G_n - G_i) (k_n k_i) u_i),
+    result_n = exp(G_n) C' q_n + sum over i <= n of exp(G_n - G_i) (q_n k_i) u_i,
+    and at the next border C = exp(G) C + sum over i of exp(G - G_i) k_i u_i' (arXiv:2412.06464, the chunkwise form).
+    """
+    width = rule.num_key_heads * rule.key_dim
+    query, key, value = qkv.float().split((width, width, rule.num_value_heads * rule.value_dim), dim=1)
+    query = _unit(query.unflatten(1, (rule.num_key_heads, rule.key_dim))) * rule.key_dim**-0.5
+    key = _unit(key.unflatten(1, (rule.num_key_heads, rule.key_dim)))
+    value = value.unflatten(1, (rule.num_value_heads, rule.value_dim))
+    beta, gate = gates.float().chunk(2, dim=1)
+    log_decay = -rule.rate * _softplus(gate + rule.time_bias)
+    frames = _Frames.load(rule, states)
+    out = torch.zeros_like(value)
+    for tiles in _tiles(states, qkv.device):
+        frames.add_tokens(tiles, key, log_decay)
+        frames.compute(tiles, query, key, value, 1.0 / (torch.exp(-beta) + 1.0), out)
+        frames.pass_borders(tiles)
+        frames.store(tiles, rule, states)
+    return out.flatten(1).to(qkv.dtype)
+
+
+@dataclass(slots=True)
+class _Tiles:
+    """P sequences' next tokens, up to the end of a tile of TILE rows at an absolute multiple of TILE.
+
+    sequences: [P]. rows: [P, TILE], of the tile in its frame. tokens: [P, TILE], of the step; -1 where a row is none of
+    them. ends: [P], tokens of the sequence that are computed then. is_last: [P], whether the step, or a
+    block, ends with the tile.
+    """
+
+    sequences: torch.Tensor
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    ends: torch.Tensor
+    is_last: torch.Tensor
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sequence, row and token of each token."""
+        piece, column = (self.tokens >= 0).nonzero(as_tuple=True)
+        return self.sequences[piece], self.rows[piece, column], self.tokens[piece, column]
+
+
+def _tiles(states: StateStep, device: torch.device) -> Iterator[_Tiles]:
+    """The step's tokens: each sequence's first tile, then the second of those that have one, and so on."""
+    places = states.starts.tolist()
+    ends = [start + last - first for start, (first, last) in zip(places, pairwise(states.query_start), strict=True)]
+    left = [index for index, (place, end) in enumerate(zip(places, ends, strict=True)) if place < end]
+    while left:
+        columns: list[tuple[int, int, int, bool]] = []
+        tokens = torch.full((len(left), TILE), -1)
+        for piece, index in enumerate(left):
+            place, last = places[index], ends[index]
+            tile = place // TILE * TILE
+            end = min(tile + TILE, last)
+            token = states.query_start[index + 1] - (last - place)
+            tokens[piece, place - tile : end - tile] = torch.arange(token, token + end - place)
+            columns.append((index, tile % STATE_BORDER, end, end == last or end % states.interval == 0))
+            places[index] = end
+        sequences, first_rows, reached, is_last = (torch.tensor(column) for column in zip(*columns, strict=True))
+        rows = first_rows[:, None] + torch.arange(TILE)
+        yield _Tiles(*(each.to(device) for each in (sequences, rows, tokens, reached, is_last)))
+        left = [index for index in left if places[index] < ends[index]]
+
+
+@dataclass(slots=True)
+class _Frames:
+    """What the S sequences of a step keep while it is computed, float32. state: [S, value heads, key_dim, value_dim].
+    keys, updates, decays: of the STATE_BORDER tokens behind the border, [S, heads, STATE_BORDER, dim] and without the
+    dim; rows of later tokens are zeros."""
+
+    state: torch.Tensor
+    keys: torch.Tensor
+    updates: torch.Tensor
+    decays: torch.Tensor
+
+    @classmethod
+    def load(cls, rule: DeltaRule, states: StateStep) -> _Frames:
+        """As they were before the step."""
+        blocks = _read_blocks(states, rule.layer)
+        is_kept = torch.arange(STATE_BORDER, device=blocks.device) < (states.starts % STATE_BORDER)[:, None]
+        is_kept = is_kept.to(blocks.device)[:, None]
+
+        def rows(part: StatePart, width: int) -> torch.Tensor:
+            read = part.blocks(states)[blocks][:, :, :KEPT_ROWS, :width]
+            return torch.where(is_kept[..., None], F.pad(read, (0, 0, 0, STATE_BORDER - KEPT_ROWS)), 0.0)
+
+        state = rule.state.blocks(states)[blocks][..., : rule.value_dim]
+        begins = (states.starts == 0).to(blocks.device)
+        decays = F.pad(rule.decays.blocks(states)[blocks][..., :KEPT_ROWS], (0, STATE_BORDER - KEPT_ROWS))
+        return cls(
+            torch.where(begins[:, None, None, None], 0.0, state),
+            rows(rule.keys, rule.key_dim),
+            rows(rule.updates, rule.value_dim),
+            torch.where(is_kept, decays, 0.0),
+        )
+
+    def add_tokens(self, tiles: _Tiles, key: torch.Tensor, log_decay: torch.Tensor) -> None:
+        sequences, rows, tokens = tiles.flat()
+        self.keys[sequences, :, rows] = key[tokens]
+        self.decays[sequences, :, rows] = log_decay[tokens]
+
+    def compute(
+        self,
+        tiles: _Tiles,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The tiles' rows of `out` [T, value heads, value_dim], and their updates."""
+        sequences, group = tiles.sequences, self.state.shape[1] // self.keys.shape[1]
+        query, key, value, beta = (_take(each, tiles.tokens) for each in (query, key, value, beta))
+        sums = self.decays[sequences].cumsum(-1)
+        own = sums.gather(2, tiles.rows[:, None].expand(-1, sums.shape[1], -1))
+        rows = torch.arange(STATE_BORDER, device=tiles.rows.device)
+        decays = torch.exp((own[..., None] - sums[:, :, None]).clamp(max=0.0))
+        earlier, state = self.keys[sequences].transpose(2, 3), self.state[sequences]
+        is_before = (rows < tiles.rows[..., None])[:, None]
+        to_keys = _heads(_product(key, earlier), group) * decays * is_before
+        to_query = (
+            _heads(_product(query, earlier), group) * decays * (is_before | (rows == tiles.rows[..., None])[:, None])
+        )
+        right = value - torch.exp(own)[..., None] * _product(_heads(key, group), state)
+        updates, pieces = self.updates[sequences], torch.arange(len(sequences), device=sequences.device)
+        for column in torch.nonzero((tiles.tokens >= 0).any(0)).flatten().tolist():
+            one = slice(column, column + 1)
+            update = (right[:, :, one] - _product(to_keys[:, :, one], updates)) * beta[:, :, one, None]
+            place = (pieces, slice(None), tiles.rows[:, column])
+            is_token = (tiles.tokens[:, column] >= 0)[:, None, None]
+            updates[place] = torch.where(is_token, update[:, :, 0], updates[place])
+        self.updates[sequences] = updates
+        results = torch.exp(own)[..., None] * _product(_heads(query, group), state) + _product(to_query, updates)
+        piece, column = (tiles.tokens >= 0).nonzero(as_tuple=True)
+        out[tiles.tokens[piece, column]] = results[piece, :, column]
+
+    def pass_borders(self, tiles: _Tiles) -> None:
+        """Move the states of the tiles that end at a border there."""
+        passing = tiles.sequences[tiles.ends % STATE_BORDER == 0]
+        if not len(passing):
+            return
+        sums = self.decays[passing].cumsum(-1)
+        left = torch.exp(sums[..., -1:] - sums)[..., None]
+        keys = _heads(self.keys[passing], self.state.shape[1] // self.keys.shape[1]) * left
+        added = _product(keys.transpose(2, 3), self.updates[passing])
+        self.state[passing] = torch.exp(sums[..., -1])[..., None, None] * self.state[passing] + added
+        for rows in (self.keys, self.updates, self.decays):
+            rows[passing] = 0.0
+
+    def store(self, tiles: _Tiles, rule: DeltaRule, states: StateStep) -> None:
+        """Write the pages of blocks that the tiles end."""
+        sequences, ends = tiles.sequences[tiles.is_last], tiles.ends[tiles.is_last]
+        if not len(sequences):
+            return
+        blocks = states.tables[rule.layer][sequences, (ends - 1) // states.interval].long()
+        rule.state.blocks(states)[..., : rule.value_dim][blocks] = self.state[sequences]
+        for part, rows in ((rule.keys, self.keys), (rule.updates, self.updates)):
+            part.blocks(states)[..., : rows.shape[-1]][blocks] = rows[sequences][:, :, :KEPT_ROWS]
+        rule.decays.blocks(states)[..., :KEPT_ROWS][blocks] = self.decays[sequences][..., :KEPT_ROWS]
+
+
+def _read_blocks(states: StateStep, layer: int) -> torch.Tensor:
+    """[S] int64: the block that holds what each sequence kept before the step; one without meaning for those that
+    begin."""
+    table = states.tables[layer]
+    numbers = (states.starts - 1).clamp(min=0).to(table.device) // states.interval
+    return table.gather(1, numbers[:, None])[:, 0].long()
+
+
+def _take(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, heads, ...] at tokens [P, TILE] -> [P, heads, TILE, ...], zeros for tokens of -1."""
+    taken = x[tokens.clamp(min=0)]
+    is_token = (tokens >= 0).view(*tokens.shape, *[1] * (x.dim() - 1))
+    return torch.where(is_token, taken, 0.0).transpose(1, 2)
+
+
+def _heads(x: torch.Tensor, group: int) -> torch.Tensor:
+    """[P, key heads, ...] -> [P, value heads, ...]."""
+    return x.repeat_interleave(group, dim=1)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[P, heads, M, K] times [P, heads, K, N]."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+
+
+def _unit(heads: torch.Tensor) -> torch.Tensor:
+    """Each head divided by its length."""
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(x)), in float64: torch's float32 log1p has other bits in the last elements of a tensor."""
+    wide = x.double()
+    return (wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))).float()

@@ -1,0 +1,113 @@
+"""The language model of a model of several modalities, from its checkpoint under every prefix that is in use."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+
+from quire.config.hf_config import load_model_config
+from quire.errors import ModelLoadError
+from tests.models.families import SMALL
+from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts, randomize, save
+
+VISION = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    text = {"model_type": "llama", **SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    return randomize(
+        LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=VISION, image_token_index=96))
+    )
+
+
+def renamed(directory: Path, old: str, new: str) -> None:
+    """Give the tensors whose names begin with `old` names that begin with `new`."""
+    path = directory / "model.safetensors"
+    tensors = {
+        (new + name.removeprefix(old) if name.startswith(old) else name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.", "lm_head."),
+    ],
+)
+def test_logits_are_those_of_the_whole_model_given_text(
+    reference: PreTrainedModel, tmp_path: Path, prefix: str, head: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(reference, tmp_path, save_original_format=False)
+    for old, new in (("model.language_model.", prefix), ("lm_head.", head)):
+        renamed(tmp_path, old, new)
+    with caplog.at_level(logging.INFO, logger="quire"):
+        config, model = load(tmp_path)
+    assert config.is_multimodal
+    assert (config.architecture, config.shape.family) == ("LlamaForCausalLM", "llama")
+    (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
+    assert "multi_modal_projector (4), vision_tower (" in line
+    (prompt,) = random_prompts([40], 90)
+    (logits,) = chunked_logits(PagedRunner(model), [prompt], chunk=19)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt])).logits[0]
+    assert expected.std() > 0.5, "logits too flat to compare"
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_a_tensor_of_the_language_model_is_missed(reference: PreTrainedModel, tmp_path: Path) -> None:
+    save(reference, tmp_path, save_original_format=False)
+    renamed(tmp_path, "model.language_model.norm.weight", "elsewhere")
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight' missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "new"}, "unknown architecture 'LlavaForConditionalGeneration'"),
+        ({"model_type": "deepseek_v2"}, "cannot run DeepseekV2ForCausalLM yet"),
+        ({"num_attention_heads": 5}, "text_config: hidden_size .48. must be a multiple"),
+    ],
+)
+def test_errors_name_the_configuration_that_they_are_about(
+    reference: PreTrainedModel, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    values = json.loads(reference.config.to_json_string())
+    values["architectures"] = ["LlavaForConditionalGeneration"]
+    values["text_config"] |= {"architectures": None, "head_dim": None, "num_key_value_heads": None, **change}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match=message):
+        load_model_config(str(tmp_path), dtype="auto", max_model_len=None, revision=None, config_only=True)
+
+
+def test_outer_keys_take_precedence(tmp_path: Path) -> None:
+    inner = {"model_type": "llama", "torch_dtype": "float32", "tie_word_embeddings": True, "eos_token_id": 1, **SMALL}
+    outer = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "eos_token_id": [3, 4],
+        "text_config": inner,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = load_model_config(str(tmp_path), dtype="auto", max_model_len=None, revision=None, config_only=True)
+    assert (config.dtype, config.shape.is_tied, config.eos_token_ids) == ("bfloat16", False, (3, 4))
