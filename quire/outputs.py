@@ -92,6 +92,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    pooled: list[float] | None = None
+    """Of a pooled request, in its last output: the model's vector, as `SequenceUpdate` has it."""
 
 
 def is_damaged(output: RequestOutput) -> bool:

@@ -53,8 +53,8 @@ def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows
 
 
 def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_head: bool) -> np.ndarray:
-    """The pooled samples, [P, width] float32, of the rows that are read, [R, hidden size]. has_head: they go through the
-    model's own projection. Rows are added one by one, in their order, so that no bit depends on the other samples."""
+    """The pooled samples, [P, width] float32, of the rows that are read, [R, hidden size]. has_head: they go through
+    the model's own projection. Rows are added one by one, in their order: no bit depends on the other samples."""
     if rows.are_single:
         vectors = hidden[torch.from_numpy(rows.starts)]
     else:

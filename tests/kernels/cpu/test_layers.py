@@ -40,6 +40,7 @@ def run(
     matrices: list[torch.Tensor],
     token_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    encoder: Any = None,
 ) -> None:
     """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
     num_rows = len(matrices[0])
@@ -52,6 +53,7 @@ def run(
         [],
         [matrix.data_ptr() for matrix in matrices],
         0,
+        encoder=encoder,
     )
 
 
