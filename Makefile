@@ -18,6 +18,9 @@ INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -
 REQUIREMENTS := pyproject.toml constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard csrc/*)
 
+# The tests start hundreds of processes, and compiled modules save seconds in each run, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak triton-cache format \
   bench-control bench-paper bench-kernels clean

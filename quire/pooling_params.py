@@ -15,8 +15,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dimensions: leading elements of the vector to keep, for models that were trained for it (Matryoshka); None: all.
     normalize: whether the vector gets length 1; None: as the model's files say. use_activation: whether a classifier's
     logits become probabilities (or what else the model's activation makes of them); None: yes. truncate_prompt_tokens:
-    longer texts are cut to so many tokens, the special ones at the end included, from the end; -1: to the model's
-    context; None: they are refused.
+    most tokens of a text, special ones included; longer texts lose their ends; -1: the model's context; None: longer
+    texts are refused.
     """
 
     dimensions: int | None = None

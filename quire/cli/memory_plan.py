@@ -165,7 +165,7 @@ def stored_weight_bytes(model: ModelConfig, shape: ModelShape) -> int:
     quantization, total = model.quantization, shape.parameters()
     if quantization is None:
         return total * model.dtype_bytes
-    table = model.vocab_size * model.hidden_size
+    table = shape.embedding_parameters
     tables = table if shape.is_tied else 2 * table
     table_bytes = model.dtype_bytes if quantization.checkpoint_format else 1
     scale_bytes = (8 if quantization.bits == 4 else 4) / (quantization.group_size or model.hidden_size)

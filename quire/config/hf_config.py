@@ -65,7 +65,7 @@ def load_model_config(
         is_encoder=family.is_bidirectional,
     )
     if family.position_rows is None and not family.is_bidirectional:
-        rope = read_rope(fields, shape.attention.key_dim)
+        rope = read_rope(fields, shape.attention.key_dim, family.rope)
         longest, usual = rope.longest, rope.usual_length
     if pooling is not None:
         shape = replace(shape, is_tied=True)  # it has no output projection

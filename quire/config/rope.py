@@ -3,7 +3,9 @@ and Transformers 5 style (`rope_parameters`). `layers/rotary.py` turns this into
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_POSITIONS
@@ -11,7 +13,28 @@ from quire.config.model import MAX_POSITIONS
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _STRETCHING = ("linear", "dynamic", "yarn")
 _ALIASES = {"su": "longrope"}
-_DEFAULT_THETA = 10_000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What settings that differ by layer are listed under."""
+
+
+@dataclass(frozen=True)
+class RopeDefaults:
+    """What a family means by a config.json that leaves RoPE settings out.
+
+    theta: the base; share: the rotated part of each head. local_theta: base of layers with a window, which then
+    stretch nothing, where config.json has no settings for each kind of layer (None: all layers rotate alike);
+    local_key: the key that has it. skips_rotation: `no_rope_layers` or `no_rope_layer_interval` say which layers are
+    not rotated.
+    """
+
+    theta: float = 10_000.0
+    share: float = 1.0
+    local_theta: float | None = None
+    local_key: str = "rope_theta"
+    skips_rotation: bool = False
+
+
+LLAMA_DEFAULTS = RopeDefaults()
 
 
 @dataclass(frozen=True)
@@ -56,13 +79,10 @@ class RopeConfig:
         return self.max_position_embeddings if self.rope_type == "dynamic" else self.longest
 
 
-def read_rope(config: Fields, head_dim: int) -> RopeConfig:
-    """Read config.json's RoPE settings. Raises ModelLoadError for an unknown type or a missing or absurd value."""
-    raw = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    if not isinstance(raw, dict):
-        raise config.error(f"the RoPE settings must be an object, not {shown(raw)}")
-    if any(isinstance(value, dict) for value in raw.values()):
-        raise config.error("RoPE settings that differ by layer are not supported")
+def read_rope(config: Fields, head_dim: int, defaults: RopeDefaults = LLAMA_DEFAULTS, kind: str = FULL) -> RopeConfig:
+    """Read config.json's RoPE settings for the layers of a kind, FULL or SLIDING. Raises ModelLoadError for an unknown
+    type or a missing or absurd value."""
+    raw = _settings(config, defaults, kind)
     rope = Fields(raw, f"{config.where} (RoPE settings)")
     max_positions = config.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     named = rope.text("rope_type" if raw.get("rope_type") else "type", "default") or "default"
@@ -73,7 +93,7 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
     original = config.optional_integer("original_max_position_embeddings", maximum=MAX_POSITIONS)
     if original is None:
         original = rope.integer("original_max_position_embeddings", max_positions, maximum=MAX_POSITIONS)
-    rotary_dim = _rotary_dim(config, rope, head_dim)
+    rotary_dim = _rotary_dim(config, rope, head_dim, defaults.share)
     factor = rope.optional_number("factor")
     if factor is None and rope_type in ("linear", "dynamic", "llama3"):
         raise rope.error(f"the key 'factor' is missing (rope_type {rope_type!r})")
@@ -84,7 +104,7 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
     is_longrope = rope_type == "longrope"
     return RopeConfig(
         rope_type=rope_type,
-        theta=rope.optional_number("rope_theta") or config.number("rope_theta", _DEFAULT_THETA),
+        theta=rope.optional_number("rope_theta") or config.number("rope_theta", defaults.theta),
         rotary_dim=rotary_dim,
         max_position_embeddings=max_positions,
         original_max_position_embeddings=original,
@@ -102,8 +122,42 @@ def read_rope(config: Fields, head_dim: int) -> RopeConfig:
     )
 
 
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:
-    share = rope.optional_number("partial_rotary_factor") or config.number("partial_rotary_factor", 1.0)
+def read_layer_ropes(
+    config: Fields, head_dim: int, defaults: RopeDefaults, windows: Sequence[int | None]
+) -> tuple[RopeConfig | None, ...]:
+    """The rotation of each layer, None for a layer without. windows: of the layers, None for full attention."""
+    by_kind = {kind: read_rope(config, head_dim, defaults, kind) for kind in (FULL, SLIDING)}
+    ropes = [by_kind[FULL if window is None else SLIDING] for window in windows]
+    if not defaults.skips_rotation:
+        return tuple(ropes)
+    listed = config.values.get("no_rope_layers")
+    if listed is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        listed = [int((layer + 1) % interval != 0) for layer in range(len(ropes))]
+    if not isinstance(listed, list) or len(listed) < len(ropes) or not all(each in (0, 1) for each in listed):
+        raise config.error(f"no_rope_layers must have a 1 (rotated) or a 0 for each of the {len(ropes)} layers")
+    return tuple(rope if rotated else None for rope, rotated in zip(ropes, listed, strict=False))
+
+
+def _settings(config: Fields, defaults: RopeDefaults, kind: str) -> Mapping[str, Any]:
+    """The RoPE settings of the layers of a kind: one object for all, or one for each kind."""
+    raw = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(raw, dict):
+        raise config.error(f"the RoPE settings must be an object, not {shown(raw)}")
+    if any(isinstance(value, dict) for value in raw.values()):
+        if defaults.local_theta is None:
+            raise config.error("RoPE settings that differ by layer are not supported for this family")
+        raw = raw.get(kind) or {}
+        if not isinstance(raw, dict):
+            raise config.error(f"the RoPE settings of {kind} must be an object, not {shown(raw)}")
+        return raw if kind == FULL else {"rope_theta": defaults.local_theta, **raw}
+    if kind == SLIDING and defaults.local_theta is not None:
+        return {"rope_theta": config.number(defaults.local_key, defaults.local_theta)}
+    return raw
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, usual_share: float) -> int:
+    share = rope.optional_number("partial_rotary_factor") or config.number("partial_rotary_factor", usual_share)
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise config.error(

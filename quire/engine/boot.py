@@ -36,7 +36,7 @@ def _leave_word(directory: Path, error: BaseException) -> None:
         from quire.utils.failures import explain
 
         text = explain(error)
-    except Exception:  # no room even for that module
+    except BaseException:  # no room even for that module, or a panic in it
         text = type(error).__name__
     try:
         (directory / LAST_WORDS_FILE).write_text(text)

@@ -43,6 +43,8 @@ IDLE_CHECK_SECONDS = 10.0
 FIRST_REPORTS = 50
 """Results that the start waits for until the KV connector is ready, each for at most PATIENCE
 (quire/worker/kv_connector/interface.py)."""
+BLOCKED_SECONDS = 0.005
+"""How long the driver of a core sleeps while it `is_blocked`, unless a message comes."""
 LAST_TRANSFERS = 100
 """Plans that move, at the end, what the KV connector has not stored or sent yet."""
 
@@ -73,6 +75,9 @@ class EngineCore:
         self._rejections: list[RequestRejected] = []
         self._next_check = 0.0
         self._is_stepping = False
+        self.is_blocked = False
+        """Whether the last step had nothing to compute although requests live: all of them wait for something outside
+        the engine."""
 
         started = clock.now()
         groups, layers_per_group = group_layers(executor.load_model(), config.cache.block_size)
@@ -158,6 +163,7 @@ class EngineCore:
                 self._unsent = plan
                 self._send_sampling_inputs()
         self._rejections = []
+        self.is_blocked = not self._in_flight and self.scheduler.has_requests
         if self._in_flight:
             result = self._in_flight.popleft().result()
             outputs.updates += self.scheduler.update(result, self._clock.now())

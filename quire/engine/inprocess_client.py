@@ -8,6 +8,7 @@ from collections import deque
 
 from quire.config.options import EngineOptions
 from quire.engine.client import DEFAULT_EXECUTOR
+from quire.engine.core import BLOCKED_SECONDS
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
 from quire.errors import EngineDeadError, is_interrupt
@@ -15,7 +16,8 @@ from quire.utils.failures import explain
 
 
 class InProcessClient:
-    """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message."""
+    """`receive` handles the messages sent so far and does one step of the core; idle, it waits for a message, and for
+    a moment while all requests wait for something outside the engine."""
 
     def __init__(self, options: EngineOptions, *, executor: str = DEFAULT_EXECUTOR) -> None:
         """Load the model here and now. Raises ConfigError, ModelLoadError or InsufficientMemoryError."""
@@ -49,6 +51,9 @@ class InProcessClient:
                     if remaining is not None and remaining <= 0:
                         return None
                     self._arrival.wait(remaining)
+                    self._raise_if_dead()
+                if not self._messages and self._core.is_blocked:
+                    self._arrival.wait(BLOCKED_SECONDS)
                     self._raise_if_dead()
                 messages = list(self._messages)
                 self._messages.clear()

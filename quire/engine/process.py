@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from quire.engine.core import EngineCore
+from quire.engine.core import BLOCKED_SECONDS, EngineCore
 from quire.engine.heartbeat import start_beating
 from quire.engine.loop import advance, build_core
 from quire.engine.messages import ClientMessage, EngineFailed, EngineOutputs, EngineReady, Shutdown
@@ -31,7 +31,7 @@ from quire.utils.runtime_directory import RuntimeDirectory
 logger = get_logger(__name__)
 
 _LINGER_MILLISECONDS = 2000
-_IDLE_MILLISECONDS = 1000
+_IDLE_SECONDS = 1.0
 """An idle process looks this often whether its workers live."""
 
 
@@ -57,9 +57,9 @@ class Channel:
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
 
-    def wait(self) -> None:
-        """Sleep until a message or a signal arrives, for _IDLE_MILLISECONDS at most."""
-        ready = dict(self._poller.poll(_IDLE_MILLISECONDS))
+    def wait(self, seconds: float) -> None:
+        """Sleep until a message or a signal arrives, for `seconds` at most."""
+        ready = dict(self._poller.poll(int(1000 * seconds)))
         if self._wakeup.fileno() in ready:
             self._wakeup.recv(64)
 
@@ -156,7 +156,9 @@ def serve(core: EngineCore, channel: Channel, stop: StopFlag) -> None:
                 return
             while core.idle() and not channel.has_arrival():
                 pass
-            channel.wait()
+            channel.wait(_IDLE_SECONDS)
+        elif core.is_blocked:
+            channel.wait(BLOCKED_SECONDS)
         messages = channel.read()
         if any(isinstance(message, Shutdown) for message in messages):
             return

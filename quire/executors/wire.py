@@ -1,34 +1,45 @@
 """Control calls between an executor and its ranks, as msgpack: configurations, layouts and profiles.
 
 Each composite value is an array that begins with its kind, so that what a config.json says can not be taken for a kind,
-and records of one field list stay apart. Records are the frozen dataclasses of the modules below; no other class can be
-named.
+and records of one field list stay apart. Records are the dataclasses of `_ROOTS` and those that their fields are
+declared to hold; no other class can be named.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from quire.config import cache, device, engine, load, model, model_shape, parallel, quantization
-from quire.config import scheduler as scheduler_config
-from quire.kv_cache import layout, sizing, spec
-from quire.scheduler import preemption
+from quire.config.engine import EngineConfig
+from quire.kv_cache.layout import KVCacheLayout
+from quire.kv_cache.sizing import MemoryProfile
+from quire.kv_cache.spec import LayerSpec
+from quire.scheduler.preemption import PreemptionCosts
 
-_MODULES = (
-    *(cache, device, engine, load, model, model_shape, parallel, quantization, scheduler_config),
-    *(layout, sizing, spec, preemption),
-)
-_RECORDS = {
-    found.__name__: found
-    for module in _MODULES
-    for found in vars(module).values()
-    if isinstance(found, type) and is_dataclass(found)
-}
+_ROOTS = (EngineConfig, LayerSpec, KVCacheLayout, MemoryProfile, PreemptionCosts)
+"""What the calls of RankedExecutor take and return."""
 _INTEGER_BITS = 63
+
+
+def _find_records(annotation: Any, found: dict[str, type]) -> dict[str, type]:
+    """Add the dataclasses that values of a type may hold to `found` (name -> class)."""
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        if annotation.__name__ not in found:
+            found[annotation.__name__] = annotation
+            for field in get_type_hints(annotation).values():
+                _find_records(field, found)
+        assert found[annotation.__name__] is annotation, f"two records are called {annotation.__name__}"
+    for part in get_args(annotation):
+        _find_records(part, found)
+    return found
+
+
+_RECORDS: dict[str, Any] = {}
+for _root in _ROOTS:
+    _find_records(_root, _RECORDS)
 
 
 def encode(value: object) -> bytes:

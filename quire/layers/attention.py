@@ -22,8 +22,8 @@ class Attention:
     with fewer key and value heads than ranks, neighbouring ranks hold the same one.
 
     shape: heads, scale and window of the whole layer. qkv_bias, output_bias: of the projections.
-    norm_epsilon: of the norms over each query and key head (None: no such norms). has_sinks: a learned score for each
-    head that no value belongs to. Raises ConfigError for heads that the context's attention does not compute.
+    norm, norm_epsilon: of the norms over each query and key head (None: no such norms). has_sinks: a learned score for
+    each head that no value belongs to. Raises ConfigError for heads that the context's attention does not compute.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Attention:
         output_bias: bool,
         context: LayerContext,
         norm_epsilon: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
         has_sinks: bool = False,
     ) -> None:
         ranks, dim = context.group.size, shape.head_dim
@@ -52,8 +53,8 @@ class Attention:
         )
         attended = shape.num_heads * shape.value_width
         self._output = RowParallelLinear(attended, hidden_size, bias=output_bias, context=context)
-        self._norms = () if norm_epsilon is None else tuple(RMSNorm(dim, norm_epsilon, context) for _ in range(2))
-        query_norm, key_norm = (norm.weights for norm in self._norms) if self._norms else (None, None)
+        self._norms = () if norm_epsilon is None else tuple(norm(dim, norm_epsilon, context) for _ in range(2))
+        query_norm, key_norm = (each.weights for each in self._norms) if self._norms else (None, None)
         self._heads = HeadWeights(local, query_norm, key_norm)
         context.operations.check_heads(self._heads)
         self._operations = context.operations
@@ -63,18 +64,18 @@ class Attention:
     def __call__(
         self,
         x: Value,
-        residual: Value,
+        residual: Value | None,
         rotation: RotationTable | None,
         step: PlannedStep,
         rows: ReadRows | None = None,
     ) -> Value:
-        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the tokens'
-        positions (None: none is applied). step: of the attention back end. rows: [R], the tokens whose results are read
-        (None: all); then [R, hidden_size], and keys and values are kept of all tokens."""
-        attended = self._operations.attend(self._heads, self._qkv(x), rotation, step)
+        """x, residual (None: none): [T, hidden_size] -> [T, hidden_size]; the residual is used up. rotation: of the
+        tokens' positions (None: none is applied). step: of the attention back end. rows: [R], the tokens whose results
+        are read (None: all); then [R, hidden_size], and keys and values are kept of all tokens."""
+        attended = self._operations.attend(self._heads, self._project(x), rotation, step)
         if rows is not None:
             attended = self._operations.gather_rows(attended, rows)
-            residual = self._operations.gather_rows(residual, rows)
+            residual = None if residual is None else self._operations.gather_rows(residual, rows)
         return self._output(attended, residual)
 
     def cache_spec(self) -> LayerSpec:
@@ -96,6 +97,9 @@ class Attention:
         if self._heads.shape.sinks is not None:
             slots["sinks"] = WeightSlot((self._num_heads,), self._load_sinks, 4 * self._num_heads)
         return slots
+
+    def _project(self, x: Value) -> Value:
+        return self._qkv(x)
 
     def _load_sinks(self, tensor: WeightSource) -> None:
         sinks = self._heads.shape.sinks

@@ -48,6 +48,11 @@ class DeviceOperations(SharedOperations, DeviceEncoderOperations):
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
         return norm(x, weights.weight, weights.bias, weights.epsilon, centred=weights.centred)
 
+    def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
+        part = x[:, start : start + weights.size]
+        part.copy_(self.norm(weights, part))
+        return x
+
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
         return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from quire.attention.encoder_backend import EncoderStep
-    from quire.layers.operations import Rotation
+    from quire.layers.rotation import Rotation
 
 ValueT = TypeVar("ValueT")
 RotationT = TypeVar("RotationT", contravariant=True)

@@ -39,7 +39,7 @@ class ColumnParallelLinear:
         group = context.group
         counts = num_shares or [group.size] * len(parts)
         shares = [share_of(part, count, group) for part, count in zip(parts, counts, strict=True)]
-        self._local_starts = tuple(start for start, _ in shares)
+        self.local_starts = tuple(start for start, _ in shares)
         self.local_parts = tuple(length for _, length in shares)
         self._parameters = context.linear.create(
             LinearShape(in_features, sum(self.local_parts), bias, context.dtype, context.device, activation, gated)
@@ -71,7 +71,7 @@ class ColumnParallelLinear:
             start = 0
             for part in parts:
                 local = self.local_parts[part]
-                share = tensor.narrow(0, start + self._local_starts[part], local)
+                share = tensor.narrow(0, start + self.local_starts[part], local)
                 first_row = sum(self.local_parts[:part])
                 self._context.linear.load_rows(self._parameters, suffix, share, first_row, local)
                 start += self._parts[part]
@@ -93,13 +93,14 @@ class RowParallelLinear:
             LinearShape(self._local_in, out_features, self._holds_bias, context.dtype, context.device)
         )
 
-    def __call__(self, x: Value, residual: Value) -> Value:
-        """[T, in_features / ranks] -> [T, out_features], the same on every rank; the residual is used up."""
+    def __call__(self, x: Value, residual: Value | None) -> Value:
+        """[T, in_features / ranks] -> [T, out_features], the same on every rank; the residual, if any, is used up."""
         linear, group = self._context.linear, self._context.group
         if group.size == 1:
             return linear.apply(self._parameters, x, residual)
         operations = self._context.operations
-        return operations.add(residual, operations.all_reduce(group, linear.apply(self._parameters, x)))
+        total = operations.all_reduce(group, linear.apply(self._parameters, x))
+        return total if residual is None else operations.add(residual, total)
 
     def slots(self, name: str, *, transposed: bool = False) -> WeightSlots:
         out_features, in_features = self._shape

@@ -17,12 +17,14 @@ class GatedMLP:
         )
         self._down = RowParallelLinear(intermediate, size, bias=bias, context=context)
 
-    def __call__(self, x: Value, residual: Value) -> Value:
-        """[T, size] each -> [T, size]; the residual is used up."""
+    def __call__(self, x: Value, residual: Value | None) -> Value:
+        """[T, size] each -> [T, size]; the residual is used up (None: nothing is added)."""
         return self._down(self._gate_up(x), residual)
 
-    def slots(self) -> WeightSlots:
-        return {**self._gate_up.slots(("gate_proj", "up_proj")), **self._down.slots("down_proj")}
+    def slots(self, *, fused: bool = False) -> WeightSlots:
+        """fused: the checkpoint keeps gate and up in one tensor, gate_up_proj."""
+        gate_up = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+        return {**self._gate_up.slots(gate_up), **self._down.slots("down_proj")}
 
 
 class MLP:

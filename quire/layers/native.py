@@ -42,6 +42,22 @@ class NativeOperations(NativeEncoderOperations):
             width=x.width,
         )
 
+    def norm_columns(self, weights: NormWeights, x: Buffer, start: int) -> Buffer:
+        x.recorder.keep.append(weights)
+        return x.recorder.call(
+            "norm",
+            x.width,
+            over=x,
+            in_place=True,
+            first_column=start,
+            buffers={"x": x},
+            weight=_address(weights.weight),
+            bias=_address(weights.bias),
+            epsilon=weights.epsilon,
+            subtract_mean=weights.centred,
+            width=weights.size,
+        )
+
     def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
         assert positions.source == _native.IndexSource.POSITIONS, "rotations are of positions"
         assert positions.shift == 0, "of the positions themselves"

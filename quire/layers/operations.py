@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
+from quire.layers.rotation import Rotation
 from quire.layers.states import StateOperations, TorchStates
 from quire.parallel.interface import ProcessGroup
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """weight, bias: [size] in the activations' dtype, or None for ones and zeros. centred: LayerNorm, which subtracts
-    the mean; else RMSNorm."""
+    """weight, bias: [size] in the activations' dtype (or float32: the product is rounded once), or None for ones and
+    zeros. centred: LayerNorm, which subtracts the mean; else RMSNorm."""
 
     size: int
     weight: torch.Tensor | None
@@ -83,6 +84,10 @@ class Operations(
         """[T, size] -> [T, size]."""
         ...
 
+    def norm_columns(self, weights: NormWeights, x: ValueT, start: int) -> ValueT:
+        """x, [T, width], its columns from `start` on normalised, as many as there are weights. x is used up."""
+        ...
+
     def rotation(self, frequencies: RotaryFrequencies, positions: IndicesT_contra) -> RotationT:
         """The rotation of these positions, for `attend`."""
         ...
@@ -134,24 +139,6 @@ class Operations(
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """cos and sin of one step's positions, [T, 1, rotary_dim], the sine's first half negated."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
-        rotary_dim = self.cos.shape[-1]
-        turned = heads[..., :rotary_dim]
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat((second, first), dim=-1) * self.sin
-        if rotary_dim == heads.shape[-1]:
-            return turned
-        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
-
-
 RotationTable: TypeAlias = Union[Rotation, "DeviceRotation", "Buffer"]
 """What `Operations.rotation` returned."""
 
@@ -195,8 +182,13 @@ class TorchOperations(SharedOperations, TorchEncoderOperations):
             return F.layer_norm(x, (weights.size,), weights.weight, weights.bias, weights.epsilon)
         wide = x.float()
         scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + weights.epsilon)
-        scaled = (wide * scale).to(x.dtype)
-        return scaled if weights.weight is None else scaled * weights.weight
+        scaled = (wide * scale).to(x.dtype if weights.weight is None else weights.weight.dtype)
+        return scaled if weights.weight is None else (scaled * weights.weight).to(x.dtype)
+
+    def norm_columns(self, weights: NormWeights, x: torch.Tensor, start: int) -> torch.Tensor:
+        part = x[:, start : start + weights.size]
+        part.copy_(self.norm(weights, part))
+        return x
 
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> Rotation:
         angles = positions[:, None].float() * frequencies.inverse_frequencies

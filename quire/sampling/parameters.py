@@ -22,7 +22,8 @@ MAX_WORD = 2**31 - 1
 class Feature:
     """The features of the sampler that a row uses, as bits. A step runs only those in the union over its rows.
 
-    A new one has a condition in `features_of`, and is one of `EDITS` if it changes scores: else the sampler skips it.
+    A new one has a condition in `features_of`, and counts as one that changes scores (`EDITS`) until `_NOT_EDITS` names
+    it.
 
     Plain integers: an enumeration's operators take a microsecond each, several times in every step.
     """
@@ -43,14 +44,9 @@ class Feature:
 
 
 PENALTIES = Feature.REPETITION_PENALTY | Feature.OUTPUT_PENALTIES
-EDITS = (
-    PENALTIES
-    | Feature.LOGIT_BIAS
-    | Feature.MIN_TOKENS
-    | Feature.BAD_WORDS
-    | Feature.ALLOWED_TOKENS
-    | Feature.TOKEN_MASK
-)
+ALL_FEATURES = tuple(bit for name, bit in vars(Feature).items() if name.isupper())
+_NOT_EDITS = Feature.GREEDY | Feature.RANDOM | Feature.FILTERS | Feature.LOGPROBS | Feature.CANDIDATES
+EDITS = sum(ALL_FEATURES) & ~_NOT_EDITS
 """Features that change single scores before a token is chosen."""
 
 

@@ -71,13 +71,19 @@ def quote(request: Request, kv: KVCacheManager, max_chunk: int, num_reserved_blo
 
 
 def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, limits: Limits) -> None:
-    """Raise PromptTooLongError when a request could not finish even alone in the pool.
+    """Raise UserError for what no request may ask for together, PromptTooLongError when a request could not finish even
+    alone in the pool.
 
     num_usable: blocks of the pool that registered prefixes neither hold nor reserve. A request that is accepted can
     always run, because the scheduler can preempt all others for it, so no request starves.
     """
     params = request.params
     n, name = params.num_sequences, "n" if params.best_of is None else "best_of"
+    if params.use_beam_search and (request.constraint or request.pooling):
+        what = "a pooled request has no tokens" if request.pooling else "a constraint masks single tokens"
+        raise UserError(f"{what}: it takes no beam search", param="use_beam_search")
+    if request.pooling and n > 1:
+        raise UserError(f"a pooled request has one vector: {name} must be 1, not {n}", param=name)
     if n > limits.max_num_seqs:
         raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {limits.max_num_seqs}", param=name)
     if limits.whole_prompts and request.num_prompt_tokens > limits.max_num_tokens:

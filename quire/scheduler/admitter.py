@@ -67,17 +67,16 @@ class Admitter:
         reserved = Reservations()
         started = []
         for request in self._waiting:
-            if reserved.has_preempted:
+            if reserved.has_preempted or builder.budget <= 0:
                 break
             sequences = request.live_sequences
-            num_slots = self._running.num_slots + reserved.num_slots + len(sequences)
-            if builder.budget <= 0 or num_slots > self._limits.max_num_seqs:
-                break
             if any(sequence.num_pending_tokens for sequence in sequences):
                 break  # preempted with a sample in flight: the next update brings its token
             if is_deferred(request, now):
                 reserved.reserve(request)
                 continue
+            if self._running.num_slots + reserved.num_slots + len(sequences) > self._limits.max_num_seqs:
+                break
             room = self._kv.pool.num_allocatable - reserved.num_blocks
             if request is self._rejected and room <= self._rejected_room and self._running.sequences:
                 break  # nothing was freed since: skip the prefix look-up

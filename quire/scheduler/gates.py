@@ -5,8 +5,9 @@ gates of `default_gates` in order, in three stages (`Stage`). Another reason to 
 that list.
 
 A deferred request keeps its place in the queue, and every pass looks at it again. Later requests may start before it,
-but take nothing from it (`Reservations`): request slots and blocks for the whole deferred request are reserved, and a
-later prompt must fit into the rest of the step's budget, after which it takes one token a step. While a preempted
+but take nothing from it (`Reservations`): blocks for the whole deferred request are reserved, and a later prompt must
+fit into the rest of the step's budget, after which it takes one token a step. Request slots are reserved too, unless
+the event is outside the engine; then the deferred request gets the next free slots after the event. While a preempted
 request is deferred, no later request starts. Running requests are not preempted for a deferred one. An abort, a time
 limit and a start end the deferral; so does its deadline.
 """
@@ -102,19 +103,21 @@ class Reservations:
     """Request slots and blocks of the requests that are deferred in one pass of `Scheduler.schedule`."""
 
     def __init__(self) -> None:
+        self._num_requests = 0
         self.num_slots = 0
         self.num_blocks = 0
         self.has_preempted = False
         """Whether one of the requests ran before: then no later request starts."""
 
     def __bool__(self) -> bool:
-        return self.num_slots > 0
+        return self._num_requests > 0
 
     def reserve(self, request: Request) -> None:
         """Reserve for a deferred request."""
         assert request.deferral is not None
         self.has_preempted |= request.status is RequestStatus.PREEMPTED
-        self.num_slots += len(request.live_sequences)
+        self._num_requests += 1
+        self.num_slots += len(request.live_sequences) if request.deferral.reserves_slots else 0
         self.num_blocks += request.deferral.reserved_blocks
 
 
@@ -178,7 +181,7 @@ class AsynchronousLoadGate:
         if not found.is_worthwhile or num_taken > quote.room:
             return None
         # Behind its end the loaded blocks are the most recently used ones; the next quote finds them.
-        return _begin_load(self.reason, kv, found, quote, now)
+        return _begin_load(self.reason, kv, found, quote, now)._replace(reserves_slots=False)
 
     def forget(self, request: Request) -> None:
         self._tried.discard(request.request_id)

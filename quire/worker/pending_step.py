@@ -33,7 +33,12 @@ class PendingStep(Future[StepResult]):
     @property
     def has_failed(self) -> bool:
         """Whether it, or a step before it, is known to have failed."""
-        return self._is_failed or (self._previous is not None and self._previous.has_failed)
+        step: PendingStep | None = self
+        while step is not None:  # a loop: as many steps may be outstanding as the caller wants
+            if step._is_failed:
+                return True
+            step = step._previous
+        return False
 
     def result(self, timeout: float | None = None) -> StepResult:
         """Wait; return the result, or raise what went wrong. There is no timeout, because a device's work cannot be

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,10 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 class Module:
     name: str
     path: Path
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"), filename=str(self.path))
 
     @property
     def where(self) -> str:
@@ -110,4 +113,4 @@ def _targets(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 def _read(path: Path) -> Module:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    return Module(name, path, ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+    return Module(name, path)

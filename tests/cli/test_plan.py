@@ -393,6 +393,17 @@ def test_quantised_weights_are_counted_as_they_are_stored(
     assert f"as {method}" in capsys.readouterr().out
 
 
+def test_a_table_narrower_than_the_layers_is_counted_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["OPTForCausalLM"], **sizes, "word_embed_proj_dim": 32, "max_position_embeddings": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan_json(capsys, str(tmp_path), "--memory", "64MiB", "--quantization", "int8")
+    rest = found["num_parameters"] - 1000 * 32
+    assert found["weight_bytes"] == int(1000 * 32 + rest * (1 + 4 / 64))
+
+
 def test_a_model_whose_layers_keep_a_state_is_planned_and_not_simulated_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

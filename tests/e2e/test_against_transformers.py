@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
-from tests.e2e.conftest import generate
+from tests.e2e.conftest import GREEDY, generate
+from tests.models.dense_families import DENSE_FAMILIES
 from tests.models.families import FAMILIES
 from tests.models.harness import random_prompts
 
 PROMPT_LENGTHS = [1, 33, 7, 60]
 NUM_GENERATED = 64
+NUM_DENSE = 24
+"""Of the dense families besides LLaMA's: their rotations do not stretch, and windows end before."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,11 +26,13 @@ def products() -> None:
 def test_greedy_tokens_and_logprobs(name: str, saved_model) -> None:  # type: ignore[no-untyped-def]
     saved = saved_model(name)
     prompts = random_prompts(PROMPT_LENGTHS, 97, seed=11)
-    outputs, _ = generate(str(saved.directory), prompts, max_num_batched_tokens=48, max_num_seqs=8)
+    num_generated = NUM_DENSE if name in DENSE_FAMILIES else NUM_GENERATED
+    params = msgspec.structs.replace(GREEDY, max_tokens=num_generated)
+    outputs, _ = generate(str(saved.directory), prompts, params, max_num_batched_tokens=48, max_num_seqs=8)
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
             expected = saved.reference.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_GENERATED, pad_token_id=0
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=num_generated, pad_token_id=0
             )[0]
             logprobs = torch.log_softmax(saved.reference(expected[None]).logits[0].double(), dim=-1)
         completion = output.outputs[0]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import pytest
 
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
 from quire.errors import EngineDeadError, QuireError
+from quire.executors import wire
 from quire.executors.ranked import RankedExecutor
 from quire.executors.wire import decode, encode
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare, MemoryProfile
-from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
+from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import StepPlan, StepResult
 
@@ -111,6 +113,26 @@ def test_configurations_and_layouts_arrive_as_they_were() -> None:
     profile = MemoryProfile(1, 2, 3, DeviceShare(1, 2, 3, 4, 5))
     for value in (config, layout, profile, [], (), {}, None, [1.5, True, b"x", "y", (2**70, -(2**70))]):
         assert decode(encode(value)) == value
+
+
+def test_every_record_that_a_layer_may_keep_can_be_sent() -> None:
+    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5), LatentSpec(24, 4), StateSpec(100, 16)]
+    assert {type(spec) for spec in specs} == set(get_args(LayerSpec))
+    assert decode(encode(specs)) == specs
+
+
+def test_a_record_within_a_record_is_found() -> None:
+    assert wire._find_records(Outer, {}) == {"Outer": Outer, "Inner": Inner}
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    parts: Mapping[str, tuple[Inner, ...]] | None
 
 
 def test_what_a_configuration_says_is_not_taken_for_a_record() -> None:

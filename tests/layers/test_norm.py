@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
 from tests.layers.helpers import torch_context
 
 Norm = RMSNorm | LayerNorm
@@ -29,6 +29,20 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(build(RMSNorm, 50)(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_added_to_one_is_rounded_with_the_result_alone(dtype: torch.dtype) -> None:
+    norm = UnitOffsetRMSNorm(50, 1e-5, torch_context(dtype))
+    weight = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 2**-9
+    (slot,) = norm.slots().values()
+    slot.load(weight)
+    x = (torch.randn(9, 50, generator=torch.Generator().manual_seed(5)) * 4).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + weight.double())
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1.01 * torch.finfo(dtype).eps / 2, atol=1e-6)
+    assert (slot.dummy_mean, slot.dummy_std) == (0.0, 0.0)
+
+
 def test_layer_norm() -> None:
     x = torch.randn(9, 50, generator=torch.Generator().manual_seed(5)).double() * 4
     centred = x - x.mean(-1, keepdim=True)
@@ -37,7 +51,7 @@ def test_layer_norm() -> None:
     torch.testing.assert_close(build(LayerNorm, 50)(x.float()).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("kind", [RMSNorm, UnitOffsetRMSNorm, LayerNorm])
 @pytest.mark.parametrize("size", [33, 64, 576])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_do_not_depend_on_their_number_or_place(kind: type[Norm], size: int, dtype: torch.dtype) -> None:

@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.models.dense_families import DENSE_FAMILIES
+
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -104,4 +106,5 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         attention_bias=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    **DENSE_FAMILIES,
 }

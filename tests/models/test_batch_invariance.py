@@ -23,8 +23,8 @@ MODELS = ["gpt2-variant", "opt-350m", "llama", "mistral", "qwen3-window"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_whatever_the_chunks_and_the_block_size(name: str, dtype: str, saved_model: SavedModels) -> None:
     _, model = load(saved_model(name).directory, dtype=dtype)
-    prompts = random_prompts([150], 97)
-    (expected,) = chunked_logits(PagedRunner(model), prompts, chunk=150)
+    prompts = random_prompts([90], 97)
+    (expected,) = chunked_logits(PagedRunner(model), prompts, chunk=90)
     for chunk, block_size in ((1, 16), (7, 8), (64, 32)):
         (logits,) = chunked_logits(PagedRunner(model, block_size=block_size), prompts, chunk)
         assert torch.equal(logits, expected), (chunk, block_size)
@@ -107,7 +107,7 @@ def test_what_torch_itself_does_on_this_machine_is_said(request: pytest.FixtureR
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_elements_of_an_activation_do_not_depend_on_their_place(name: str) -> None:
     activation = ACTIVATIONS[name]
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3
+    x = torch.randn(600, generator=torch.Generator().manual_seed(0)) * 3
     expected = activation(x)
     for size in (1, 3, 17, 33, 100):
         assert torch.equal(torch.cat([activation(part) for part in x.split(size)]), expected)

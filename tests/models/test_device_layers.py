@@ -14,10 +14,12 @@ from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.layers.device import DeviceLayers, DeviceRotation
-from quire.layers.operations import HeadWeights, Rotation, TorchOperations
+from quire.layers.operations import HeadWeights, TorchOperations
+from quire.layers.rotation import Rotation
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
 from tests.models.conftest import SavedModel
+from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES
 from tests.models.harness import PagedRunner, chunked_logits, load, random_prompts
 
@@ -70,6 +72,7 @@ def logits_of(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Te
 FREQUENCIES_ONLY = ("linear", "dynamic", "yarn", "yarn-attention-factor", "llama3")
 """Families that differ in nothing but the numbers that rotations are made from."""
 LIBRARY = [name for name in FAMILIES if name.removeprefix("llama-") not in FREQUENCIES_ONLY]
+LIBRARY = [name for name in LIBRARY if name in DENSE_SAMPLE or name not in DENSE_FAMILIES]
 BATCH_INVARIANT = ["gpt2", "opt-350m", "llama-biases", "qwen3"]
 
 

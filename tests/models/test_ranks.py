@@ -20,6 +20,7 @@ from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
 from tests.fakes.ranks import run_ranks
 from tests.models.conftest import SavedModel
+from tests.models.dense_families import DENSE_FAMILIES, DENSE_SAMPLE
 from tests.models.families import FAMILIES, llama
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize, save
 
@@ -40,7 +41,10 @@ def shared_logits(directory: Path, size: int, load_format: str = "auto") -> list
     return run_ranks(size, lambda group: logits_of(load_share(directory, group, load_format)))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2-variant"])
+SHARED = [*(name for name in FAMILIES if name != "gpt2-variant" and name not in DENSE_FAMILIES), *DENSE_SAMPLE]
+
+
+@pytest.mark.parametrize("family", SHARED)
 def test_two_ranks_compute_what_one_does(saved_model: SavedModels, family: str) -> None:
     directory = saved_model(family).directory
     expected = logits_of(load_share(directory, SINGLE_RANK))

@@ -27,6 +27,7 @@ class EventGate:
         self.stage = stage
         self.closed: set[str] = set()
         self.patience = 1e9
+        self.reserves_slots = True
         self.num_checks = self.num_cancelled = 0
         self.forgotten: list[str] = []
 
@@ -37,7 +38,9 @@ class EventGate:
             return None
         deadline = now + self.patience
         self.patience = 0.0 if self.patience < 1e9 else self.patience
-        return Deferral(self.reason, quote.num_blocks, lambda: name in self.closed, deadline, self._cancel)
+        return Deferral(
+            self.reason, quote.num_blocks, lambda: name in self.closed, deadline, self._cancel, self.reserves_slots
+        )
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
@@ -193,6 +196,40 @@ def test_slots_and_blocks_are_reserved_for_a_deferred_request() -> None:
     driver.run()
 
 
+def test_an_event_outside_the_engine_holds_no_slots_and_its_requests_get_the_next_ones() -> None:
+    gate = EventGate()
+    gate.reserves_slots = False
+    gate.closed |= {"gated 0", "gated 1"}
+    driver = make_driver(gate, max_num_seqs=2)
+    for number in range(2):
+        driver.add(f"gated {number}", prompt(9, start=40 + number), max_tokens=3)
+    for number in range(6):
+        driver.add(f"x{number}", prompt(2, start=10 + number), max_tokens=5)
+    steps(driver, 2)
+    assert started(driver) == [2, 3], "as many requests as there are slots wait, and later ones use the slots"
+    gate.closed.clear()
+    driver.run()
+    assert started(driver) == [2, 3, 0, 1, 4, 5, 6, 7]
+
+
+def test_a_core_whose_requests_all_wait_outside_is_blocked() -> None:
+    gate = EventGate()
+    gate.closed.add("gated")
+    driver = make_driver(gate)
+    driver.add("gated", prompt(5), max_tokens=3)
+    driver.add("runs", prompt(3), max_tokens=1)
+    blocked = []
+    for _ in range(4):
+        steps(driver, 1)
+        blocked.append(driver.core.is_blocked)
+    assert blocked == [False, True, True, True]
+    gate.closed.clear()
+    steps(driver, 1)
+    assert not driver.core.is_blocked
+    driver.run()
+    assert not driver.core.is_blocked
+
+
 def test_the_first_waiting_request_is_looked_up_once_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Priority preemption and admission share the quote, unless the pool has changed between them."""
     looked_up = []
@@ -216,6 +253,7 @@ def test_random_crossings(seed: int) -> None:
     a lone run, and nothing is kept."""
     rng = random.Random(seed)
     gate = EventGate(rng.choice(list(Stage)))
+    gate.reserves_slots = seed % 2 == 0
     driver = make_driver(
         gate,
         num_blocks=rng.randint(16, 40),

@@ -94,6 +94,31 @@ def test_an_unknown_constraint_is_refused() -> None:
     assert driver.refused == {"r": "'digits' is not a number"}
 
 
+@pytest.mark.parametrize(
+    ("params", "message", "param"),
+    [
+        (
+            {"constraint": "5", "use_beam_search": True, "n": 2},
+            "a constraint masks single tokens: it takes no beam search",
+            "use_beam_search",
+        ),
+        (
+            {"pooling": True, "use_beam_search": True, "n": 2},
+            "a pooled request has no tokens: it takes no beam search",
+            "use_beam_search",
+        ),
+        ({"pooling": True, "n": 2}, "a pooled request has one vector: n must be 1, not 2", "n"),
+        ({"pooling": True, "best_of": 3}, "a pooled request has one vector: best_of must be 1, not 3", "best_of"),
+    ],
+)
+def test_what_is_impossible_together_is_refused(params: dict[str, Any], message: str, param: str) -> None:
+    driver = make_driver()
+    driver.add("wrong", prompt(5), **params)
+    [rejection] = driver.core.step().rejections
+    assert (rejection.message, rejection.param) == (message, param)
+    assert not driver.core.has_work
+
+
 def test_an_engine_without_constraints_refuses_them() -> None:
     core = EngineCore(make_config(), FakeExecutor(), VirtualClock())
     params = SamplingParams()

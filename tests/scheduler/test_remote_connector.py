@@ -259,6 +259,20 @@ def test_no_request_is_preempted_while_the_prefix_is_loaded() -> None:
     assert driver.tokens["running", 0] == generate_alone([3, 1, 4], max_tokens=40)[0]
 
 
+def test_as_many_loads_as_slots_do_not_idle_the_engine() -> None:
+    remote = FakeRemote(filled(), delay=30)
+    driver = start(remote, sends=False, max_num_seqs=2)
+    for salt in ("a", "b"):
+        driver.add(f"loads {salt}", [*PROMPT, ord(salt)], max_tokens=2)
+    driver.add("runs", [3, 1, 4], max_tokens=5)
+    while ("runs", 0) not in driver.finished:
+        driver.step()
+        driver.scheduler.check()
+    assert len(driver.tokens) == 1, "both others still wait"
+    driver.run()
+    assert driver.tokens["loads a", 0] == generate_alone([*PROMPT, ord("a")], max_tokens=2)[0]
+
+
 def test_ends_that_are_reported_again_change_nothing() -> None:
     remote = FakeRemote(repeats=1.0, delay=2)
     driver = start(remote, num_blocks=30)
@@ -372,7 +386,7 @@ def test_random_schedules_over_a_remote_store() -> None:
     run_state_machine_as_test(
         RemoteMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=80,
             phases=[Phase.explicit, Phase.generate],
             report_multiple_bugs=False,

@@ -27,7 +27,7 @@ from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 80
+MAX_EXAMPLES = 50
 STEPS_PER_EXAMPLE = 100
 
 

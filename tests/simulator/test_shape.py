@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.cli.memory_plan import plan_devices, plan_engine
 from quire.config.families import ARCHITECTURES, FAMILIES, RUNNABLE, read_shape
@@ -82,6 +83,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", LLAMA),
     ("olmo3", LLAMA | {"sliding_window": 16}),
     ("granite", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    ("glm", HEADS),
     ("glm4", HEADS),
     ("cohere", LLAMA | {"use_qk_norm": True}),
     ("cohere2", LLAMA | {"sliding_window": 16}),
@@ -140,6 +142,15 @@ def test_every_family_is_compared() -> None:
     assert all(name in ARCHITECTURES for name in RUNNABLE)
 
 
+def test_the_usual_rotation_is_transformers() -> None:
+    runnable = {kind: family for kind, family in FAMILIES.items() if family.is_runnable and kind in CONFIG_MAPPING}
+    assert len(runnable) > 5
+    for kind, family in runnable.items():
+        default = CONFIG_MAPPING[kind].default_theta
+        # Gemma 3: of the layers without a window.
+        assert family.rope.theta == (default["global"] if isinstance(default, dict) else default), kind
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA | {"head_dim": 8},
     "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
@@ -147,6 +158,16 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": LLAMA,
     "GPT2LMHeadModel": GPT2,
     "OPTForCausalLM": OPT,
+    "GemmaForCausalLM": HEADS,
+    "Gemma2ForCausalLM": HEADS | {"sliding_window": 16},
+    "Gemma3ForCausalLM": HEADS | {"sliding_window": 16, "sliding_window_pattern": 3},
+    "Glm4ForCausalLM": HEADS,
+    "GlmForCausalLM": HEADS | {"attention_bias": False},
+    "GraniteForCausalLM": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "Olmo2ForCausalLM": LLAMA,
+    "Olmo3ForCausalLM": LLAMA | {"sliding_window": 16},
+    "Phi3ForCausalLM": LLAMA | {"sliding_window": 16},
+    "SmolLM3ForCausalLM": LLAMA,
 }
 
 

@@ -86,7 +86,7 @@ def language_model(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
             found |= {"model_type": family.model_type, "architectures": list(family.architectures[:1])}
     family = _family_of(found)
     if family is not None and family.usual_values:
-        found = {**family.usual_values, **{key: value for key, value in found.items() if value is not None}}
+        found = {**family.usual_values, **found}
     return found, where
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from quire.config.hf_json import Fields
 from quire.config.model import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH
 from quire.config.model_shape import DTYPE_BYTES, AttentionShape, Experts, Kind, LayerShape, Matrix, ModelShape
+from quire.config.rope import LLAMA_DEFAULTS, RopeDefaults
 
 Layer = tuple[AttentionShape, tuple[Matrix, ...], int]
 """Attention, its matrices, and the elements of its vectors."""
@@ -64,6 +65,9 @@ class Family:
     `layer_types`: "none" (and nothing else is read), "everywhere", "unless" (`use_sliding_window` is false), "qwen" (if
     `use_sliding_window`, from `max_window_layers` on), or n: all but every n-th, of which layer n - 1 is the first.
     layer_types: what config.json may call a layer.
+    rope: what RoPE settings mean that config.json leaves out. is_interleaved: the two elements of a rotated pair are
+    side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
+    projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
     unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
     whose tokens attend to later ones too; it keeps nothing in the cache.
@@ -102,6 +106,9 @@ class Family:
     windows: str | int = "none"
     window: tuple[str, ...] = ("sliding_window",)
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    rope: RopeDefaults = LLAMA_DEFAULTS
+    is_interleaved: bool = False
+    fused: tuple[str, ...] = ()
     position_rows: int | None = None
     unused_positions: int = 0
     is_bidirectional: bool = False

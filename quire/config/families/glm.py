@@ -1,8 +1,23 @@
-"""GLM 4 and its mixtures of experts."""
+"""GLM 4, old (9B) and new (0414), and the mixtures of experts."""
+
+from dataclasses import replace
 
 from quire.config.families.family import NEVER, Bias, Family
+from quire.config.rope import RopeDefaults
 
+_DENSE = Family(
+    "glm",
+    ("GlmForCausalLM",),
+    is_runnable=True,
+    query_bias=Bias("attention_bias", True),
+    output_bias=NEVER,
+    mlp_bias=NEVER,
+    rope=RopeDefaults(share=0.5),
+    is_interleaved=True,
+    fused=("gate_up_proj",),
+)
 FAMILIES = (
-    Family("glm4", norms=4, query_bias=Bias("attention_bias", True), output_bias=NEVER, mlp_bias=NEVER),
+    _DENSE,
+    replace(_DENSE, model_type="glm4", architectures=("Glm4ForCausalLM",), norms=4),
     Family("glm4_moe", output_bias=NEVER, mlp_bias=NEVER, head_norms="head", head_norms_key="use_qk_norm"),
 )

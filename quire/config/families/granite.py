@@ -2,4 +2,4 @@
 
 from quire.config.families.family import NEVER, Family
 
-FAMILIES = (Family("granite"), Family("granitemoe", mlp_bias=NEVER))
+FAMILIES = (Family("granite", ("GraniteForCausalLM",), is_runnable=True), Family("granitemoe", mlp_bias=NEVER))

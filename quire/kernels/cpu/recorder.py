@@ -70,8 +70,8 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. takes_states: the function's last argument is the states
-    that the run brings."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees.
+    takes_states: the function's last argument is the states that the run brings."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -80,6 +80,7 @@ class Call:
     over: Buffer | None = None
     in_place: bool = False
     output: str = "out"
+    first_column: int = 0
     function: TorchFunction | None = None
     takes_states: bool = False
 
@@ -99,8 +100,14 @@ class Recorder:
         return Buffer(self, width, self.num_areas - 1, stride)
 
     def redirect(self, buffer: Buffer, target: Buffer) -> None:
-        """Let the call that makes `buffer` write to `target`'s memory."""
-        buffer.area, buffer.stride = target.area, target.stride
+        """Let the call that makes `buffer` write to `target`'s memory, and the calls over whose results it writes."""
+        makers = {call.out: call for call in self.calls}
+        over: Buffer | None = buffer
+        while over is not None and over.area == ARENA:
+            over.area, over.stride = target.area, target.stride
+            below = makers[over].over
+            is_shared = sum(below in call.buffers.values() for call in self.calls) > 1
+            over = None if is_shared else below
 
     def call(
         self,
@@ -110,12 +117,14 @@ class Recorder:
         *,
         over: Buffer | None = None,
         in_place: bool = False,
+        first_column: int = 0,
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may)."""
-        call = Call(kernel, buffers or {}, constants, self._output(width, buffers), over, in_place)
+        (in_place: always; no later kernel may). first_column: of all its buffers that the kernel sees."""
+        out = self._output(width, buffers)
+        call = Call(kernel, buffers or {}, constants, out, over, in_place, first_column=first_column)
         self.calls.append(call)
         return call.out
 
@@ -152,8 +161,11 @@ class Recorder:
             if program is None or (is_gather and segments[-1].is_gathered):
                 program = _native.Program(runtime.isa, runtime.pool, max_rows, runtime.native_precision)
                 segments.append(Segment(program, call, call.out.is_gathered and not is_gather))
-            refs = {name: absent if buffer is None else _ref(buffer, max_rows) for name, buffer in call.buffers.items()}
-            refs[call.output] = _ref(call.out, max_rows)
+            refs = {
+                name: absent if buffer is None else _ref(buffer, max_rows, call.first_column)
+                for name, buffer in call.buffers.items()
+            }
+            refs[call.output] = _ref(call.out, max_rows, call.first_column)
             getattr(program, call.kernel)(**call.constants, **refs)
         return RecordedProgram(segments, result, elements, max_rows, self.keep)
 
@@ -211,9 +223,10 @@ def _first_gap(live: Sequence[Buffer], width: int) -> int:
     return start
 
 
-def _ref(buffer: Buffer, max_rows: int) -> _native.Ref:
+def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
     # Each buffer is max_rows rows in one piece, so `offset` elements per row before it are that many columns of rows.
-    return _native.Ref(area=buffer.area, offset=buffer.offset * max_rows * FLOAT_BYTES, stride=buffer.stride)
+    first = buffer.offset * max_rows + first_column
+    return _native.Ref(area=buffer.area, offset=first * FLOAT_BYTES, stride=buffer.stride)
 
 
 class RecordedProgram:

@@ -32,6 +32,7 @@ def _norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTRED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +50,7 @@ def _norm_kernel(
         mean = tl.sum(values, axis=0) / size
         values = tl.where(inside, values - mean, 0.0)
     scaled = values * tl.rsqrt(tl.sum(values * values, axis=0) / size + epsilon)
-    if not CENTRED:
+    if not CENTRED and not IS_WIDE:
         # As Transformers does: what the weight multiplies is rounded already.
         scaled = narrow(scaled, dtype).to(tl.float32)
     if HAS_WEIGHT:
@@ -68,9 +69,9 @@ def norm(
     centred: bool,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, size], rows may lie apart, any float dtype. weight, bias: [size] or None. centred: LayerNorm, else
-    RMSNorm. residual: [T, size] in x's dtype or None; becomes residual + x, and that is normalised. Returns [T,
-    size]."""
+    """x: [T, size], rows may lie apart, any float dtype. weight, bias: [size] or None, in x's dtype or (RMSNorm) in
+    float32, which multiplies what is not rounded yet. centred: LayerNorm, else RMSNorm. residual: [T, size] in x's
+    dtype or None; becomes residual + x, and that is normalised. Returns [T, size]."""
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -94,6 +95,7 @@ def norm(
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         CENTRED=centred,
+        IS_WIDE=weight is not None and weight.dtype == torch.float32,
         BLOCK=block,
         num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
     )

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 
 from benchmarks.gpu.attention_peers import peers, torch_varlen
 from benchmarks.gpu.attention_subjects import Batch
@@ -66,7 +65,8 @@ def test_varlen_attention_of_torch_is_given_every_sequence_whole(monkeypatch: py
     ) -> None:
         given.update(query=query, key=key, value=value, lengths=lengths, window_size=window_size)
 
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    # By name: the import takes seconds, and the other tests need not wait for it.
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen(Batch(3, 2, 10), TINY, CPU)()
     assert given["query"].shape == (6, 4, 16)
     assert given["key"].shape == given["value"].shape == (30, 2, 16)

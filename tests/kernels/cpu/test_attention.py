@@ -180,7 +180,7 @@ def alone(name: str, history: History, setting: Setting, chunk: int = 1 << 20) -
 def test_same_bits_whatever_the_chunks_threads_and_blocks(isa: str, cache: str, name: str) -> None:
     history = History.random(330, LAYERS[name], seed=4)
     expected = alone(name, history, Setting(isa, 1, cache))
-    for threads, block_size, chunk in ((2, 8, 7), (3, 32, 64), (2, 16, 99), (1, 128, 101), (3, 1, 300)):
+    for threads, block_size, chunk in ((2, 8, 7), (1, 128, 101), (3, 1, 300)):
         out = alone(name, history, Setting(isa, threads, cache, block_size, seed=9), chunk)
         assert torch.equal(out, expected), (threads, block_size, chunk)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.kernels.cpu.recorder import ARENA, Buffer, RecordedRows, Recorder, place_buffers
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.layers.native import NativeOperations
+from quire.layers.operations import NormWeights, TorchOperations
 
 
 @dataclass
@@ -98,6 +99,42 @@ def test_memory_that_the_caller_brings_is_not_placed() -> None:
     recorder.redirect(logits, recorder.external(100, 100))
     assert place_buffers(recorder.calls, logits) == 0
     assert (hidden.area, logits.area, logits.stride) == (ARENA + 1, ARENA + 2, 100)
+
+
+def test_a_chain_over_one_result_goes_where_its_last_call_goes() -> None:
+    operations, recorder = NativeOperations(), Recorder()
+    hidden = recorder.external(24, 24)
+    logits = recorder.call("linear", 100, buffers={"x": hidden, "residual": None})
+    capped = operations.soft_cap(operations.scale(logits, 0.5), 3.0)
+    recorder.redirect(capped, recorder.external(100, 112))
+    assert place_buffers(recorder.calls, capped) == 0
+    assert all((call.out.area, call.out.stride) == (ARENA + 2, 112) for call in recorder.calls)
+
+
+def test_a_result_that_is_read_twice_stays_in_the_arena() -> None:
+    operations, recorder = NativeOperations(), Recorder()
+    x = recorder.call("linear", 16, buffers={"x": recorder.external(16, 16), "residual": None})
+    doubled = operations.add(operations.scale(x, 2.0), x)
+    recorder.redirect(doubled, recorder.external(16, 16))
+    assert x.area == ARENA
+
+
+@pytest.mark.parametrize("start", [0, 5, 40])
+def test_some_columns_of_a_matrix_are_normalised(start: int) -> None:
+    weights = NormWeights(21, torch.randn(21, generator=torch.Generator().manual_seed(1)), None, 1e-5, centred=False)
+    x = torch.randn(10, 61, generator=torch.Generator().manual_seed(2))
+    recorder = Recorder()
+    source, target = recorder.external(61, 61), recorder.external(61, 61)
+    copied = NativeOperations().scale(source, 1.0)
+    result = NativeOperations().norm_columns(weights, copied, start)
+    result = NativeOperations().scale(result, 1.0)
+    recorder.redirect(result, target)
+    program = recorder.finish_program(result, NativeRuntime("auto", 2), 64)
+    out = torch.zeros(64, 61)
+    program.run(10, externals=[x, out])
+    expected = TorchOperations().norm_columns(weights, x.clone(), start)
+    torch.testing.assert_close(out[:10], expected)
+    assert not torch.equal(expected, x)
 
 
 def test_a_program_leaves_for_torch_and_comes_back() -> None:

@@ -41,6 +41,17 @@ def test_against_float64(dtype: torch.dtype, size: int, centred: bool, device: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_of_float32_multiplies_what_is_not_rounded(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = 3 * random(device, 3, 100, dtype=dtype), random(device, 100, dtype=torch.float32)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    result = norm(x, weight, None, 1e-5, centred=False)
+    assert_near(result, expected, roundings=1)
+    plain = TorchOperations().norm(NormWeights(100, weight, None, 1e-5, centred=False), x)
+    assert_near(plain, expected, roundings=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_a_residual_is_added_first_and_written_back(dtype: torch.dtype, centred: bool, device: torch.device) -> None:
     x, residual = random(device, 5, 100, dtype=dtype), random(device, 5, 100, dtype=dtype, seed=1)

@@ -228,6 +228,15 @@ def test_steps_behind_a_failed_one_have_no_result() -> None:
             second.result()
 
 
+def test_a_failure_is_known_however_many_steps_follow() -> None:
+    steps = [PendingStep(0, lambda: step_result(0), None)]
+    for step_id in range(1, 5000):
+        steps.append(PendingStep(step_id, lambda: step_result(0), steps[-1]))
+    assert not steps[-1].has_failed
+    steps[0].set_exception(QuireError("broken"))
+    assert steps[-1].has_failed
+
+
 def test_an_interrupt_while_waiting_is_the_callers() -> None:
     def interrupt() -> StepResult:
         raise KeyboardInterrupt

@@ -1,0 +1,41 @@
+"""Rotated pairs side by side (GLM), brought to the order of LLaMA's heads while weights are loaded.
+
+A rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
+checkpoint has them side by side, the rows of its query and key matrices are put in the other order. Scores are sums
+over all elements of a head, so that no later step sees the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quire.layers.context import WeightSlot
+from quire.quantization.file_tensor import FileTensor
+from quire.quantization.integer_weight import IntegerWeight, WeightSource
+
+
+def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
+    """The slot of a query or key matrix, or of its bias, for a checkpoint whose rotated pairs are side by side.
+
+    head_dim: rows of a head; rotary_dim: of them, the first ones, which are rotated."""
+    inside = torch.cat(
+        (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim))
+    )
+    num_heads = slot.shape[0] // head_dim
+    order = (torch.arange(num_heads)[:, None] * head_dim + inside).flatten()
+
+    def load(source: WeightSource) -> None:
+        slot.load(_rows(source, order))
+
+    return replace(slot, load=load)
+
+
+def _rows(source: WeightSource, order: torch.Tensor) -> WeightSource:
+    if isinstance(source, FileTensor):
+        source = source.read()
+    if not isinstance(source, IntegerWeight):
+        return source[order]
+    offsets = None if source.offsets is None else source.offsets[order]
+    return replace(source, values=source.values[order], scales=source.scales[order], offsets=offsets)

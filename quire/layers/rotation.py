@@ -1,0 +1,25 @@
+"""Rotations of one step's positions, as plain torch applies them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of one step's positions, [T, 1, rotary_dim], the sine's first half negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate the leading elements of each head. heads: [T, num_heads, head_dim] -> the same shape and dtype."""
+        rotary_dim = self.cos.shape[-1]
+        turned = heads[..., :rotary_dim]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat((second, first), dim=-1) * self.sin
+        if rotary_dim == heads.shape[-1]:
+            return turned
+        return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)

@@ -1,0 +1,184 @@
+"""Dense decoders whose layers compute more than LLaMA's: norms behind blocks, factors, soft caps, rotations by layer.
+
+A family is a `DenseStyle` (`quire/models/gemma.py` and its neighbours), beside the data in `quire/config/families/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.config.families import ARCHITECTURES
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.config.rope import RopeConfig, read_layer_ropes
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.attention import Attention
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.interleaved import pairs_apart
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.layers.operations import RotationTable
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.whole_norm import WholeNormAttention
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, layer_attention
+
+QKV, GATE_UP = ("qkv_proj",), "gate_up_proj"
+"""Tensors that some families keep in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNorms:
+    """What a checkpoint calls the norms of a layer: of the input of each block, and of its result before it is added
+    to the residual. "": there is none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStyle:
+    """What the decoder of a family computes; the defaults are LLaMA's.
+
+    norms: of a layer; norm: what each of them computes. attention_scale: multiplies q·k (None: 1 / sqrt(head_dim)).
+    attention_cap, logits_cap: soft caps of scores and of logits (None: off). embedding_factor, residual_factor,
+    logits_factor: of looked up embeddings, of what a block adds to the residual, and of logits. activation: of the MLP
+    (None: `hidden_act` of config.json names it).
+    """
+
+    norms: BlockNorms = BlockNorms()
+    norm: type[RMSNorm] = RMSNorm
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    logits_factor: float = 1.0
+    activation: str | None = None
+
+
+LLAMA_STYLE = DenseStyle()
+
+
+class DenseLayer:
+    """Attention and a gated MLP, each with a norm before it, behind it, or both."""
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, layer: int, style: DenseStyle, rope: RopeConfig | None
+    ) -> None:
+        fields, family = model_fields(config), ARCHITECTURES[config.architecture]
+        epsilon, size, names = fields.number("rms_norm_eps", 1e-6), config.hidden_size, style.norms
+        self._names, self._family = names, family
+        self._operations, self._residual_factor = context.operations, style.residual_factor
+        self._head_dim, self._rotary_dim = config.head_dim, 0 if rope is None else rope.rotary_dim
+        used = (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+        self._norms = {name: style.norm(size, epsilon, context) for name in used if name}
+        shape = replace(layer_attention(config, layer, style.attention_scale), soft_cap=style.attention_cap)
+        biases = {"qkv_bias": family.query_bias.read(fields), "output_bias": family.output_bias.read(fields)}
+        self._attention = (
+            WholeNormAttention(size, shape, **biases, context=context, norm_epsilon=epsilon)
+            if family.head_norms == "whole"
+            else Attention(
+                size,
+                shape,
+                **biases,
+                context=context,
+                norm_epsilon=epsilon if family.head_norms else None,
+                norm=style.norm,
+            )
+        )
+        activation = style.activation or fields.choice("hidden_act", list(ACTIVATIONS), "silu")
+        self._mlp = GatedMLP(
+            size, fields.integer("intermediate_size"), activation, bias=family.mlp_bias.read(fields), context=context
+        )
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        names = self._names
+        normed = self._norm(names.before_attention, x)
+        if self._adds_itself(names.after_attention):
+            x = self._attention(normed, x, rotation, batch.attention, rows)
+        else:
+            attended = self._attention(normed, None, rotation, batch.attention, rows)
+            x = x if rows is None else self._operations.gather_rows(x, rows)
+            x = self._add(x, self._norm(names.after_attention, attended))
+        normed = self._norm(names.before_mlp, x)
+        if self._adds_itself(names.after_mlp):
+            return self._mlp(normed, x)
+        return self._add(x, self._norm(names.after_mlp, self._mlp(normed, None)))
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
+
+    def slots(self) -> WeightSlots:
+        family = self._family
+        attention = self._attention.slots(QKV if QKV[0] in family.fused else ("q_proj", "k_proj", "v_proj"), "o_proj")
+        if family.is_interleaved:
+            for name in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"):
+                if name in attention:
+                    attention[name] = pairs_apart(attention[name], self._head_dim, self._rotary_dim)
+        slots = prefixed("self_attn", attention)
+        slots |= prefixed("mlp", self._mlp.slots(fused=GATE_UP in family.fused))
+        for name, norm in self._norms.items():
+            slots |= prefixed(name, norm.slots())
+        return slots
+
+    def _norm(self, name: str, x: Value) -> Value:
+        return self._norms[name](x) if name else x
+
+    def _adds_itself(self, norm_behind: str) -> bool:
+        """Whether a block's last product adds the residual, because nothing lies between."""
+        return not norm_behind and self._residual_factor == 1.0
+
+    def _add(self, residual: Value, computed: Value) -> Value:
+        if self._residual_factor != 1.0:
+            computed = self._operations.scale(computed, self._residual_factor)
+        return self._operations.add(residual, computed)
+
+
+class DenseDecoder(Decoder):
+    """A decoder of DenseLayers: one style, one rotation (or none) for each layer."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, style: DenseStyle = LLAMA_STYLE) -> None:
+        fields, family = model_fields(config), ARCHITECTURES[config.architecture]
+        self._style, self._operations = style, context.operations
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        self._ropes = read_layer_ropes(fields, config.head_dim, family.rope, config.sliding_windows)
+        super().__init__(
+            [DenseLayer(config, context, layer, style, rope) for layer, rope in enumerate(self._ropes)],
+            "model.layers",
+            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
+        )
+        self._rotaries = {
+            rope: RotaryEmbedding(rope, config.max_model_len, context) for rope in self._ropes if rope is not None
+        }
+        self._norm = style.norm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
+
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._embedding(batch.token_ids)
+        if self._style.embedding_factor != 1.0:
+            x = self._operations.scale(x, self._style.embedding_factor)
+        rotations = {rope: rotary(batch.positions) for rope, rotary in self._rotaries.items()}
+        last = len(self._layers) - 1
+        for index, (layer, rope) in enumerate(zip(self._layers, self._ropes, strict=True)):
+            rotation = None if rope is None else rotations[rope]
+            x = layer(x, rotation, batch, batch.logits_rows if index == last else None)
+        return self._norm(x)
+
+    def compute_logits(self, hidden: Value) -> Value:
+        logits = super().compute_logits(hidden)
+        if self._style.logits_factor != 1.0:
+            logits = self._operations.scale(logits, self._style.logits_factor)
+        if self._style.logits_cap is not None:
+            logits = self._operations.soft_cap(logits, self._style.logits_cap)
+        return logits

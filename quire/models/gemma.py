@@ -1,0 +1,62 @@
+"""Gemma 1, 2 and 3: scaled embeddings, norms that multiply by 1 + weight; from the second on norms behind the blocks as
+well, soft caps (2) or norms of heads (3), and windows in most layers."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.config.hf_config import model_fields
+from quire.config.hf_json import Fields
+from quire.config.model import ModelConfig
+from quire.kernels.activation import ACTIVATIONS
+from quire.layers.context import LayerContext
+from quire.layers.norm import UnitOffsetRMSNorm
+from quire.models.dense import BlockNorms, DenseDecoder, DenseStyle
+
+AROUND = BlockNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def gemma(config: ModelConfig, context: LayerContext) -> DenseDecoder:
+    activation = model_fields(config).choice("hidden_act", list(ACTIVATIONS))
+    style = DenseStyle(
+        norm=UnitOffsetRMSNorm,
+        embedding_factor=_embedding_factor(config, context),
+        # Old files say gelu of models that were trained with its approximation.
+        activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+    )
+    return DenseDecoder(config, context, style)
+
+
+def gemma2(config: ModelConfig, context: LayerContext) -> DenseDecoder:
+    fields = model_fields(config)
+    return DenseDecoder(config, context, _style(config, context, fields.optional_number("attn_logit_softcapping")))
+
+
+def gemma3(config: ModelConfig, context: LayerContext) -> DenseDecoder:
+    """Raises ModelLoadError for an embedding model, which attends in both directions."""
+    fields = model_fields(config)
+    if fields.values.get("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention is not supported: it makes an embedding model")
+    if fields.values.get("attn_logit_softcapping") is not None:
+        raise fields.error("attn_logit_softcapping is not supported for Gemma 3: its reference leaves it out")
+    return DenseDecoder(config, context, _style(config, context, None))
+
+
+def _style(config: ModelConfig, context: LayerContext, attention_cap: float | None) -> DenseStyle:
+    fields: Fields = model_fields(config)
+    return DenseStyle(
+        norms=AROUND,
+        norm=UnitOffsetRMSNorm,
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        attention_cap=attention_cap,
+        logits_cap=fields.optional_number("final_logit_softcapping"),
+        embedding_factor=_embedding_factor(config, context),
+        activation=fields.choice("hidden_activation", list(ACTIVATIONS)),
+    )
+
+
+def _embedding_factor(config: ModelConfig, context: LayerContext) -> float:
+    """The root of the hidden size, rounded as embeddings are: so the models were trained."""
+    return float(torch.tensor(config.hidden_size**0.5).to(context.dtype))
