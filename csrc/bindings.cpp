@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "bindings.h"
 #include "encoder.h"
+#include "linear_state.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -76,7 +77,9 @@ void bind_weight(nb::module_& module) {
 
 void bind_program(nb::module_& module) {
   nb::class_<Pool>(module, "Pool").def(nb::init<int, bool>(), "threads"_a, "pin"_a).def_prop_ro("threads", &Pool::threads);
-  nb::class_<Program>(module, "Program")
+  nb::class_<Program> program(module, "Program");
+  bind_states(module, program);
+  program
       .def(
           "__init__",
           [](Program* self, const std::string& isa, std::shared_ptr<Pool> pool, int64_t max_rows,
@@ -164,7 +167,7 @@ void bind_program(nb::module_& module) {
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
              const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
-             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, uintptr_t segments,
+             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
              const EncoderPlan* encoder) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
             Step step;
@@ -179,11 +182,13 @@ void bind_program(nb::module_& module) {
             step.num_read = num_read;
             step.segments = at<int64_t>(segments);
             step.encoder = encoder;
+            step.states = states;
             nb::gil_scoped_release released;
             program.run(step);
           },
           "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
-          "read_rows"_a = 0, "num_read"_a = 0, "segments"_a = 0, "encoder"_a.none() = nb::none());
+          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "segments"_a = 0,
+          "encoder"_a.none() = nb::none());
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ struct Kernels {
   LayerKernels layers;
   AttentionKernels attention;
   EncoderKernels encoder;
+  StateKernels states;
   SamplingKernels sampling;
   LimitKernels limits;
 };

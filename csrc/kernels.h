@@ -25,6 +25,7 @@ struct Ref {
 
 struct AttentionPlan;  // attention.h
 struct EncoderPlan;    // encoder.h
+struct StatePlan;      // linear_state.h
 
 // What changes from run to run.
 struct Step {
@@ -35,6 +36,7 @@ struct Step {
   const EncoderPlan* encoder = nullptr;      // of a step without a KV pool
   const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
   int64_t num_attention = 0;
+  const StatePlan* states = nullptr;
   const int64_t* read_rows = nullptr;  // [num_read], ascending: what a gather leaves of the rows; null: all
   int64_t num_read = 0;
   std::byte* areas[kMaxAreas] = {};
@@ -222,6 +224,56 @@ struct EncoderArgs {
 
 struct EncoderKernels {
   void (*attend)(const EncoderArgs&, const Step&, Team&);
+};
+
+// -- layers that keep a state (linear_state.cpp) --------------------------------------------------------------------
+
+// out[t] = activation(bias + sum over taps of kernel[tap] * x[t - width + 1 + tap]), in each sequence; zeros before it.
+struct ConvolutionArgs {
+  int64_t layer = 0;   // which of StatePlan::layers
+  int64_t offset = 0;  // bytes of a page before the kept inputs
+  int64_t channels = 0;
+  int64_t width = 0;              // taps
+  const float* kernel = nullptr;  // [width][channels]
+  const float* bias = nullptr;    // [channels] or null
+  Activation activation = Activation::kNone;  // or kSilu
+  Ref x;
+  Ref out;  // not the same place as x
+};
+
+// The gated delta rule of quire/layers/states.py.
+struct DeltaArgs {
+  int64_t layer = 0;   // which of StatePlan::layers
+  int64_t offset = 0;  // bytes of a page before what is kept
+  int64_t key_heads = 0;
+  int64_t value_heads = 0;
+  int64_t key_dim = 0;
+  int64_t value_dim = 0;
+  const float* rate = nullptr;       // [value_heads]
+  const float* time_bias = nullptr;  // [value_heads]
+  float epsilon = 0;                 // added to the squared length of keys and queries
+  Ref qkv;                           // [rows, 2 key_heads * key_dim + value_heads * value_dim]
+  Ref gates;                         // [rows, 2 value_heads]: of the updates and of the decays
+  Ref out;                           // [rows, value_heads * value_dim]
+};
+
+// RMSNorm of each head, times weight, times silu(gate).
+struct GatedNormArgs {
+  const float* weight = nullptr;  // [width]
+  float epsilon = 0;
+  int64_t heads = 0;
+  int64_t width = 0;  // of a head
+  Ref x;
+  Ref gate;
+  Ref out;  // may be the same place as x or gate
+};
+
+struct StateKernels {
+  void (*convolve)(const ConvolutionArgs&, const Step&, Team&);
+  // Then keep what later steps need. (A barrier lies between the two.)
+  void (*keep_inputs)(const ConvolutionArgs&, const Step&, Team&);
+  void (*delta)(const DeltaArgs&, const Step&, Team&);
+  void (*gated_norm)(const GatedNormArgs&, const Step&, Team&);
 };
 
 // -- sampling over the vocabulary (sampling.cpp) --------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "encoder.h"
+#include "linear_state.h"
 
 namespace quire {
 namespace {
@@ -72,6 +73,30 @@ void Program::add(const ElementwiseArgs& args) {
   ops_.emplace_back(Call<ElementwiseArgs>{kernels_.layers.elementwise, args});
 }
 
+void Program::add(const ConvolutionArgs& args) {
+  require_all_rows();
+  if (args.width < 1 || args.width > kMaxTaps || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
+    throw std::invalid_argument("a convolution of too many taps, or with another activation than SiLU");
+  const int64_t kept = (args.width - 1) * line_elements(args.channels) * static_cast<int64_t>(sizeof(float));
+  states_.emplace_back(args.layer, args.offset + kept);
+  ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.convolve, args});
+  ops_.emplace_back(Call<ConvolutionArgs>{kernels_.states.keep_inputs, args});
+}
+
+void Program::add(const DeltaArgs& args) {
+  require_all_rows();
+  if (args.key_dim < 1 || args.key_dim > kMaxStateDim || args.value_dim < 1 || args.value_dim > kMaxStateDim ||
+      args.key_heads < 1 || args.value_heads < 1 || args.value_heads % args.key_heads != 0)
+    throw std::invalid_argument("heads of a delta rule that the kernels do not have");
+  const int64_t kept = DeltaPlaces(args).end * static_cast<int64_t>(sizeof(float));
+  states_.emplace_back(args.layer, args.offset + kept);
+  ops_.emplace_back(Call<DeltaArgs>{kernels_.states.delta, args});
+}
+
+void Program::add(const GatedNormArgs& args) {
+  ops_.emplace_back(Call<GatedNormArgs>{kernels_.states.gated_norm, args});
+}
+
 void Program::add(AttentionArgs args) {
   require_all_rows();
   args.precision = precision_;
@@ -100,6 +125,9 @@ void Program::run(const Step& step) {
   }
   if (attends_rows_ && (step.encoder == nullptr || step.encoder->rows != step.rows))
     throw std::invalid_argument("the plan of the sequences is not for these rows");
+  for (const auto& [layer, bytes] : states_)
+    if (step.states == nullptr || step.states->rows != step.rows || !step.states->has(layer, bytes))
+      throw std::invalid_argument("the plan of states is not for these rows and this memory");
   for (const EmbedArgs& args : embeddings_) refuse_foreign_rows(args, step);
   Step reading = step;
   if (step.read_rows != nullptr && first_gather_ != kNone) {

@@ -26,6 +26,10 @@ class Program {
   void add(const ElementwiseArgs& args);
   // Throws std::invalid_argument for heads that the kernels do not compute.
   void add(const EncoderArgs& args);
+  // Throws std::invalid_argument for shapes that the kernels do not have.
+  void add(const ConvolutionArgs& args);
+  void add(const DeltaArgs& args);
+  void add(const GatedNormArgs& args);
 
   // Bytes of shared scratch that a run needs.
   std::size_t scratch_bytes() const noexcept { return scratch_bytes_; }
@@ -43,7 +47,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<EncoderArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>,
+                          Call<GatedNormArgs>, Call<EncoderArgs>>;
 
   void require_all_rows() const;
 
@@ -59,6 +64,8 @@ class Program {
   std::vector<AttentionArgs> attention_;
   bool attends_rows_ = false;
   std::vector<EmbedArgs> embeddings_;
+  // Layer and bytes of a page that a kernel of a state needs.
+  std::vector<std::pair<int64_t, int64_t>> states_;
 };
 
 }  // namespace quire

@@ -64,4 +64,19 @@ QUIRE_INLINE vf erf(vf x) {
 
 QUIRE_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
+// log(1 + e^x), within 2e-7 of the larger of it and e^x: max(x, 0) + log(1 + t) with t = e^-|x|, and log(1 + t) twice the
+// inverse hyperbolic tangent of t / (2 + t), by its series.
+QUIRE_INLINE vf softplus(vf x) {
+  const vf t = exp(-abs(x)), s = t / (t + 2.0f), square = s * s;
+  vf p = broadcast(1.0f / 15);
+  p = fma(p, square, broadcast(1.0f / 13));
+  p = fma(p, square, broadcast(1.0f / 11));
+  p = fma(p, square, broadcast(1.0f / 9));
+  p = fma(p, square, broadcast(1.0f / 7));
+  p = fma(p, square, broadcast(1.0f / 5));
+  p = fma(p, square, broadcast(1.0f / 3));
+  p = fma(p, square, broadcast(1.0f));
+  return max(x, vf{}) + s * 2.0f * p;
+}
+
 }  // namespace quire::QUIRE_ISA

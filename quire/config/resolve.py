@@ -38,7 +38,14 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (that "int8" is not there yet on a device is said by name)."""
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
-QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
+QUANTIZATIONS: dict[str, int | None] = {
+    "int8": None,
+    "int4": 32,
+    "w8a8": None,
+    "w4a8": 32,
+    "fp8": None,
+    "mxfp4": 32,
+}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {
     "gptq": ("gptq",),
@@ -46,8 +53,12 @@ STORED_NAMES = {
     "awq": ("awq",),
     "pack-quantized": ("compressed-tensors",),
     "int-quantized": ("compressed-tensors",),
+    "fp8": ("compressed-tensors", "modelopt"),
+    "nvfp4": ("modelopt",),
+    "nvfp4-pack-quantized": ("compressed-tensors",),
+    "mxfp4-pack-quantized": ("compressed-tensors",),
 }
-STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
+STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
@@ -169,9 +180,9 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
         return stored
     choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
-        if asked == ROUNDED[stored.bits] and backend == "native":
+        if stored.is_integer and asked == ROUNDED[stored.bits] and backend == "native":
             return replace(stored, method=asked)
-        if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
+        if asked not in (stored.method, *STORED_NAMES.get(stored.checkpoint_format or "", ())):
             raise ConfigError(
                 f"quantization={asked!r} is not what the checkpoint brings: "
                 f"{stored.method} ({stored.checkpoint_format})",
@@ -219,6 +230,7 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
         raise ConfigError(
             f"block_size must be a power of two up to {MAX_BLOCK_SIZE}, not {block_size}", param="block_size"
         )
+    positive("state_snapshot_interval", options.state_snapshot_interval)
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = defaults.memory_utilization
@@ -236,6 +248,7 @@ def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> Ca
         swap_space=_swap_space(options),
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
+        state_snapshot_interval=options.state_snapshot_interval,
     )
 
 

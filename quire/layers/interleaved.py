@@ -13,7 +13,7 @@ import torch
 
 from quire.layers.context import WeightSlot
 from quire.quantization.file_tensor import FileTensor
-from quire.quantization.integer_weight import IntegerWeight, WeightSource
+from quire.quantization.integer_weight import WeightSource
 
 
 def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
@@ -27,15 +27,6 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     order = (torch.arange(num_heads)[:, None] * head_dim + inside).flatten()
 
     def load(source: WeightSource) -> None:
-        slot.load(_rows(source, order))
+        slot.load((source.read() if isinstance(source, FileTensor) else source)[order])
 
     return replace(slot, load=load)
-
-
-def _rows(source: WeightSource, order: torch.Tensor) -> WeightSource:
-    if isinstance(source, FileTensor):
-        source = source.read()
-    if not isinstance(source, IntegerWeight):
-        return source[order]
-    offsets = None if source.offsets is None else source.offsets[order]
-    return replace(source, values=source.values[order], scales=source.scales[order], offsets=offsets)

@@ -6,26 +6,18 @@ from functools import partial
 
 import torch
 
-from quire.attention.device_batch import StepStates
 from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
 from quire.layers import experts
 from quire.layers.experts import Routing
 from quire.layers.native_encoder import NativeEncoderOperations
+from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
-from quire.layers.states import (
-    ConvolutionWeights,
-    DeltaRule,
-    GatedNormWeights,
-    TorchStates,
-    gated_delta_rule,
-    short_convolution,
-)
 from quire.parallel.interface import ProcessGroup
 
 
-class NativeOperations(NativeEncoderOperations):
+class NativeOperations(NativeStates, NativeEncoderOperations):
     """Instance of Operations over a recorder's placeholders. The step that `attend` takes is the back end itself:
     a program is recorded for the memory of one pool."""
 
@@ -111,16 +103,6 @@ class NativeOperations(NativeEncoderOperations):
 
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
         return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
-
-    def short_convolution(self, weights: ConvolutionWeights, x: Buffer, states: StepStates | None) -> Buffer:
-        return x.recorder.call_torch(partial(short_convolution, weights), x.width, [x], takes_states=True)
-
-    def gated_delta_rule(self, rule: DeltaRule, qkv: Buffer, gates: Buffer, states: StepStates | None) -> Buffer:
-        width = rule.num_value_heads * rule.value_dim
-        return qkv.recorder.call_torch(partial(gated_delta_rule, rule), width, [qkv, gates], takes_states=True)
-
-    def gated_norm(self, weights: GatedNormWeights, x: Buffer, gate: Buffer) -> Buffer:
-        return x.recorder.call_torch(partial(TorchStates().gated_norm, weights), x.width, [x, gate])
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         return x.recorder.call_torch(group.all_reduce, x.width, [x])

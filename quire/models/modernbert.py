@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.hf_json import Fields
 from quire.config.model import ModelConfig
@@ -21,7 +22,6 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.encoder import Encoder, UncachedLayer, encoder_heads
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-THETA = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
 
 class ModernBertLayer(UncachedLayer):
@@ -99,9 +99,7 @@ class ModernBertModel(Encoder):
         self._norm = make_norm(fields, size, context)
         self._final_norm = make_norm(fields, size, context)
         self._rotary = {
-            is_sliding: RotaryEmbedding(
-                _rope(fields, SLIDING if is_sliding else FULL, config.head_dim), config.max_model_len, context
-            )
+            is_sliding: RotaryEmbedding(_rope(config, is_sliding=is_sliding), config.max_model_len, context)
             for is_sliding in sorted(set(sliding))
         }
         self.slots |= prefixed("model.embeddings.tok_embeddings", self._tokens.slots())
@@ -138,10 +136,13 @@ def _sliding_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
+def _rope(config: ModelConfig, *, is_sliding: bool) -> RopeConfig:
     """The rotation of one kind of layers: Transformers 5 has settings for each, older files a base for each."""
-    key, theta = THETA[kind]
-    theta = fields.optional_number(key) or theta
+    fields, usual = model_fields(config), ARCHITECTURES[config.architecture].rope
+    if is_sliding:
+        kind, theta = SLIDING, fields.optional_number(usual.local_key) or usual.local_theta
+    else:
+        kind, theta = FULL, fields.optional_number("global_rope_theta") or usual.theta
     settings: Any = fields.values.get("rope_parameters")
     if settings is not None:
         own = settings.get(kind) if isinstance(settings, dict) else None
@@ -150,5 +151,6 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
         rope = Fields(own, f"{fields.where}: rope_parameters.{kind}")
         rope.choice("rope_type", ("default",), "default")
         theta = rope.number("rope_theta", theta)
+    assert theta is not None, "the family has a base for each kind"
     positions = fields.integer("max_position_embeddings")
-    return RopeConfig("default", theta, head_dim, positions, positions)
+    return RopeConfig("default", theta, config.head_dim, positions, positions)

@@ -7,9 +7,11 @@ from typing import cast
 
 import torch
 
+from quire.attention.interface import StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedProgram, RecordedRows, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
@@ -33,6 +35,8 @@ class NativeModel:
         self._runtime = runtime
         self._backend: NativeAttention | NativeEncoder | None = None
         self._body: RecordedProgram | None = None
+        self._states: StatePlans | None = None
+        """Of a body with layers that keep states."""
         self._head: RecordedProgram | None = None
         self._logits = torch.empty(0, 0)
         """Of the last call, kept: memory that is new in every step costs as much as reading the vocabulary's matrix."""
@@ -44,7 +48,7 @@ class NativeModel:
         self._model.load_weights(weights)
 
     def release_workspaces(self) -> None:
-        self._backend = self._body = self._head = None
+        self._backend = self._body = self._states = self._head = None
         self._logits = torch.empty(0, 0)
 
     def weight_bytes(self) -> int:
@@ -67,8 +71,12 @@ class NativeModel:
         if isinstance(step, NativeEncoderStep):
             segments = cast("torch.Tensor | None", batch.segments)
             body.run(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
-        else:
-            body.run(num_rows, token_ids, positions, step.plans, read_rows=rows, states=batch.states)
+            return body.result(num_rows if rows is None else len(rows))
+        states = None
+        if self._states is not None:
+            assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
+            states = self._states.set(batch.states)
+        body.run(num_rows, token_ids, positions, step.plans, read_rows=rows, states=states)
         return body.result(num_rows if rows is None else len(rows))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -89,6 +97,7 @@ class NativeModel:
         batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder), segments=segments)
         result = _recorded(self._model.forward(batch))
         self._backend = backend
+        self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
         self._body = recorder.finish_program(result, self._runtime, _rounded(num_rows))
         return self._body
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3Model
 
+from quire.cli import plan
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.errors import UserError
 from quire.executors.local import LocalExecutor
 from tests.fakes.core import CoreClient
 from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
@@ -102,6 +104,42 @@ def test_a_classifier_like_transformers(
         assert not torch.equal(found[0], logits[2]), "token types matter"
 
 
+DECODER = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize("method", ["lasttoken", "mean_tokens"])
+def test_a_decoder_as_an_embedder(method: str, backend: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
+    """In a pool too small for all at once; of the last token also in chunks and from the prefix cache."""
+    model = randomize(Qwen3Model(Qwen3Config(**DECODER)))
+    options = {"block_size": 4, "num_blocks_override": 60, "attention_backend": backend}
+    if method == "lasttoken":
+        options["max_num_batched_tokens"] = 24
+    client = start(save_encoder(model, tmp_path, method), executors, **options)
+    states = [hidden_states(model, prompt) for prompt in PROMPTS]
+    first = pool(client, PROMPTS, "first")
+    assert_near(first, [state.mean(0) if method == "mean_tokens" else state[-1] for state in states])
+    second = pool(client, PROMPTS[::-1], "second")[::-1]
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert bool(client.core.stats().prefix_cache_hits_total) == (method == "lasttoken")
+
+
+def test_a_decoder_as_a_classifier(backend: str, tmp_path: Path, executors: list[LocalExecutor]) -> None:
+    config = Qwen2Config(**{**DECODER, "num_key_value_heads": 3}, num_labels=2, pad_token_id=0)
+    model = randomize(Qwen2ForSequenceClassification(config))
+    client = start(save_encoder(model, tmp_path), executors, attention_backend=backend, num_blocks_override=60)
+    logits = pool(client, PROMPTS, "text")
+    assert_near(logits, [class_logits(model, prompt) for prompt in PROMPTS])
+
+
 def test_a_prompt_that_no_step_holds_is_refused(tmp_path: Path, executors: list[LocalExecutor]) -> None:
     path = save_encoder(randomize(ENCODERS["bert"]()), tmp_path)
     client = start(path, executors, attention_backend="torch", max_num_batched_tokens=32)
@@ -112,6 +150,20 @@ def test_a_prompt_that_no_step_holds_is_refused(tmp_path: Path, executors: list[
         "the prompt has 38 tokens, and this model computes prompts in one step, of up to 32" in client.refused["long"]
     )
     assert list(client.pooled) == ["short"]
+
+
+def test_a_cache_cannot_be_planned(tmp_path: Path) -> None:
+    path = save_encoder(randomize(ENCODERS["modernbert"]()), tmp_path)
+    with pytest.raises(UserError, match="sizes KV caches, and ModernBertModel keeps none"):
+        plan.main([str(path)])
+
+
+def test_shapes_count_all_weights(tmp_path: Path) -> None:
+    for name, make in ENCODERS.items():
+        model = make()
+        config = resolve(EngineOptions(model=str(save_encoder(model, tmp_path / name))))
+        weights = [weight for key, weight in model.named_parameters() if "pooler" not in key]
+        assert config.model.shape.parameters() == sum(weight.numel() for weight in weights)
 
 
 def test_weights_of_eight_bits(tmp_path: Path, executors: list[LocalExecutor]) -> None:

@@ -50,6 +50,7 @@ CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": lambda: BertForSequenceClassification(BertConfig(**SMALL, num_labels=3)),
     "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**ROBERTA, num_labels=1)),
     "modernbert": lambda: ModernBertForSequenceClassification(ModernBertConfig(**MODERN, num_labels=4)),
+    "modernbert-one": lambda: ModernBertForSequenceClassification(ModernBertConfig(**MODERN, num_labels=1)),
     "modernbert-mean": lambda: ModernBertForSequenceClassification(
         ModernBertConfig(**MODERN, num_labels=2, classifier_pooling="mean", classifier_bias=True, norm_bias=True)
     ),

@@ -6,7 +6,7 @@ from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
 FAMILIES = (
     Family(
         "qwen2",
-        ("Qwen2ForCausalLM",),
+        ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
         is_runnable=True,
         query_bias=ALWAYS,
         output_bias=NEVER,
@@ -25,7 +25,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        ("Qwen3ForCausalLM",),
+        ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
         is_runnable=True,
         mlp_bias=NEVER,
         head_norms="head",

@@ -70,8 +70,7 @@ TorchFunction = Callable[..., torch.Tensor]
 class Call:
     """One kernel: `kernel` of _native.Program with `buffers` (None: absent) and `constants`; or `function`, which torch
     computes. over: the buffer whose place the output may take, or, if `in_place`, must take: the kernel then changes
-    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees.
-    takes_states: the function's last argument is the states that the run brings."""
+    what is there. output: the kernel's name of its output. first_column: of all its buffers that it sees."""
 
     kernel: str
     buffers: dict[str, Buffer | None]
@@ -82,7 +81,6 @@ class Call:
     output: str = "out"
     first_column: int = 0
     function: TorchFunction | None = None
-    takes_states: bool = False
 
 
 @dataclass(slots=True)
@@ -93,6 +91,8 @@ class Recorder:
     keep: list[object] = field(default_factory=list)
     num_areas: int = 1
     has_gathered: bool = False
+    state_layers: list[int] = field(default_factory=list)
+    """Layers whose states the calls read and write, in the order of the plan that a run brings."""
 
     def external(self, width: int, stride: int) -> Buffer:
         """A buffer whose memory each run brings: the next area."""
@@ -128,6 +128,12 @@ class Recorder:
         self.calls.append(call)
         return call.out
 
+    def state_layer(self, layer: int) -> int:
+        """The place in a run's plan of the states of `layer`."""
+        if layer not in self.state_layers:
+            self.state_layers.append(layer)
+        return self.state_layers.index(layer)
+
     def gather(self, x: Buffer) -> Buffer:
         """The rows of `x` that are read, in its place. All that is recorded from here on is of those rows."""
         assert not x.is_gathered, "rows are gathered once"
@@ -136,14 +142,12 @@ class Recorder:
         self.calls.append(Call(GATHER, {}, {"width": x.width}, out, over=x, in_place=True, output="x"))
         return out
 
-    def call_torch(
-        self, function: TorchFunction, width: int, inputs: Sequence[Buffer], *, takes_states: bool = False
-    ) -> Buffer:
+    def call_torch(self, function: TorchFunction, width: int, inputs: Sequence[Buffer]) -> Buffer:
         """Leave the native program for one operation that has no kernel: `function` of the inputs' rows gives the
-        output's, `width` wide. takes_states: its last argument is what `RecordedProgram.run` is given."""
+        output's, `width` wide."""
         buffers: dict[str, Buffer | None] = {str(index): buffer for index, buffer in enumerate(inputs)}
         out = self._output(width, buffers)
-        self.calls.append(Call("torch", buffers, {}, out, function=function, takes_states=takes_states))
+        self.calls.append(Call("torch", buffers, {}, out, function=function))
         return out
 
     def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
@@ -254,12 +258,12 @@ class RecordedProgram:
         plans: Sequence[_native.AttentionPlan] | _native.EncoderPlan = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
-        states: object = None,
+        states: _native.StatePlan | None = None,
         segments: torch.Tensor | None = None,
     ) -> None:
-        """token_ids, positions, segments: [num_rows] int64, contiguous. externals: the external buffers' rows, float32.
-        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: for functions that
-        take them. plans: of the KV groups, or of a step without a KV pool."""
+        """token_ids, positions, segments: [num_rows] int64, contiguous. plans: of the KV groups, or of a step without a
+        KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous, ascending: what
+        gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are none)."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
         segment_address = 0 if segments is None else segments.data_ptr()
@@ -269,7 +273,7 @@ class RecordedProgram:
         for segment in self._segments:
             rows = num_rows if read_rows is None or not segment.is_gathered else num_read
             if segment.program is None:
-                self._run_torch(segment.call, rows, externals, states)
+                self._run_torch(segment.call, rows, externals)
             else:
                 segment.program.run(
                     rows,
@@ -280,6 +284,7 @@ class RecordedProgram:
                     self._scratch_address,
                     read_address,
                     num_read,
+                    states,
                     segment_address,
                     encoder,
                 )
@@ -288,11 +293,10 @@ class RecordedProgram:
         """[num_rows, width] float32 of the last run; overwritten by the next."""
         return self._result[:num_rows]
 
-    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor], states: object) -> None:
+    def _run_torch(self, call: Call, num_rows: int, externals: Sequence[torch.Tensor]) -> None:
         assert call.function is not None, "a segment without a program is a call of torch"
         inputs = [self._rows(each, externals)[:num_rows] for each in call.buffers.values() if each is not None]
-        computed = call.function(*inputs, states) if call.takes_states else call.function(*inputs)
-        self._rows(call.out, externals)[:num_rows].copy_(computed)
+        self._rows(call.out, externals)[:num_rows].copy_(call.function(*inputs))
 
     def _rows(self, buffer: Buffer, externals: Sequence[torch.Tensor]) -> torch.Tensor:
         """The memory of a buffer, [max_rows, width]; of an external one, what the run brought."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBackend
+from quire.attention.states import StateBackend
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.claims import check_dummy
@@ -23,10 +23,11 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_attention import make_attention
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
+from quire.worker.platform.cpu_inputs import CacheBackends
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
 from quire.worker.platform.host_memory import available_memory
@@ -84,10 +85,11 @@ class CpuPlatform:
 
     def meter(self) -> CpuMeter:
         samples_tokens = self._config.model.pooling is None
-        return CpuMeter(self.make_attention, self._make_sampling_kernels, samples_tokens=samples_tokens)
+        return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
-    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
-        return make_attention(self._config, layout, pages, is_native=self._runtime is not None)
+    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
+        attention = make_attention(self._config, layout, pages, is_native=self._runtime is not None)
+        return CacheBackends(attention, StateBackend(layout, state_pages(pages, layout)))
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_pages(layout)
@@ -109,7 +111,7 @@ class CpuPlatform:
         columns = CpuColumns(self._config.scheduler.max_num_seqs, self._config.model.max_model_len)
         return CpuCompute(
             model,
-            self.make_attention(layout, pages),
+            self.make_backends(layout, pages),
             block_copier(pages, self._runtime),
             columns,
             tables,

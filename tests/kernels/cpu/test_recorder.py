@@ -145,12 +145,12 @@ def test_a_program_leaves_for_torch_and_comes_back() -> None:
     squared = recorder.call_torch(torch.square, 24, [doubled])
     kept = operations.gather_rows(squared, RecordedRows(recorder))
     scaled = operations.scale(recorder.call_torch(torch.neg, 24, [kept]), 0.5)
-    last = recorder.call_torch(lambda x, states: torch.cat((x, x + states), dim=1), 48, [scaled], takes_states=True)
+    last = recorder.call_torch(lambda x: torch.cat((x, x + 7), dim=1), 48, [scaled])
     recorder.redirect(last, target)
     program = recorder.finish_program(last, NativeRuntime("auto", 2), 64)
     for rows in (None, torch.tensor([2, 3, 9])):
         x, out = torch.randn(10, 24), torch.zeros(64, 48)
-        program.run(10, externals=[x, out], read_rows=rows, states=7)
+        program.run(10, externals=[x, out], read_rows=rows)
         expected = -0.5 * torch.square(4 * x)
         if rows is not None:
             expected = expected[rows]

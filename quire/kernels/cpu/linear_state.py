@@ -1,0 +1,53 @@
+"""States of recurrent layers natively: the plan of a step. How a page looks: csrc/linear_state.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.attention.interface import StateStep
+from quire.kernels.cpu import _native
+
+
+class StatePlans:
+    """The native plan of the states of `layers`, set anew for each step. Recorded kernels name a layer by its place."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = tuple(layers)
+        self._plan = _native.StatePlan()
+        self._step: StateStep | None = None
+        self._query_start = torch.empty(0, dtype=torch.int64)
+
+    def set(self, states: StateStep) -> _native.StatePlan:
+        """The plan of one step, valid until the next call. The step's tensors are kept alive, and must not change while
+        a program runs.
+
+        Raises ValueError for tensors of the wrong kind and for whatever would be read or written outside the pool.
+        """
+        self._query_start = torch.tensor(states.query_start, dtype=torch.int64)
+        starts, num_sequences = states.starts, len(states.query_start) - 1
+        if starts.dtype != torch.int64 or tuple(starts.shape) != (num_sequences,) or not starts.is_contiguous():
+            raise ValueError(f"starts: int64 [{num_sequences}] expected, got {starts.dtype} {list(starts.shape)}")
+        pages = [states.pages[layer] for layer in self._layers]
+        tables = [states.tables[layer] for layer in self._layers]
+        for page in pages:
+            if page.dtype != torch.uint8 or page.dim() != 2 or page.stride(1) != 1:
+                raise ValueError(f"pages of states: uint8 [blocks, bytes] expected, got {page.dtype}")
+        for table in tables:
+            if table.dtype != torch.int32 or table.dim() != 2 or len(table) != num_sequences or table.stride(1) != 1:
+                raise ValueError(f"tables of states: int32 rows of {num_sequences} sequences expected")
+        self._plan.set(
+            num_sequences,
+            self._query_start.data_ptr(),
+            starts.data_ptr(),
+            states.interval,
+            [page.data_ptr() for page in pages],
+            [page.stride(0) for page in pages],
+            [len(page) for page in pages],
+            [table.data_ptr() for table in tables],
+            [table.stride(0) for table in tables],
+            min((table.shape[1] for table in tables), default=0),
+        )
+        self._step = states
+        return self._plan
