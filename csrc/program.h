@@ -26,6 +26,9 @@ class Program {
   void add(const ElementwiseArgs& args);
   // Throws std::invalid_argument for heads that the kernels do not compute.
   void add(const EncoderArgs& args);
+  void add(const RouteArgs& args);
+  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(ExpertsArgs args);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
@@ -47,8 +50,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>,
-                          Call<GatedNormArgs>, Call<EncoderArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>,
+                          Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>, Call<EncoderArgs>>;
 
   void require_all_rows() const;
 

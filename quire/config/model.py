@@ -40,6 +40,7 @@ class ModelConfig:
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
     pooling: how it makes a vector of a text; None: it generates.
+    impl: what computes it: "quire", or "transformers" (modelling code of that library).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
@@ -55,6 +56,7 @@ class ModelConfig:
     quantization: QuantizationConfig | None = None
     pooling: PoolingConfig | None = None
     is_multimodal: bool = False
+    impl: str = "quire"
 
     @property
     def is_encoder(self) -> bool:

@@ -92,7 +92,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     check_pooling(options, model, is_accelerated=is_accelerated)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
-    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device)
+    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
         model=model,
         cache=_cache(options, defaults, model),
@@ -133,6 +133,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         revision=options.revision,
         config_only=options.load_format == "dummy",
         runner=choice("runner", options.runner, RUNNERS),
+        model_impl=options.model_impl,
     )
     if is_accelerated:
         return "triton", triton_model(options, model)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext
+from quire.models.interface import LoadableModel
 from quire.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 
 def model_architectures() -> Registry:
@@ -20,6 +28,7 @@ def model_architectures() -> Registry:
             "GemmaForCausalLM": "quire.models.gemma:gemma",
             "Glm4ForCausalLM": "quire.models.glm:glm4",
             "GlmForCausalLM": "quire.models.dense:DenseDecoder",
+            "GptOssForCausalLM": "quire.models.gpt_oss:GptOssForCausalLM",
             "GraniteForCausalLM": "quire.models.granite:granite",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "LlamaForSequenceClassification": "quire.models.pooled_decoder:LlamaLikeClassifier",
@@ -27,6 +36,7 @@ def model_architectures() -> Registry:
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForSequenceClassification": "quire.models.pooled_decoder:LlamaLikeClassifier",
             "MistralModel": "quire.models.decoder:LlamaLike",
+            "MixtralForCausalLM": "quire.models.mixture:MixtureLlama",
             "ModernBertForMaskedLM": "quire.models.modernbert:ModernBertModel",
             "ModernBertForSequenceClassification": "quire.models.modernbert:ModernBertForSequenceClassification",
             "ModernBertModel": "quire.models.modernbert:ModernBertModel",
@@ -37,9 +47,11 @@ def model_architectures() -> Registry:
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
             "Qwen2ForSequenceClassification": "quire.models.pooled_decoder:LlamaLikeClassifier",
             "Qwen2Model": "quire.models.decoder:LlamaLike",
+            "Qwen2MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
             "Qwen3ForSequenceClassification": "quire.models.pooled_decoder:LlamaLikeClassifier",
             "Qwen3Model": "quire.models.decoder:LlamaLike",
+            "Qwen3MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "RobertaForMaskedLM": "quire.models.bert:RobertaModel",
             "RobertaForSequenceClassification": "quire.models.bert:RobertaForSequenceClassification",
             "RobertaModel": "quire.models.bert:RobertaModel",
@@ -49,3 +61,19 @@ def model_architectures() -> Registry:
             "XLMRobertaModel": "quire.models.bert:RobertaModel",
         },
     )
+
+
+def build_model(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None = None) -> LoadableModel:
+    """The model, with room for its weights where `context` says. runtime: what native kernels of single operations run
+    with, in a context that records (a model of Quire's own is recorded whole, by its caller). Raises ModelLoadError."""
+    if config.impl == "quire":
+        model: LoadableModel = model_architectures().load(config.architecture)(config, context)
+        return model
+    from quire.models.eager_calls import TensorCalls
+    from quire.models.transformers_model import TransformersModel
+
+    if runtime is None:
+        return TransformersModel(config, context, TensorCalls(context))
+    from quire.models.native_calls import NativeCalls
+
+    return TransformersModel(config, context, NativeCalls(context, runtime))

@@ -17,11 +17,12 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.masks import MaskSource
 from quire.decoding.parallel import create_sequences
+from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import PENDING_PREFIX, EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder

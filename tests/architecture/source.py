@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config",
         "sampling_params",
         "beam_search_params",
+        "deferral",
         "pooling_params",
         "pooling_outputs",
         "request",

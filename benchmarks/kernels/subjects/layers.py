@@ -153,7 +153,7 @@ def _lookup(table: PackedMatrix) -> Record:
             table=table.as_native(),
             width=table.in_features,
             shift=0,
-            by_position=False,
+            source=_native.IndexSource.TOKEN_IDS,
             accumulate=False,
         )
 
