@@ -5,7 +5,7 @@
 #include "encoder.h"
 
 #include "attention_tiles.h"
-#include "rotate.h"
+#include "head_rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {

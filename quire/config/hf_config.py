@@ -70,7 +70,7 @@ def load_model_config(
         assert family is not None, "the engine's own models have families"
         pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
         if family.position_rows is None and not family.is_bidirectional:
-            rope = read_rope(fields, shape.attention.key_dim, family.rope)
+            rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
             longest, usual = rope.longest, rope.usual_length
     elif runner == "pooling":
         raise ConfigError(f"runner='pooling' is not available for {architecture} through Transformers", param="runner")

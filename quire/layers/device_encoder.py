@@ -11,7 +11,7 @@ from quire.layers.encoder_operations import EncoderHeads
 
 if TYPE_CHECKING:
     from quire.attention.triton_encoder import TritonEncoderStep
-    from quire.layers.device import DeviceRotation
+    from quire.layers.device_cache import DeviceRotation
 
 
 class DeviceEncoderOperations:

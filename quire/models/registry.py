@@ -22,6 +22,8 @@ def model_architectures() -> Registry:
             "BertForMaskedLM": "quire.models.bert:BertModel",
             "BertForSequenceClassification": "quire.models.bert:BertForSequenceClassification",
             "BertModel": "quire.models.bert:BertModel",
+            "DeepseekV2ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
+            "DeepseekV3ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
             "Gemma2ForCausalLM": "quire.models.gemma:gemma2",
             "Gemma3ForCausalLM": "quire.models.gemma:gemma3",

@@ -1,7 +1,7 @@
-// The rotation of a query or key head by its position.
+// What is done to one head before it is read or stored: rotation, and rounding to bfloat16.
 #pragma once
 
-#include "simd.h"
+#include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -18,6 +18,12 @@ QUIRE_INLINE void rotate_head(float* head, const float* turn, int64_t half) {
     head[d] = fma(x, cosine, -(y * sine));
     head[half + d] = fma(y, cosine, x * sine);
   }
+}
+
+QUIRE_INLINE void narrow_head(const float* head, int64_t depth, uint16_t* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= depth; d += kLanes) store_bf16(to + d, load(head + d));
+  for (; d < depth; ++d) to[d] = to_bf16(head[d]);
 }
 
 }  // namespace quire::QUIRE_ISA
