@@ -1,4 +1,6 @@
-"""Rotated pairs side by side (GLM), brought to the order of LLaMA's heads while weights are loaded.
+"""Rows of a checkpoint's matrices in another order than the layers', brought to theirs while weights are loaded.
+
+Rotated pairs side by side (GLM) are brought to the order of LLaMA's heads.
 
 A rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
 checkpoint has them side by side, the rows of its query and key matrices are put in the other order. Scores are sums
@@ -7,6 +9,7 @@ over all elements of a head, so that no later step sees the difference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -39,3 +42,16 @@ def _rows(source: WeightSource, order: torch.Tensor) -> WeightSource:
         return source[order]
     offsets = None if source.offsets is None else source.offsets[order]
     return replace(source, values=source.values[order], scales=source.scales[order], offsets=offsets)
+
+
+def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
+    """One tensor of a checkpoint that has the rows of several slots: those of slot i are its rows `orders[i]`."""
+
+    def load(source: WeightSource) -> None:
+        if isinstance(source, FileTensor):
+            source = source.read()
+        for slot, order in zip(slots, orders, strict=True):
+            slot.load(_rows(source, order))
+
+    rows = sum(slot.shape[0] for slot in slots)
+    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=sum(slot.nbytes for slot in slots))

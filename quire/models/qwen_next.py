@@ -1,0 +1,101 @@
+"""Qwen3-Next and Qwen 3.5: gated delta nets in most layers, gated attention in the others, dense MLPs or experts."""
+
+from __future__ import annotations
+
+from quire.config.families import ARCHITECTURES
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.config.rope import read_rope
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.delta_net import DeltaNetShape, GatedDeltaNet
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.gated_attention import GatedAttention
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import UnitOffsetRMSNorm
+from quire.layers.operations import RotationTable
+from quire.layers.rotary import RotaryEmbedding
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, layer_attention
+
+BY_HEAD = ("Qwen3NextForCausalLM",)
+"""Classes whose checkpoints keep the rows of each key head of a delta net together."""
+
+
+class HybridLayer:
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a gated delta net or gated attention."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields, family, size = model_fields(config), ARCHITECTURES[config.architecture], config.hidden_size
+        epsilon, kept = fields.number("rms_norm_eps", 1e-6), config.shape.layers[layer].attention
+        self._norms = tuple(UnitOffsetRMSNorm(size, epsilon, context) for _ in range(2))
+        self._net: GatedDeltaNet | None = None
+        self._attention: GatedAttention | None = None
+        if kept.kind == "state":
+            shape = DeltaNetShape(
+                size, kept.num_heads, kept.num_kv_heads, kept.key_dim, kept.value_dim, kept.conv_inputs + 1
+            )
+            self._net = GatedDeltaNet(
+                shape,
+                layer,
+                epsilon=epsilon,
+                activation=fields.choice("hidden_act", ["silu", "swish"], "silu"),
+                by_head=config.architecture in BY_HEAD,
+                context=context,
+            )
+        else:
+            bias = family.query_bias.read(fields)
+            shape_of_heads = layer_attention(config, layer)
+            self._attention = GatedAttention(size, shape_of_heads, bias=bias, norm_epsilon=epsilon, context=context)
+        activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
+        self._mlp = GatedMLP(size, fields.integer("intermediate_size"), activation, bias=False, context=context)
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        before_mixer, before_mlp = self._norms
+        if self._net is not None:
+            x = self._net(before_mixer(x), x, batch.states, rows)
+        elif self._attention is not None:
+            x = self._attention(before_mixer(x), x, rotation, batch.attention, rows)
+        return self._mlp(before_mlp(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        mixer = self._net or self._attention
+        assert mixer is not None, "a layer has one of the two"
+        return mixer.cache_spec()
+
+    def slots(self) -> WeightSlots:
+        slots = prefixed("input_layernorm", self._norms[0].slots())
+        slots |= prefixed("post_attention_layernorm", self._norms[1].slots())
+        slots |= prefixed("mlp", self._mlp.slots())
+        if self._net is not None:
+            return slots | prefixed("linear_attn", self._net.slots())
+        assert self._attention is not None, "a layer has one of the two"
+        return slots | prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "o_proj"))
+
+
+class HybridDecoder(Decoder):
+    """Rotary positions in the layers with attention alone; the states of the others know the order of tokens."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        fields = model_fields(config)
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        super().__init__(
+            [HybridLayer(config, context, layer) for layer in range(config.num_layers)],
+            "model.layers",
+            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
+        )
+        rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
+        self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
+        self._norm = UnitOffsetRMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
+
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._embedding(batch.token_ids)
+        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
