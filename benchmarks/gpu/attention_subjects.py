@@ -140,7 +140,7 @@ class AttentionSubjects:
         pages = self._random(num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
         backend = TritonAttention(
             layout,
-            [pages],
+            {0: pages},
             device_limits(self.device),
             num_heads=shape.num_heads,
             dtype=self.dtype,

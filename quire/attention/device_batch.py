@@ -41,11 +41,14 @@ class DeviceBatch:
     positions: torch.Tensor
     """[T] int64: position of each token in its sequence. Padding: 0."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Per KV group [T] int64: block * block_size + offset that the token's key and value are written to. Padding: -1,
-    nothing is written."""
+    """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written
+    to. Padding: -1, nothing is written."""
     block_tables: tuple[torch.Tensor, ...]
-    """Per KV group [num_rows, max_blocks] int32: physical blocks in logical order, a row for every request that
-    lives, persistent; kernels index it by `rows`."""
+    """Per KV group that keeps tokens [num_rows, max_blocks] int32: the kernels' blocks in logical order, a row for
+    every request that lives, persistent; kernels index it by `rows`."""
+    state_tables: tuple[torch.Tensor, ...] = ()
+    """Per KV group that keeps states [num_rows, max_blocks] int32: blocks in logical order, otherwise as
+    `block_tables`."""
 
 
 @dataclass(frozen=True, slots=True)

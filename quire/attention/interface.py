@@ -26,9 +26,12 @@ class AttentionBatch:
     sequence_index: torch.Tensor
     """[T] int64: s of each token."""
     block_tables: tuple[torch.Tensor, ...]
-    """Per KV group [S, max_blocks] int32: physical blocks in logical order, padded with 0."""
+    """Per KV group that keeps tokens [S, max_blocks] int32: the kernels' blocks in logical order, padded with 0."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """Per KV group [T] int64: block * block_size + offset that the token's key and value are written to."""
+    """Per KV group that keeps tokens [T] int64: block * block_size + offset that the token's key and value are written
+    to."""
+    state_tables: tuple[torch.Tensor, ...] = ()
+    """Per KV group that keeps states [S, max_blocks] int32: blocks in logical order, padded with 0."""
 
 
 @dataclass(frozen=True, slots=True)

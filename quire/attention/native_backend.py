@@ -27,7 +27,9 @@ class NativeAttention:
         self._pages = list(pages)
         self._cache_type = CACHE_TYPES[cache_dtype]
         self._page_of_layer = {
-            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
+            layer: (index, page)
+            for index, group in enumerate(layout.token_groups)
+            for page, layer in enumerate(group.layers)
         }
         self._plans = AttentionPlans(layout, num_heads, num_threads)
 
@@ -38,13 +40,13 @@ class NativeAttention:
     def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
         """What `_native.Program.attention` takes of a layer besides its buffers."""
         group, page = self._page_of_layer[layer.layer]
-        pages = self._pages[page]
+        pages, kernel_blocks = self._pages[page], self._layout.kernel_blocks(self._layout.token_groups[group])
         return {
             "group": group,
             "cache": self._cache_type,
             "pages": pages.data_ptr(),
-            "block_bytes": pages.stride(0),
-            "num_blocks": self._layout.num_blocks,
+            "block_bytes": pages.stride(0) // kernel_blocks,
+            "num_blocks": self._layout.num_blocks * kernel_blocks,
             "block_size": self._layout.block_size,
             "num_heads": layer.num_heads,
             "num_kv_heads": layer.num_kv_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -20,43 +20,35 @@ class TorchAttention:
     """AttentionBackend over torch's own operators. Block 0, which no sequence owns, is zeroed: it is read (with weight
     zero) for positions beyond a sequence's blocks.
 
-    pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim], or, where values are of another width, [num_blocks,
-    block_size, num_kv_heads, head_dim + value_width].
+    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], or, where values are of another width,
+    [num_blocks, block_size, num_kv_heads, head_dim + value_width], in the kernels' blocks.
     """
 
-    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._block_size = layout.block_size
-        self._pages = list(pages)
-        for page in self._pages:
-            page[NULL_BLOCK].zero_()
-        self._page_of_layer = {
-            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
-        }
+        self._layers: dict[int, tuple[int, torch.Tensor]] = {}
+        for index, group in enumerate(layout.token_groups):
+            for layer in group.layers:
+                self._layers[layer] = index, pages[layer]
+                pages[layer][NULL_BLOCK : NULL_BLOCK + layout.kernel_blocks(group)].zero_()
 
     def plan(self, batch: AttentionBatch) -> TorchAttentionStep:
-        return TorchAttentionStep(self._pages, self._page_of_layer, self._block_size, batch)
+        return TorchAttentionStep(self._layers, self._block_size, batch)
 
 
 class TorchAttentionStep:
     """One step: work lists are made for the first layer of each kind and serve all others of the kind."""
 
-    def __init__(
-        self,
-        pages: list[torch.Tensor],
-        page_of_layer: dict[int, tuple[int, int]],
-        block_size: int,
-        batch: AttentionBatch,
-    ) -> None:
-        self._pages = pages
-        self._page_of_layer = page_of_layer
+    def __init__(self, layers: dict[int, tuple[int, torch.Tensor]], block_size: int, batch: AttentionBatch) -> None:
+        """layers: the group (of those that keep tokens) and the pages of each layer."""
+        self._layers = layers
         self._block_size = block_size
         self._batch = batch
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
 
     def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        group, page = self._page_of_layer[layer.layer]
-        pages = self._pages[page]
+        group, pages = self._layers[layer.layer]
         if pages.dim() == 4:  # keys and values of different widths, side by side
             rows = pages.view(-1, *pages.shape[2:])
             rows.index_copy_(0, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1).to(pages.dtype))

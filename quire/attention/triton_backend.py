@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -29,9 +30,10 @@ from quire.layers.operations import HeadWeights
 
 
 class TritonAttention:
-    """Attention on a device's pool. Holds the scratch for splits, which all layers and graphs share.
+    """Attention on a device's pool. Holds the scratch for splits, which all layers of a shape and all graphs share.
 
-    pages[j]: [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device.
+    pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device,
+    in the kernels' blocks.
     num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that
     the scratch must serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are
     of one size and at fixed positions; otherwise both are chosen for speed.
@@ -40,7 +42,7 @@ class TritonAttention:
     def __init__(
         self,
         layout: KVCacheLayout,
-        pages: Sequence[torch.Tensor],
+        pages: Mapping[int, torch.Tensor],
         limits: DeviceLimits,
         *,
         num_heads: int,
@@ -49,45 +51,50 @@ class TritonAttention:
         max_model_len: int,
         batch_invariant: bool = False,
     ) -> None:
-        self.pages = list(pages)
-        self.page_of_layer = {
-            layer: (index, page) for index, group in enumerate(layout.groups) for page, layer in enumerate(group.layers)
-        }
-        _, _, _, num_kv_heads, head_dim = self.pages[0].shape
-        # Of two dtypes, both are multiplied in float32.
-        itemsize = dtype.itemsize if dtype == self.pages[0].dtype else 4
-        self.shape = HeadShape(num_heads, num_kv_heads, head_dim, itemsize)
+        self.layers: dict[int, LayerPages] = {}
+        self.scratch: dict[HeadShape, SplitScratch] = {}
         self._limits = limits
         self._batch_invariant = batch_invariant
-        plans = ((count, self._split_plan(count, max_model_len, None)) for count in range(1, max_num_seqs + 1))
-        rows = max((scratch_rows(plan, self.shape, count) for count, plan in plans if plan is not None), default=0)
-        self.scratch = SplitScratch.allocate(rows, head_dim, self.pages[0].device)
-        self._layers: dict[int, _LayerKernels] = {}
+        for index, group in enumerate(layout.token_groups):
+            for layer in group.layers:
+                _, _, _, num_kv_heads, head_dim = pages[layer].shape
+                # Of two dtypes, both are multiplied in float32.
+                itemsize = dtype.itemsize if dtype == pages[layer].dtype else 4
+                shape = HeadShape(num_heads, num_kv_heads, head_dim, itemsize)
+                self.layers[layer] = LayerPages(index, shape, pages[layer])
+                if shape not in self.scratch:
+                    self.scratch[shape] = self._allocate_scratch(
+                        shape, max_num_seqs, max_model_len, pages[layer].device
+                    )
+        self._kernels: dict[int, _LayerKernels] = {}
 
     def plan(self, batch: DeviceBatch) -> TritonAttentionStep:
         """No device is asked and nothing is launched: a plan is as good for the replays of a graph as for one step."""
         return TritonAttentionStep(self, batch)
 
-    def kernels(self, batch: DeviceBatch, window: int | None) -> tuple[Tiles | None, SplitPlan | None]:
-        """How the varlen kernel and how the split kernel run over a batch (None: it does not). Sequences with at most
-        `SplitPlan.tokens` new tokens are the split kernel's, if it runs."""
-        split = self._split_plan(batch.num_seqs, batch.max_seq_len, window)
+    def kernels(
+        self, batch: DeviceBatch, shape: HeadShape, window: int | None
+    ) -> tuple[Tiles | None, SplitPlan | None]:
+        """How the varlen kernel and how the split kernel run over a batch (None: it does not), for heads of this shape.
+        Sequences with at most `SplitPlan.tokens` new tokens are the split kernel's, if it runs."""
+        split = self._split_plan(shape, batch.num_seqs, batch.max_seq_len, window)
         if split is not None and batch.max_query_len <= split.tokens:
             return None, split
         no_short_ones = batch.num_tokens == batch.num_seqs * batch.max_query_len
         if no_short_ones or batch.max_seq_len < SPLITTING_PAYS:
             split = None
         if self._batch_invariant:
-            return fixed_tiles(self.shape, self._limits), split
-        return varlen_tiles(self.shape, batch.max_query_len, self._limits), split
+            return fixed_tiles(shape, self._limits), split
+        return varlen_tiles(shape, batch.max_query_len, self._limits), split
 
     def layer(self, heads: HeadWeights) -> _LayerKernels:
         """The kernels of the layer that `heads` is of: bound to its weights and pages when it first attends, and as
         long as this back end lives."""
-        bound = self._layers.get(heads.shape.layer)
+        number = heads.shape.layer
+        bound = self._kernels.get(number)
         if bound is None or bound.heads is not heads:
-            group, page = self.page_of_layer[heads.shape.layer]
-            bound = self._layers[heads.shape.layer] = _LayerKernels(heads, group, self.pages[page], self.scratch)
+            layer = self.layers[number]
+            bound = self._kernels[number] = _LayerKernels(heads, layer, self.scratch[layer.shape])
         return bound
 
     def query_lengths_to_compile(self) -> tuple[int, ...]:
@@ -95,22 +102,37 @@ class TritonAttention:
         them shorter, and a `max_seq_len` of max_model_len: a step of padding with each compiles all while starting."""
         if self._batch_invariant:
             return 1, 2
-        return 1, *(rows // self.shape.group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS))
+        groups = {shape.group for shape in self.scratch}
+        return 1, *sorted({rows // group + 1 for rows in (SMALL_ROWS, MIDDLE_ROWS) for group in groups})
 
-    def _split_plan(self, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
+    def _split_plan(self, shape: HeadShape, num_seqs: int, max_seq_len: int, window: int | None) -> SplitPlan | None:
         if self._batch_invariant:
-            return fixed_split_plan(self.shape, num_seqs, max_seq_len, window, self._limits)
-        return split_plan(self.shape, num_seqs, max_seq_len, self._limits)
+            return fixed_split_plan(shape, num_seqs, max_seq_len, window, self._limits)
+        return split_plan(shape, num_seqs, max_seq_len, self._limits)
+
+    def _allocate_scratch(
+        self, shape: HeadShape, max_num_seqs: int, max_model_len: int, device: torch.device
+    ) -> SplitScratch:
+        plans = ((count, self._split_plan(shape, count, max_model_len, None)) for count in range(1, max_num_seqs + 1))
+        rows = max((scratch_rows(plan, shape, count) for count, plan in plans if plan is not None), default=0)
+        return SplitScratch.allocate(rows, shape.head_dim, device)
+
+
+class LayerPages(NamedTuple):
+    """One layer's memory. group: its KV group, of those that keep tokens."""
+
+    group: int
+    shape: HeadShape
+    pages: torch.Tensor
 
 
 class _LayerKernels:
-    """The kernels of one layer. group: its KV group; pages: its own."""
+    """The kernels of one layer."""
 
-    def __init__(self, heads: HeadWeights, group: int, pages: torch.Tensor, scratch: SplitScratch) -> None:
+    def __init__(self, heads: HeadWeights, layer: LayerPages, scratch: SplitScratch) -> None:
         self.heads = heads
-        self.group = group
-        self.pages = pages
-        self.prepare = HeadPreparation(heads, pages).run
+        self.group, self.shape, self.pages = layer
+        self.prepare = HeadPreparation(heads, layer.pages).run
         self._scratch = scratch
         self._varlen: dict[Tiles, VarlenAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
@@ -137,7 +159,7 @@ class TritonAttentionStep:
     def __init__(self, backend: TritonAttention, batch: DeviceBatch) -> None:
         self._backend = backend
         self._batch = batch
-        self._kernels: dict[int | None, tuple[Tiles | None, SplitPlan | None]] = {}
+        self._kernels: dict[tuple[HeadShape, int | None], tuple[Tiles | None, SplitPlan | None]] = {}
 
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
@@ -153,9 +175,10 @@ class TritonAttentionStep:
         if out is None:
             out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
-        if shape.window not in self._kernels:
-            self._kernels[shape.window] = self._backend.kernels(self._batch, shape.window)
-        tiles, split = self._kernels[shape.window]
+        kind = layer.shape, shape.window
+        if kind not in self._kernels:
+            self._kernels[kind] = self._backend.kernels(self._batch, *kind)
+        tiles, split = self._kernels[kind]
         work = PagedAttention(qkv, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
             layer.split(split).run(work, split)

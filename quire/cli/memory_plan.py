@@ -80,7 +80,9 @@ def plan_engine(config: EngineConfig, total_memory: int, lengths: Sequence[int])
             f"{format_bytes(total_memory)} of memory"
         )
     activations = estimate_activations(config)
-    groups, layers_per_group = group_layers(layer_specs(config.model), config.cache.block_size)
+    groups, layers_per_group = group_layers(
+        layer_specs(config.model), config.cache.block_size, config.cache.state_snapshot_interval
+    )
     profile = MemoryProfile(available=total_memory - weight_bytes, activations=activations, weights=weight_bytes)
 
     def pool(max_num_seqs: int) -> KVCacheLayout:
@@ -116,7 +118,7 @@ def plan_devices(
     take `memory_utilization` of each one's memory. Raises InsufficientMemoryError when they do not fit."""
     shape, scheduler = cost.shape, config.scheduler
     specs = device_specs(shape, cost.precision.kv, cost.layout)
-    groups, layers_per_group = group_layers(specs, config.cache.block_size)
+    groups, layers_per_group = group_layers(specs, config.cache.block_size, config.cache.state_snapshot_interval)
     budget = config.cache.memory
     if budget is None:
         budget = kv_cache_bytes(

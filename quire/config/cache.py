@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+SNAPSHOT_INTERVAL = 1024
+"""Tokens."""
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -13,6 +16,8 @@ class CacheConfig:
     swap_space: bytes of the host pool for preempted requests and offloaded blocks; 0: none; None: chosen from what is
     free.
     offload_dir: where cached blocks are kept on disk, None: nowhere; offload_size: bytes that the directory may hold.
+    state_snapshot_interval: tokens from one snapshot of a recurrent state to the next, at least
+    (quire/kv_cache/layout.py rounds it up).
     """
 
     block_size: int
@@ -23,6 +28,7 @@ class CacheConfig:
     swap_space: int | None = 0
     offload_dir: Path | None = None
     offload_size: int = 0
+    state_snapshot_interval: int = SNAPSHOT_INTERVAL
 
     @property
     def is_size_given(self) -> bool:

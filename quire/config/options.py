@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.scheduler import PRIORITY_SECONDS
 from quire.errors import ConfigError, nearest_name
 
@@ -34,6 +35,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_utilization: float | None = None
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    state_snapshot_interval: int = SNAPSHOT_INTERVAL
     preemption_mode: str = "recompute"
     swap_space: int | str | None = None
     kv_offload_dir: str | None = None
@@ -88,6 +90,7 @@ HELP: dict[str, str] = {
     "gpu_memory_utilization": "cuda: share of its memory for everything (0.9); CPU: share of free memory for KV (0.5)",
     "num_blocks_override": "exactly this many KV blocks",
     "enable_prefix_caching": "reuse the KV blocks of equal prefixes",
+    "state_snapshot_interval": "tokens between cached states of recurrent layers, rounded up to whole blocks",
     "preemption_mode": "what happens to a preempted request: recompute, swap (to host memory), or auto (the cheaper)",
     "swap_space": "host memory for swapped requests and offloaded blocks (default where it is used: 4GiB, if free)",
     "kv_offload_dir": "directory that keeps cached KV blocks for this and later engines (default: none)",

@@ -215,6 +215,7 @@ def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:
         raise ConfigError(
             f"block_size must be a power of two up to {MAX_BLOCK_SIZE}, not {block_size}", param="block_size"
         )
+    positive("state_snapshot_interval", options.state_snapshot_interval)
     utilization = options.gpu_memory_utilization
     if utilization is None:
         utilization = defaults.memory_utilization
@@ -232,6 +233,7 @@ def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:
         swap_space=_swap_space(options),
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
+        state_snapshot_interval=options.state_snapshot_interval,
     )
 
 

@@ -80,7 +80,9 @@ class EngineCore:
         the engine."""
 
         started = clock.now()
-        groups, layers_per_group = group_layers(executor.load_model(), config.cache.block_size)
+        groups, layers_per_group = group_layers(
+            executor.load_model(), config.cache.block_size, config.cache.state_snapshot_interval
+        )
         loaded = clock.now()
         profile = None
         if not config.cache.is_size_given:

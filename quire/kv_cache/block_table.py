@@ -28,7 +28,7 @@ class BlockTable:
 class BlockAllocation:
     """What `allocate_slots` did, for the plan: blocks appended per group, table entries replaced, blocks to copy."""
 
-    __slots__ = ("copies", "moved", "new_blocks", "replaced", "tail_was_shared")
+    __slots__ = ("copies", "new_blocks", "replaced", "tail_was_shared")
 
     def __init__(self, new_blocks: list[list[int]], tail_was_shared: bool) -> None:
         self.new_blocks = new_blocks
@@ -36,6 +36,4 @@ class BlockAllocation:
         self.replaced: list[tuple[int, int, int]] = []
         """(group, logical index, new block)"""
         self.copies: list[tuple[int, int]] = []
-        """(source, destination). First those of `replaced`, then one for each state that goes on behind a snapshot."""
-        self.moved: list[tuple[int, int]] = []
-        """(group, logical index) of live states that are the last of `new_blocks` now, and no longer there."""
+        """(source, destination), one for each entry of `replaced`."""

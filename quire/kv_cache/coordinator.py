@@ -15,8 +15,7 @@ from typing import Protocol
 
 from quire.kv_cache.layout import NULL_BLOCK, KVGroup
 from quire.kv_cache.managers.full import FullManager
-from quire.kv_cache.managers.sliding import SlidingManager
-from quire.kv_cache.managers.state import StateManager
+from quire.kv_cache.managers.sliding import STATE_WINDOW, SlidingManager
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
 
@@ -27,8 +26,6 @@ class GroupManager(Protocol):
     """Tokens."""
     keeps_all: bool
     """Whether a sequence keeps every block until it ends."""
-    has_snapshots: bool
-    """Whether a block is the state after its last token, of which a sequence needs one, and not the block's tokens."""
 
     def first_needed_block(self, position: int) -> int:
         """The first logical block that a query at `position` (or later) reads; earlier ones can be given back."""
@@ -44,10 +41,10 @@ class GroupManager(Protocol):
 
 
 MANAGERS: Mapping[str, Callable[[KVGroup], GroupManager]] = {
-    "full": FullManager,
-    "latent": FullManager,
-    "sliding": SlidingManager,
-    "state": StateManager,
+    "full": lambda group: FullManager(group.block_size),
+    "latent": lambda group: FullManager(group.block_size),
+    "sliding": lambda group: SlidingManager(group.block_size, group.spec.window or 1),
+    "state": lambda group: SlidingManager(group.block_size, STATE_WINDOW),
 }
 """By `LayerSpec.kind`."""
 
@@ -74,17 +71,15 @@ class Coordinator:
         """Full blocks of `num_tokens` tokens in the groups that keep every block of a sequence."""
         return sum(num_tokens // manager.block_size for manager in self.managers if manager.keeps_all)
 
-    def blocks_of_siblings(self, num_shared: int, lengths: Sequence[int]) -> int:
+    def blocks_of_siblings(self, num_shared: int, lengths: Sequence[int], max_chunk: int) -> int:
         """Most blocks of forked sequences of these lengths (tokens), the first `num_shared` of them shared: full shared
-        blocks once, all other blocks per sequence. What a window gives back is not taken into account."""
+        blocks once, all other blocks per sequence; or what each may hold by itself."""
         total = 0
         for manager in self.managers:
             size = manager.block_size
-            if manager.has_snapshots:
-                total += sum(map(manager.most_blocks, lengths, repeat(1)))
-            else:
-                shared = num_shared // size
-                total += shared + sum(-(-length // size) - shared for length in lengths)
+            shared = num_shared // size
+            together = shared + sum(-(-length // size) - shared for length in lengths)
+            total += min(together, sum(map(manager.most_blocks, lengths, repeat(max_chunk))))
         return total
 
     def num_slots(self, tables: Sequence[Sequence[int]]) -> int:

@@ -3,16 +3,22 @@
 A physical block is `layers_per_group` pages. Page j of a block lies in tensor j, so layer number j of every group
 uses tensor j: a model with full and sliding layers has one pool, and a block freed by one kind serves the other.
 All pages have the same number of bytes. Kinds that keep more or fewer bytes of a token get blocks of fewer or more
-tokens, so that their pages are nearly equal; what is left of a page is padding. When the kinds' layer counts do not
-divide, the last group of a kind leaves some pages of its blocks unused.
+tokens, so that they fill their pages; a state fills a page as far as it goes, and the rest is padding. When the kinds'
+layer counts do not divide, the last group of a kind leaves some pages of its blocks unused.
+
+Kernels know blocks of one number of tokens, the option `block_size`. A page of n times as many tokens is n of the
+kernels' blocks, one behind the other: block b of the pool is their blocks n b to n b + n - 1
+(quire/worker/block_tables.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from quire.config.cache import SNAPSHOT_INTERVAL
+from quire.config.model_shape import STATE_BORDER
 from quire.kv_cache.spec import LayerSpec
 
 NULL_BLOCK = 0
@@ -44,8 +50,8 @@ class KVGroup:
 class KVCacheLayout:
     """The pool: `num_blocks` blocks (block 0 reserved) of `layers_per_group` pages, and the groups that use them.
 
-    block_size: tokens, the option: every group's block size is a multiple of it. num_host_blocks: blocks of the same
-    shape in host memory, numbered from 1, for swapped requests. 0: none.
+    block_size: tokens, the option: of the kernels' blocks, and every group's block size is a multiple of it.
+    num_host_blocks: blocks of the same shape in host memory, numbered from 1, for swapped requests. 0: none.
     """
 
     block_size: int
@@ -67,6 +73,20 @@ class KVCacheLayout:
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 
+    @property
+    def token_groups(self) -> tuple[KVGroup, ...]:
+        """The groups that keep something of each token, in their order; the others keep states."""
+        return tuple(group for group in self.groups if group.spec.token_bytes)
+
+    @property
+    def state_groups(self) -> tuple[KVGroup, ...]:
+        """The groups that keep states, in their order."""
+        return tuple(group for group in self.groups if not group.spec.token_bytes)
+
+    def kernel_blocks(self, group: KVGroup) -> int:
+        """Blocks of `block_size` tokens in a page of the group; 1 for states, which are read and written whole."""
+        return group.block_size // self.block_size if group.spec.token_bytes else 1
+
     def page_of_layer(self, layer: int) -> tuple[int, int]:
         """(group index, page index) of a layer."""
         for index, group in enumerate(self.groups):
@@ -86,60 +106,65 @@ def block_bytes(groups: Sequence[KVGroup], layers_per_group: int) -> int:
     return layers_per_group * page_bytes(groups)
 
 
-def group_layers(specs: Sequence[LayerSpec], block_size: int) -> tuple[tuple[KVGroup, ...], int]:
+def group_layers(
+    specs: Sequence[LayerSpec], block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
+) -> tuple[tuple[KVGroup, ...], int]:
     """Partition layers (by index) into groups of one kind and equal size; return them and the size.
 
-    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token. The size is
-    the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
+    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token.
+    snapshot_interval: tokens of a block of states, at least: the block size is the next multiple of STATE_BORDER and of
+    the other groups' block sizes, because a snapshot is of use only where all other groups have full blocks. The size
+    is the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
     smallest count.
     """
     kinds: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)
-    sizes = _block_sizes({spec: len(layers) for spec, layers in kinds.items()}, block_size)
-    counts = [len(layers) for layers in kinds.values()]
-    size = gcd(*counts)
-    if 2 * size < min(counts):
-        size = min(counts)
+    counts = {spec: len(layers) for spec, layers in kinds.items()}
+    sizes = _block_sizes(counts, block_size)
+    boundary = lcm(block_size, STATE_BORDER, *sizes.values())
+    interval = -(-snapshot_interval // boundary) * boundary
+    size = gcd(*counts.values())
+    if 2 * size < min(counts.values()):
+        size = min(counts.values())
     groups = [
-        KVGroup(spec, tuple(layers[start : start + size]), sizes[spec], spec.page_bytes(sizes[spec]))
+        KVGroup(spec, tuple(layers[start : start + size]), tokens, spec.page_bytes(tokens))
         for spec, layers in kinds.items()
+        for tokens in (sizes.get(spec, interval),)
         for start in range(0, len(layers), size)
     ]
     return tuple(groups), size
 
 
 def _block_sizes(counts: Mapping[LayerSpec, int], block_size: int) -> dict[LayerSpec, int]:
-    """Tokens of a block for each kind. counts: layers of the kind.
+    """Tokens of a block for each kind that keeps something of each token. counts: layers of the kind.
 
-    Takes the smallest pages with at most PADDING_GOAL of padding; where no size reaches it, those with the least.
+    Such kinds fill their pages exactly. With states, takes the smallest pages with at most PADDING_GOAL of padding;
+    where no size reaches it, those with the least.
     """
-    of_tokens = {spec: spec.token_bytes * block_size for spec in counts if spec.token_bytes}
-    states = [spec.page_bytes(block_size) for spec in counts if not spec.token_bytes]
-    least = max([*of_tokens.values(), *states])
-    widths = {least} if len({*of_tokens.values(), *states}) == 1 else _page_widths(least, set(of_tokens.values()))
+    quanta = {spec: spec.page_bytes(block_size) for spec in counts if spec.token_bytes}
+    if not quanta:
+        return {}
+    step = lcm(*quanta.values()) if len(counts) == 1 else lcm(ALIGNMENT, *quanta.values())
+    states = [(spec.page_bytes(block_size), count) for spec, count in counts.items() if not spec.token_bytes]
+    width, padding = _page_width(step * (lcm(block_size, STATE_BORDER) // block_size if states else 1), states, counts)
+    if padding > PADDING_GOAL:
+        # Blocks that end between borders make snapshots rarer, which lie on the ends of all.
+        width = min((padding, width), _page_width(step, states, counts)[::-1])[1]
+    return {spec: width // quantum * block_size for spec, quantum in quanta.items()}
+
+
+def _page_width(step: int, states: Sequence[tuple[int, int]], counts: Mapping[LayerSpec, int]) -> tuple[int, float]:
+    """(bytes of a page, a multiple of step; its padding). states: bytes and number of layers of each kind."""
+    least = -(-max([step, *(size for size, _ in states)]) // step) * step
     best, best_padding = least, 1.0
-    for width in sorted(widths):
-        used = sum(count * (width - width % of_tokens[spec]) for spec, count in counts.items() if spec in of_tokens)
-        used += sum(count * spec.page_bytes(block_size) for spec, count in counts.items() if spec not in of_tokens)
-        padding = 1 - used / (width * sum(counts.values()))
+    for width in range(least, MOST_GROWTH * least + 1, step):
+        padding = sum([count * (1 - size / width) for size, count in states]) / sum(counts.values())
         if padding < best_padding:
             best, best_padding = width, padding
         if padding <= PADDING_GOAL:
             break
-    sizes = {spec: best // quantum * block_size for spec, quantum in of_tokens.items()}
-    boundary = lcm(*sizes.values()) if sizes else block_size
-    # A snapshot is of use only where all other groups have full blocks.
-    return sizes | {spec: -(-spec.snapshot_interval // boundary) * boundary for spec in counts if spec not in of_tokens}
-
-
-def _page_widths(least: int, quanta: Iterable[int]) -> set[int]:
-    """Page sizes that fit a multiple of some kind's smallest page (bytes) exactly, and the least one."""
-    widths = {_aligned(least)}
-    for quantum in quanta:
-        multiples = range(-(-least // quantum) * quantum, MOST_GROWTH * least + 1, quantum)
-        widths.update(_aligned(width) for width in multiples)
-    return widths
+    return best, best_padding
 
 
 def _aligned(num_bytes: int) -> int:

@@ -42,13 +42,12 @@ class KVCacheManager:
         """Per group the sliding window in tokens, None for full attention."""
         managers = self.groups.managers
         self._sizes = self.groups.sizes
-        has_one_size = len(set(self._sizes)) == 1 and not any(manager.has_snapshots for manager in managers)
-        self.uniform_size = self.block_size if has_one_size else 0
-        """Tokens of every block, where all groups hold tokens in blocks of one size: tables then grow alike."""
-        self.token_groups = tuple((g, m.block_size) for g, m in enumerate(managers) if not m.has_snapshots)
+        self.uniform_size = self.block_size if len(set(self._sizes)) == 1 else 0
+        """Tokens of every block, where all groups have blocks of one size: tables then grow alike."""
+        has_slots = [group.spec.token_bytes > 0 for group in layout.groups]
+        self.token_groups = tuple((g, size) for g, size in enumerate(self._sizes) if has_slots[g])
         """(group, slots of its blocks) of the groups whose blocks have a slot for each token."""
-        self._slots_of_block = tuple(1 if manager.has_snapshots else manager.block_size for manager in managers)
-        self._snapshot_groups = tuple(group for group, manager in enumerate(managers) if manager.has_snapshots)
+        self._slots_of_block = tuple(size if has else 1 for size, has in zip(self._sizes, has_slots, strict=True))
         self._releasing = tuple(group for group, manager in enumerate(managers) if not manager.keeps_all)
         self._indexes = [PrefixIndex(layout.num_blocks) for _ in layout.groups]
         self.pool = BlockPool(layout.num_blocks, self._indexes)
@@ -162,20 +161,18 @@ class KVCacheManager:
     def allocate_slots(self, blocks: BlockTable, start: int, end: int) -> BlockAllocation | None:
         """Make slots for positions start .. end - 1 writable by this sequence alone.
 
-        Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail. A
-        state goes on in its block, or behind a snapshot in a copy of it. Returns None, having allocated nothing, when
-        the pool has too few blocks.
+        Gives back blocks that no query from `start` on reads, appends blocks for the rest, copies a shared tail.
+        Returns None, having allocated nothing, when the pool has too few blocks.
         """
         pool, tables = self.pool, blocks.tables
         if self._releasing:
-            self._release_unneeded(blocks, start)
+            self._release_unneeded(blocks, start, is_late=True)
         uniform_size = self.uniform_size
         if uniform_size:
             num_new = -(-(end - blocks.capacity) // uniform_size) if end > blocks.capacity else 0
-            counts = taken = [num_new] * len(tables)
+            counts = [num_new] * len(tables)
         else:
             counts = [max(0, -(-end // size) - len(table)) for size, table in zip(self._sizes, tables, strict=True)]
-            taken = self._blocks_taken(blocks, start, counts)
         copied_groups = []
         if blocks.tail_shared:
             copied_groups = [
@@ -183,10 +180,14 @@ class KVCacheManager:
                 for group, (size, table) in enumerate(zip(self._sizes, tables, strict=True))
                 if start // size < len(table) and pool.ref_counts[table[start // size]] > 1
             ]
-        needed = sum(taken) + len(copied_groups)
-        if needed > pool.num_allocatable and not (self.transfer_blocks.release() and needed <= pool.num_allocatable):
-            return None
-        new_blocks = [[pool.allocate(group) for _ in range(count)] for group, count in enumerate(taken)]
+        needed = sum(counts) + len(copied_groups)
+        if needed > pool.num_allocatable:
+            self._release_unneeded(blocks, start)
+            if needed > pool.num_allocatable:
+                self.transfer_blocks.release()
+                if needed > pool.num_allocatable:
+                    return None
+        new_blocks = [[pool.allocate(group) for _ in range(count)] for group, count in enumerate(counts)]
         allocation = BlockAllocation(new_blocks, blocks.tail_shared)
         blocks.tail_shared = False
         for group in copied_groups:
@@ -195,61 +196,30 @@ class KVCacheManager:
             pool.release(source)
             allocation.replaced.append((group, tail, table[tail]))
             allocation.copies.append((source, table[tail]))
-        if self._snapshot_groups:
-            self._place_states(tables, counts, allocation)
         for table, new in zip(tables, allocation.new_blocks, strict=True):
             table.extend(new)
         blocks.capacity = blocks.capacity + counts[0] * uniform_size if uniform_size else self.groups.num_slots(tables)
         return allocation
 
-    def _blocks_taken(self, blocks: BlockTable, start: int, counts: list[int]) -> list[int]:
-        """How many blocks `counts` new table entries per group take from the pool: none where a live state moves."""
-        taken = counts.copy()
-        for group in self._snapshot_groups:
-            table, size = blocks.tables[group], self._sizes[group]
-            if counts[group] and table:
-                is_snapshot = blocks.chain is not None or self.pool.ref_counts[table[-1]] > 1
-                taken[group] = int(is_snapshot and start == len(table) * size)
-            else:
-                taken[group] = min(counts[group], 1)
-        return taken
-
-    def _place_states(self, tables: list[list[int]], counts: list[int], allocation: BlockAllocation) -> None:
-        """Complete the new entries of states: the last one names the live block, which is new or moves there."""
-        for group in self._snapshot_groups:
-            table, new = tables[group], allocation.new_blocks[group]
-            if new and table:
-                allocation.copies.append((table[-1], new[0]))
-            elif counts[group] and not new:
-                new.append(table[-1])
-                allocation.moved.append((group, len(table) - 1))
-                table[-1] = NULL_BLOCK
-            new[:0] = [NULL_BLOCK] * (counts[group] - 1)
-
     def rollback(self, blocks: BlockTable, allocation: BlockAllocation) -> None:
         """Undo the last `allocate_slots` of a sequence, because its plan is dropped; undo the latest one first where
         there are several. Blocks that left a sliding window stay released."""
-        for group, index in allocation.moved:
-            blocks.tables[group][index] = allocation.new_blocks[group][-1]
-            blocks.tables[group][-1] = NULL_BLOCK
-        for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=False):
+        for (group, index, copy), (source, _) in zip(allocation.replaced, allocation.copies, strict=True):
             # A sibling still owns the source: it was copied because it was shared, and the last owner writes in place.
             self.pool.share(source)
             self.pool.release(copy)
             blocks.tables[group][index] = source
         for table, new in zip(blocks.tables, allocation.new_blocks, strict=True):
-            first = len(table) - len(new)
-            for block in reversed(table[first:]):
-                if block != NULL_BLOCK:
-                    self.pool.release(block)
-            del table[first:]
+            for block in reversed(new):
+                self.pool.release(block)
+            del table[len(table) - len(new) :]
         blocks.capacity = self.groups.num_slots(blocks.tables)
         blocks.tail_shared = allocation.tail_was_shared
 
     def trim(self, blocks: BlockTable, num_tokens: int) -> list[int]:
         """Give back the blocks behind those of the first `num_tokens` tokens. Returns the entries kept per group, none
         when all are. A recurrent state cannot be taken back, so no group may hold states."""
-        assert not self._snapshot_groups, "a state cannot be trimmed"
+        assert len(self.token_groups) == self.num_groups, "models with states take no drafts"
         kept = [-(-num_tokens // size) for size in self._sizes]
         if all(len(table) <= num for table, num in zip(blocks.tables, kept, strict=True)):
             return []
@@ -538,11 +508,14 @@ class KVCacheManager:
                     self.pool.release(block)
         blocks.tables = []
 
-    def _release_unneeded(self, blocks: BlockTable, start: int) -> None:
-        """Give back the blocks that no query from `start` on reads."""
+    def _release_unneeded(self, blocks: BlockTable, start: int, *, is_late: bool = False) -> None:
+        """Give back the blocks that no query from `start` on reads. is_late: keep those that plans in flight fill, so
+        that they are cached when these have reported."""
         for group in self._releasing:
             table, first_held = blocks.tables[group], blocks.first_held[group]
             first_needed = min(self.groups.managers[group].first_needed_block(start), len(table))
+            if is_late and blocks.chain is not None:
+                first_needed = min(first_needed, blocks.num_committed // self.groups.strides[group])
             if first_needed > first_held:
                 for index in range(first_needed - 1, first_held - 1, -1):
                     if table[index] != NULL_BLOCK:

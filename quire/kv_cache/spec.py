@@ -1,9 +1,8 @@
 """What one layer keeps in the KV cache: a frozen value per kind of layer (hybrid models mix kinds).
 
 A kind is plain data. `kind` names the manager of its blocks (quire/kv_cache/coordinator.py); all other attributes are
-the same for every kind, so that no code asks which one it has: `token_bytes` (0 where a layer keeps a fixed number of
-bytes for a sequence), `page_bytes` and `page_shape` of a page, the `window` if there is one, and the
-`snapshot_interval` (0 where the blocks of tokens are cached themselves).
+the same for every kind, so that no code asks which one it has: `token_bytes` (0 where a layer keeps a state in the
+place of tokens), `page_bytes` and `page_shape` of a page, and the `window` if there is one.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from typing import ClassVar, TypeAlias
 
 from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES, ModelConfig
 from quire.config.model_shape import AttentionShape
-
-SNAPSHOT_INTERVAL = 1024
-"""Tokens from one snapshot of a state to the next, at least."""
 
 
 def _page_shape(block_size: int, num_kv_heads: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
@@ -34,7 +30,6 @@ class AttentionSpec:
 
     kind: ClassVar[str] = "full"
     window: ClassVar[int | None] = None
-    snapshot_interval: ClassVar[int] = 0
 
     num_kv_heads: int
     key_dim: int
@@ -61,7 +56,6 @@ class SlidingWindowSpec:
     fields are those of `AttentionSpec`."""
 
     kind: ClassVar[str] = "sliding"
-    snapshot_interval: ClassVar[int] = 0
 
     num_kv_heads: int
     key_dim: int
@@ -89,7 +83,6 @@ class LatentSpec:
 
     kind: ClassVar[str] = "latent"
     window: ClassVar[int | None] = None
-    snapshot_interval: ClassVar[int] = 0
 
     width: int
     dtype_bytes: int
@@ -109,18 +102,14 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent layer: a state of fixed size for each sequence, whatever its length.
-
-    num_bytes: of one sequence's state in one layer. snapshot_interval: tokens from one snapshot in the prefix cache to
-    the next; the layout rounds it up to a multiple of the other groups' block sizes.
-    """
+    """A recurrent layer: a state of fixed size in the place of tokens. num_bytes: of a page, which holds the state of
+    one sequence in one layer (what else, only the layer knows: quire/layers/functional.py)."""
 
     kind: ClassVar[str] = "state"
     window: ClassVar[int | None] = None
     token_bytes: ClassVar[int] = 0
 
     num_bytes: int
-    snapshot_interval: int
 
     def page_bytes(self, block_size: int) -> int:
         return self.num_bytes
@@ -136,7 +125,7 @@ LayerSpec: TypeAlias = AttentionSpec | SlidingWindowSpec | LatentSpec | StateSpe
 def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0, num_ranks: int = 1) -> LayerSpec:
     """What a layer of this shape keeps on one of `num_ranks` ranks; heads are shared out while there are enough."""
     if attention.kind == "state":
-        return StateSpec(attention.state_bytes(num_ranks), SNAPSHOT_INTERVAL)
+        return StateSpec(attention.state_bytes(num_ranks))
     if attention.kind == "latent":
         return LatentSpec(attention.latent_dim, dtype_bytes, scale_bytes)
     num_kv_heads = max(1, attention.num_kv_heads // num_ranks)

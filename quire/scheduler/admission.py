@@ -104,7 +104,7 @@ def blocks_at_most(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     if n == 1:
         needed = kv.most_blocks(total, max_chunk)
     else:
-        needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n)
+        needed = kv.groups.blocks_of_siblings(request.num_prompt_tokens, [total] * n, max_chunk)
     if request.bypass_prefix_cache:
         return needed
     return needed - kv.num_always_shared(request.cache_salt, request.prompt_token_ids)
@@ -125,7 +125,7 @@ def _blocks_in_use(request: Request, kv: KVCacheManager, max_chunk: int) -> int:
     lengths = [min(length + 1, sequences[0].max_total_tokens - 1) for length in known]
     if len(lengths) == 1:
         return kv.most_blocks(lengths[0], max_chunk)
-    return kv.groups.blocks_of_siblings(num_shared_tokens(request), lengths)
+    return kv.groups.blocks_of_siblings(num_shared_tokens(request), lengths, max_chunk)
 
 
 class PrefixRegistration:

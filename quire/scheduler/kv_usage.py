@@ -136,7 +136,7 @@ def num_wasted_slots(running: Iterable[Sequence], kv: KVCacheManager) -> int:
                 shared[table[-1]] = slots
             else:
                 wasted += slots
-    return kv.num_groups * alike + wasted + sum(shared.values()) + kv.num_registered_empty_slots
+    return len(kv.token_groups) * alike + wasted + sum(shared.values()) + kv.num_registered_empty_slots
 
 
 def num_reserved_slots(in_flight: Iterable[InFlight], kv: KVCacheManager) -> int:

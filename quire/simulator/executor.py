@@ -72,7 +72,7 @@ class SimulatedExecutor:
 
     def load_model(self) -> list[LayerSpec]:
         specs = device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
-        if any(spec.snapshot_interval for spec in specs):
+        if not all(spec.token_bytes for spec in specs):
             raise UserError("layers that keep a state can be planned, but not simulated yet", param="model")
         return specs
 

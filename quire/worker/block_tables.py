@@ -1,73 +1,115 @@
-"""The block table of every row, one table per KV group."""
+"""The block table of every row, one table per KV group, in the blocks that kernels know.
+
+A block of the pool is one entry of a table of states, and `kernel_blocks` entries of a table of tokens, one behind the
+other (quire/kv_cache/layout.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from quire.kv_cache.layout import NULL_BLOCK
+from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
+
+
+class TableShape(NamedTuple):
+    """The table of one KV group. block_size: tokens of an entry. kernel_blocks: entries of a block. has_slots: whether
+    each token has a slot in an entry; otherwise it is a state."""
+
+    block_size: int
+    kernel_blocks: int = 1
+    has_slots: bool = True
+
+    def width(self, num_tokens: int) -> int:
+        """Entries of the blocks of `num_tokens` tokens."""
+        return -(-num_tokens // (self.block_size * self.kernel_blocks)) * self.kernel_blocks
+
+    def entries(self, block_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
+        """The entries of some blocks, in order."""
+        if self.kernel_blocks == 1:
+            return block_ids
+        first = np.array(block_ids, np.int32)[:, None] * self.kernel_blocks
+        return (first + np.arange(self.kernel_blocks, dtype=np.int32)).ravel()
+
+
+def table_shapes(layout: KVCacheLayout) -> list[TableShape]:
+    """Of the tables of a layout's groups, in their order."""
+    return [
+        TableShape(layout.block_size, layout.kernel_blocks(group))
+        if group.spec.token_bytes
+        else TableShape(group.block_size, has_slots=False)
+        for group in layout.groups
+    ]
 
 
 class BlockTables:
-    """Per KV group [num_rows, max_blocks of the group] int32: physical blocks in logical order, then NULL_BLOCK."""
+    """Per KV group [num_rows, max entries of the group] int32: blocks in logical order, then NULL_BLOCK."""
 
-    def __init__(self, block_sizes: Sequence[int], num_rows: int, max_model_len: int) -> None:
-        """block_sizes: tokens of a block, per KV group."""
-        self.block_sizes = tuple(block_sizes)
+    def __init__(self, shapes: Sequence[TableShape], num_rows: int, max_model_len: int) -> None:
+        self.shapes = tuple(shapes)
         self.num_rows = num_rows
         assert NULL_BLOCK == 0, "zeros are reserved and not touched, other values would be"
-        widths = [-(-(max_model_len + 1) // size) for size in self.block_sizes]
-        self._tables = tuple(np.zeros((num_rows, width), np.int32) for width in widths)
-        self._num_blocks = np.zeros((len(self._tables), num_rows), np.int64)
+        self._tables = tuple(np.zeros((num_rows, shape.width(max_model_len + 1)), np.int32) for shape in self.shapes)
+        self._num_entries = np.zeros((len(self._tables), num_rows), np.int64)
 
     @property
     def num_groups(self) -> int:
         return len(self._tables)
 
-    def num_blocks(self, row: int) -> list[int]:
+    def num_entries(self, row: int) -> list[int]:
         """Entries of the tables of `row`, per group."""
-        counts: list[int] = self._num_blocks[:, row].tolist()
+        counts: list[int] = self._num_entries[:, row].tolist()
         return counts
 
-    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[int]:
-        """Append blocks to the tables of `row`. block_ids: per group. Returns how many there were, per group."""
-        counts = self.num_blocks(row)
-        for group, (table, start, new) in enumerate(zip(self._tables, counts, block_ids, strict=True)):
-            table[row, start : start + len(new)] = new
-            self._num_blocks[group, row] = start + len(new)
-        return counts
+    def append(self, row: int, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int] | np.ndarray]]:
+        """Append blocks to the tables of `row`. block_ids: per group. Returns, per group, the entries that this writes
+        and the index of the first."""
+        written = []
+        for group, (shape, start, new) in enumerate(zip(self.shapes, self.num_entries(row), block_ids, strict=True)):
+            entries = shape.entries(new)
+            self._tables[group][row, start : start + len(entries)] = entries
+            self._num_entries[group, row] = start + len(entries)
+            written.append((start, entries))
+        return written
 
-    def replace(self, row: int, group: int, logical_index: int, block_id: int) -> None:
-        """Point one entry at another block."""
-        assert logical_index < self._num_blocks[group, row], "only an entry that exists can be replaced"
-        self._tables[group][row, logical_index] = block_id
+    def replace(
+        self, row: int, group: int, logical_index: int, block_id: int
+    ) -> tuple[int, Sequence[int] | np.ndarray]:
+        """Put another block in the place of one. Returns the entries that this writes and the index of the first."""
+        shape = self.shapes[group]
+        start, entries = logical_index * shape.kernel_blocks, shape.entries([block_id])
+        assert start < self._num_entries[group, row], "only an entry that exists can be replaced"
+        self._tables[group][row, start : start + len(entries)] = entries
+        return start, entries
 
     def copy(self, source: int, destination: int) -> None:
         """Make the tables of row `destination` equal to those of row `source`."""
         for table in self._tables:
             table[destination] = table[source]
-        self._num_blocks[:, destination] = self._num_blocks[:, source]
+        self._num_entries[:, destination] = self._num_entries[:, source]
 
     def clear(self, row: int) -> None:
         """Remove all blocks of `row`."""
         for group, table in enumerate(self._tables):
-            table[row, : self._num_blocks[group, row]] = NULL_BLOCK
-        self._num_blocks[:, row] = 0
+            table[row, : self._num_entries[group, row]] = NULL_BLOCK
+        self._num_entries[:, row] = 0
 
-    def gather(self, rows: np.ndarray, num_tokens: int) -> tuple[np.ndarray, ...]:
+    def gather(self, rows: np.ndarray, num_tokens: int) -> list[np.ndarray]:
         """Tables of `rows` ([S] int64), wide enough for `num_tokens` tokens: per group [S, width] int32."""
-        return tuple(
-            table[rows, : -(-num_tokens // size)] for table, size in zip(self._tables, self.block_sizes, strict=True)
-        )
+        return [
+            table[rows, : -(-num_tokens // shape.block_size)]
+            for table, shape in zip(self._tables, self.shapes, strict=True)
+        ]
 
     def written(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[int]:
         """The blocks, of all groups, in which positions starts .. ends - 1 of `rows` lie (all [S] int64)."""
-        entries = []
-        for table, size in zip(self._tables, self.block_sizes, strict=True):
-            first = starts // size
-            counts = (ends - 1) // size - first + 1
+        blocks = []
+        for table, shape in zip(self._tables, self.shapes, strict=True):
+            first = starts // shape.block_size
+            counts = (ends - 1) // shape.block_size - first + 1
             logical = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-            entries.append(table[np.repeat(rows, counts), logical])
-        blocks: list[int] = np.unique(np.concatenate(entries)).tolist()
-        return blocks
+            blocks.append(table[np.repeat(rows, counts), logical] // shape.kernel_blocks)
+        distinct: list[int] = np.unique(np.concatenate(blocks)).tolist()
+        return distinct

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
 from quire.logging import get_logger
@@ -40,6 +41,24 @@ class DeviceBackend(Protocol):
 
     def plan(self, batch: DeviceBatch) -> DeviceStep: ...
 
+    def query_lengths_to_compile(self) -> tuple[int, ...]:
+        """As that of TritonAttention."""
+        ...
+
+
+class DeviceBackends(NamedTuple):
+    """What knows where layers find what they keep: tokens, and states."""
+
+    attention: DeviceBackend
+    states: StateBackend
+
+    def forward_batch(
+        self, token_ids: torch.Tensor, batch: DeviceBatch, logits_rows: torch.Tensor | None = None
+    ) -> ForwardBatch:
+        """The input of a forward pass. token_ids: [T]. logits_rows: as that of ForwardBatch."""
+        attention, states = self.attention.plan(batch), self.states.plan_on_device(batch)
+        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states)
+
 
 PaddedInputs = Callable[[Execution], tuple[DeviceBatch, torch.Tensor]]
 """Inputs of an execution's size in which everything is padding, and the token ids [T]: the very tensors that steps of
@@ -63,7 +82,7 @@ class CudaGraphRunner:
     def __init__(
         self,
         model: CausalLM,
-        backend: DeviceBackend,
+        backends: DeviceBackends,
         shape: PassShape,
         settings: ExecutionSettings,
         capture: GraphCapture | None,
@@ -73,7 +92,7 @@ class CudaGraphRunner:
         largest = max(largest_piecewise, *settings.full_sizes, 0)
         assert capture is not None or not largest, "CUDA graph sizes are configured, but no GraphCapture was given"
         self._model = model
-        self._backend = backend
+        self._backends = backends
         self._longest = shape.longest
         self._capture_of = capture
         self._hidden = torch.zeros(largest, model.output_size, dtype=shape.dtype, device=shape.device)
@@ -137,7 +156,7 @@ class CudaGraphRunner:
         return True
 
     def _forward(self, batch: DeviceBatch, token_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self._model.forward(ForwardBatch(token_ids, batch.positions, self._backend.plan(batch), rows))
+        return self._model.forward(self._backends.forward_batch(token_ids, batch, rows))
 
     def _capture(self, execution: Execution, batch: DeviceBatch, token_ids: torch.Tensor) -> None:
         self._wanted = [
@@ -185,7 +204,7 @@ class CudaGraphRunner:
         self._hidden[: batch.num_tokens].copy_(hidden)
         last = capture.end_capture()
         inputs = (token_ids.data_ptr(), batch.positions.data_ptr())
-        return _PiecewisePass(self._backend, pieces.graphs, pieces.calls, last, inputs)
+        return _PiecewisePass(self._backends.attention, pieces.graphs, pieces.calls, last, inputs)
 
 
 class _CapturedPass(Protocol):
@@ -268,4 +287,5 @@ def _borrowed(capture: GraphCapture, value: Any) -> Any:
 def _addresses(batch: DeviceBatch, token_ids: torch.Tensor) -> tuple[int, ...]:
     """The addresses of a full graph's inputs."""
     tensors = (token_ids, batch.rows, batch.query_start, batch.seq_lens, batch.positions)
-    return tuple(tensor.data_ptr() for tensor in (*tensors, *batch.slot_mapping, *batch.block_tables))
+    tables = *batch.slot_mapping, *batch.block_tables, *batch.state_tables
+    return tuple(tensor.data_ptr() for tensor in (*tensors, *tables))

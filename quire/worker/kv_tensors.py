@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.errors import ConfigError, InsufficientMemoryError
+from quire.errors import InsufficientMemoryError
 from quire.kernels.cpu.memory import allocate
-from quire.kv_cache.layout import KVCacheLayout, KVGroup
+from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 
 
@@ -38,19 +38,23 @@ def _reserve(layout: KVCacheLayout, num_blocks: int, purpose: str, option: str) 
         ) from None
 
 
-def typed_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Views of the pages for a back end that reads all groups alike: [num_blocks, 2, block_size, num_kv_heads,
-    head_dim]. Raises ConfigError where groups have pages of different shapes."""
-    group, *others = layout.groups
-    shape = group.spec.page_shape(group.block_size)
-    if any(other.spec.page_shape(other.block_size) != shape for other in others):
-        raise ConfigError("the attention back end takes pages of one shape, and this model's KV groups have several")
-    return group_pages(pages, group, dtype)
+def layer_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """The pool as each layer that keeps something of each token uses it: the kernels' blocks (of which each block of
+    the pool is `layout.kernel_blocks`), [kernel blocks, *spec.page_shape(layout.block_size)], elements of `dtype`."""
+    views: dict[int, torch.Tensor] = {}
+    for group in layout.token_groups:
+        num_blocks = layout.num_blocks * layout.kernel_blocks(group)
+        shape = num_blocks, *group.spec.page_shape(layout.block_size)
+        views |= {
+            layer: page.view(-1).view(dtype).view(shape) for layer, page in zip(group.layers, pages, strict=False)
+        }
+    return views
 
 
-def group_pages(pages: Sequence[torch.Tensor], group: KVGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Views of the pages as one group uses them: for each of its layers [num_blocks, *spec.page_shape(block_size)],
-    without the padding. dtype: of stored elements; torch.uint8 for states."""
-    shape = group.spec.page_shape(group.block_size)
-    used = [page[:, : group.page_bytes].view(dtype) for page in pages[: len(group.layers)]]
-    return [page.unflatten(1, shape) for page in used]
+def state_pages(pages: Sequence[torch.Tensor], layout: KVCacheLayout) -> dict[int, torch.Tensor]:
+    """The pool as each layer that keeps states uses it: [num_blocks, page bytes] uint8, without the padding."""
+    return {
+        layer: page[:, : group.page_bytes]
+        for group in layout.state_groups
+        for layer, page in zip(group.layers, pages, strict=False)
+    }

@@ -64,8 +64,8 @@ class RequestState:
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Append blocks to the tables of `row`. block_ids: per group."""
-        for group, (start, new) in enumerate(zip(self.tables.append(row, block_ids), block_ids, strict=True)):
-            self.columns.write_blocks(row, group, start, new)
+        for group, (start, entries) in enumerate(self.tables.append(row, block_ids)):
+            self.columns.write_blocks(row, group, start, entries)
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes, its forks included.
@@ -89,8 +89,7 @@ class RequestState:
             self.append_blocks(self._row_of[seq_id], block_ids)
         for seq_id, group, logical_index, block_id in plan.replaced_blocks:
             row = self._row_of[seq_id]
-            self.tables.replace(row, group, logical_index, block_id)
-            self.columns.write_blocks(row, group, logical_index, [block_id])
+            self.columns.write_blocks(row, group, *self.tables.replace(row, group, logical_index, block_id))
         if plan.forks:
             sampled_at = sampled_positions(plan)
             for fork in plan.forks:
@@ -121,7 +120,7 @@ class RequestState:
             self.lengths[child] = length
             self.columns.copy_tokens(parent, child, length)
         self.tables.copy(parent, child)
-        for group, count in enumerate(self.tables.num_blocks(parent)):
+        for group, count in enumerate(self.tables.num_entries(parent)):
             self.columns.copy_blocks(parent, child, group, count)
 
     def _set_tokens(self, row: int, token_ids: Sequence[int]) -> None:

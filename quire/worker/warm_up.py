@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from quire.attention.triton_backend import TritonAttention
 from quire.kv_cache.layout import KVCacheLayout
-from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.warm_up import warm_up as warm_up_sampler
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
+from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_step import DeviceCompute
 
@@ -31,8 +30,7 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
     length = min(PROMPT_TOKENS, longest - 2, budget // num_seqs)
     if length < 1:
         return []
-    num_blocks = -(-(length + 2) // layout.block_size)
-    tables = [[1] * num_blocks for _ in layout.groups]
+    tables = [[1] * -(-(length + 2) // group.block_size) for group in layout.groups]
     seq_ids = list(range(num_seqs))
     new = [NewSequence(seq_id, [0] * length, length, tables, GREEDY) for seq_id in seq_ids]
     forks = [SequenceFork(0, num_seqs, GREEDY)] if max_num_seqs > num_seqs else []
@@ -51,18 +49,18 @@ def warm_up_plans(layout: KVCacheLayout, max_num_seqs: int, longest: int, budget
 
 
 def warm_up_attention(
-    model: CausalLM, backend: TritonAttention, inputs: DeviceInputs, longest: int, max_tokens: int
+    model: CausalLM, backends: DeviceBackends, inputs: DeviceInputs, longest: int, max_tokens: int
 ) -> None:
     """Forward passes over nothing but padding, of two sequences, one for each set of tiles that attention may need.
 
     longest: tokens that a sequence may have. max_tokens: of a step.
     """
-    for query_len in backend.query_lengths_to_compile():
+    for query_len in backends.attention.query_lengths_to_compile():
         num_tokens = 2 * query_len + 1
         if num_tokens <= max_tokens:
             batch, token_ids = inputs.padding(2, num_tokens)
             batch = replace(batch, max_query_len=query_len, max_seq_len=longest)
-            model.forward(ForwardBatch(token_ids, batch.positions, backend.plan(batch)))
+            model.forward(backends.forward_batch(token_ids, batch))
 
 
 def warm_up(

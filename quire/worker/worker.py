@@ -19,7 +19,7 @@ from quire.models.interface import CausalLM
 from quire.sampling.parameters import SamplingRows
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import SamplingInputs, StepPlan, StepResult
-from quire.worker.block_tables import BlockTables
+from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.kv_connector.cache_directory import require_writable
 from quire.worker.kv_connector.interface import NoWorkerConnector, WorkerConnector, begin_plan, end_plan
 from quire.worker.kv_connector.offload import offload_worker
@@ -97,7 +97,7 @@ class Worker:
             if config.cache.offload_dir is not None:
                 code, host_pages = self.platform.code_identity(), self._host_pool.pages
                 self._connector = offload_worker(config, layout, code, host_pages, self._transfers)
-        tables = BlockTables([group.block_size for group in layout.groups], num_rows, model.max_model_len)
+        tables = BlockTables(table_shapes(layout), num_rows, model.max_model_len)
         sampling = SamplingRows(num_rows)
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling)
         requests = RequestState(tables, sampling, compute.columns)

@@ -58,7 +58,7 @@ class Pool:
         spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.value_width, 4)
         groups, size = group_layers([spec], block_size)
         self.pages = torch.full((num_blocks, *spec.page_shape(block_size)), 3.0)
-        self.backend = TorchAttention(KVCacheLayout(block_size, num_blocks, groups, size), [self.pages])
+        self.backend = TorchAttention(KVCacheLayout(block_size, num_blocks, groups, size), {0: self.pages})
         scattered = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).split(
             per_sequence
         )
@@ -224,7 +224,7 @@ def test_bfloat16_pages_and_queries() -> None:
     pool, chunked = Pool(GROUPED, [narrow]), Pool(GROUPED, [narrow])
     for each in (pool, chunked):
         each.pages = each.pages.bfloat16()
-        each.backend._pages = [each.pages]
+        each.backend._layers = {0: (0, each.pages)}
     out = pool.run(0, 150)
     assert out.dtype == torch.bfloat16
     expected = paged_attention_dense(pool.pages, pool.tables[0], narrow.q.double(), 0, GROUPED)

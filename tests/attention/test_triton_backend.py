@@ -12,7 +12,7 @@ from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton import attention_tiles
-from quire.kernels.triton.attention_tiles import DeviceLimits, Tiles
+from quire.kernels.triton.attention_tiles import DeviceLimits, SplitPlan, Tiles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, SlidingWindowSpec
 from quire.layers.operations import HeadWeights
@@ -49,7 +49,7 @@ class Pool:
         )
         counts = [-(-length // BLOCK) for length in lengths]
         num_blocks = 1 + 2 * sum(counts)
-        pages = [torch.full((num_blocks, 2, BLOCK, 1, 16), float("nan")) for _ in range(size)]
+        pages = torch.full((num_blocks, 2, BLOCK, 1, 16), float("nan"))
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)).int() + 1
         self.tables = [torch.full((len(lengths) + 1, 32), 10**6, dtype=torch.int32) for _ in range(2)]
         parts = iter(scattered.split(counts * 2))
@@ -58,7 +58,7 @@ class Pool:
                 table[row, :count] = next(parts)
         self.backend = TritonAttention(
             KVCacheLayout(BLOCK, num_blocks, groups, size),
-            [page.to(device) for page in pages],
+            dict.fromkeys(range(2), pages.to(device)),
             DeviceLimits(num_multiprocessors=8),
             num_heads=2,
             dtype=torch.float32,
@@ -66,7 +66,8 @@ class Pool:
             max_model_len=256,
             batch_invariant=invariant,
         )
-        for part in (self.backend.scratch.values, self.backend.scratch.maxima, self.backend.scratch.totals):
+        (scratch,) = self.backend.scratch.values()
+        for part in (scratch.values, scratch.maxima, scratch.totals):
             part.fill_(float("nan"))
         self.computed = [0] * len(lengths)
 
@@ -93,6 +94,10 @@ class Pool:
             slot_mapping=tuple(slot.to(self.device) for slot in slots),
             block_tables=tuple(table.to(self.device) for table in self.tables),
         )
+
+    def kernels(self, work: Work) -> tuple[Tiles | None, SplitPlan | None]:
+        """Those that compute full attention."""
+        return self.backend.kernels(self.batch(work), self.backend.layers[0].shape, None)
 
     def step(self, work: Work) -> list[torch.Tensor]:
         """[new tokens, layers, 32] of each sequence."""
@@ -150,12 +155,12 @@ def test_batch_invariant_bits(small_parts: None, device: torch.device) -> None:
     ]
     assert torch.equal(torch.cat(parts), expected)
     pool.computed[0] = 50
-    assert pool.backend.kernels(pool.batch([(0, 1)]), None)[0] is None, "the last token was the split kernel's"
+    assert pool.kernels([(0, 1)])[0] is None, "the last token was the split kernel's"
     # Nine sequences fill the device: no split kernel.
     many = Pool([51] + [1] * 8, device, invariant=True, max_num_seqs=10)
     many.step([(0, 50)])
     work = [(0, 1), *((other, 1) for other in range(1, 9))]
-    assert many.backend.kernels(many.batch(work), None)[1] is None
+    assert many.kernels(work)[1] is None
     assert torch.equal(many.step(work)[0], expected[50:])
 
 
@@ -172,16 +177,15 @@ def test_out_is_written_where_the_caller_says(device: torch.device) -> None:
 def test_which_kernels_run(small_parts: None, device: torch.device) -> None:
     """From sizes on the host alone."""
     pool = Pool([120, 120], device, invariant=False)
-    kernels = pool.backend.kernels
     pool.computed = [100, 30]
-    varlen, split = kernels(pool.batch([(0, 1), (1, 1)]), None)
+    varlen, split = pool.kernels([(0, 1), (1, 1)])
     assert varlen is None
     assert split is not None
-    varlen, split = kernels(pool.batch([(0, 1), (1, 20)]), None)
+    varlen, split = pool.kernels([(0, 1), (1, 20)])
     assert varlen is not None, "the chunk's"
     assert split is not None, "the long decode's"
     pool.computed = [10, 10]
-    varlen, split = kernels(pool.batch([(0, 1), (1, 20)]), None)
+    varlen, split = pool.kernels([(0, 1), (1, 20)])
     assert varlen is not None
     assert split is None, "short sequences are as well off in the varlen kernel"
 
@@ -193,7 +197,7 @@ def test_every_kernel_is_known_at_the_start(group: int, invariant: bool) -> None
     spec = AttentionSpec(1, 64, 64, 2)
     backend = TritonAttention(
         KVCacheLayout(BLOCK, 4, *group_layers([spec], BLOCK)),
-        [torch.zeros(4, 2, BLOCK, 1, 64, dtype=torch.bfloat16)],
+        {0: torch.zeros(4, 2, BLOCK, 1, 64, dtype=torch.bfloat16)},
         DeviceLimits(),
         num_heads=group,
         dtype=torch.bfloat16,
@@ -205,7 +209,7 @@ def test_every_kernel_is_known_at_the_start(group: int, invariant: bool) -> None
     def used(longest: int) -> set[Tiles]:
         column = torch.zeros(3, dtype=torch.int32)
         batch = DeviceBatch(2, longest + 1, longest, 4096, column, column, column, column, (column,), (column,))
-        varlen, split = backend.kernels(batch, None)
+        varlen, split = backend.kernels(batch, backend.layers[0].shape, None)
         return {tiles for tiles in (varlen, split and split.tiles) if tiles is not None}
 
     compiled = set().union(*(used(length) for length in backend.query_lengths_to_compile()))

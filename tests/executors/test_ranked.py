@@ -116,7 +116,7 @@ def test_configurations_and_layouts_arrive_as_they_were() -> None:
 
 
 def test_every_record_that_a_layer_may_keep_can_be_sent() -> None:
-    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5), LatentSpec(24, 4), StateSpec(100, 16)]
+    specs = [AttentionSpec(2, 8, 8, 4), SlidingWindowSpec(2, 8, 8, 4, window=5), LatentSpec(24, 4), StateSpec(100)]
     assert {type(spec) for spec in specs} == set(get_args(LayerSpec))
     assert decode(encode(specs)) == specs
 

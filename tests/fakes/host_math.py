@@ -7,7 +7,7 @@ Its logits are, bit by bit, those of `attention_backend="torch"`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from quire.kv_cache.layout import KVCacheLayout
 from quire.models.interface import CausalLM
 from quire.models.loader import load_model
 from quire.models.weight_files import Progress
-from quire.worker.kv_tensors import typed_pages
+from quire.worker.kv_tensors import layer_pages
 from quire.worker.platform.cuda import CudaPlatform
 from quire.worker.platform.streams import HostStreams
 
@@ -30,7 +30,7 @@ from quire.worker.platform.streams import HostStreams
 class HostAttention:
     """Plans the plain back end's step for a batch that lies "on the device". No padding."""
 
-    def __init__(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
         self._plain = TorchAttention(layout, pages)
 
     def plan(self, batch: DeviceBatch) -> TorchAttentionStep:
@@ -77,7 +77,7 @@ class HostMathPlatform(CudaPlatform):
         return load_model(self._config.model, self._config.load)
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> Any:
-        return HostAttention(layout, typed_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))
+        return HostAttention(layout, layer_pages(pages, layout, getattr(torch, self._config.model.kv_cache_dtype)))
 
 
 class HostMathExecutor(LocalExecutor):

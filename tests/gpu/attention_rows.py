@@ -41,7 +41,7 @@ class Sequence:
         spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
         self._backend = TritonAttention(
             KVCacheLayout(BLOCK_SIZE, num_blocks + 1, *group_layers([spec], BLOCK_SIZE)),
-            [pages],
+            {layer.layer: pages},
             limits_of(device),
             num_heads=layer.num_heads,
             dtype=dtype,

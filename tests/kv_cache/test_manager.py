@@ -212,8 +212,10 @@ def test_the_bound_on_blocks_of_a_window_holds(num_tokens: int, max_chunk: int) 
     blocks = kv.allocate_prefix(kv.new_chain(""), 0)
     most = 0
     for begin in range(0, num_tokens, max_chunk):
-        assert kv.allocate_slots(blocks, begin, min(begin + max_chunk, num_tokens)) is not None
+        end = min(begin + max_chunk, num_tokens)
+        assert kv.allocate_slots(blocks, begin, end) is not None
         most = max(most, kv.pool.num_used)
+        kv.cache_blocks(blocks, list(range(num_tokens)), end)
     assert most <= kv.most_blocks(num_tokens, max_chunk)
 
 
@@ -269,16 +271,21 @@ def test_groups_shorten_each_others_hits_until_they_agree() -> None:
     assert kv.match_prefix(chain, tokens, 24) == 8
 
 
-def test_a_block_that_left_the_window_before_it_was_committed_is_not_offered() -> None:
-    """Planning ahead, the next step may give it back before the result of the step that filled it has come."""
-    kv = make_manager((WINDOW,))
+@pytest.mark.parametrize(("num_blocks", "num_offered"), [(20, 4), (5, 2)])
+def test_a_block_that_left_the_window_waits_for_its_commit_while_there_is_room(
+    num_blocks: int, num_offered: int
+) -> None:
+    """Planning ahead, the next step needs it no longer before the result of the step that filled it has come."""
+    kv = make_manager((WINDOW,), num_blocks=num_blocks)
     tokens = list(range(24))
     blocks = kv.allocate_prefix(kv.new_chain(""), 0)
     assert kv.allocate_slots(blocks, 0, 16) is not None
-    assert kv.allocate_slots(blocks, 16, 17) is not None
+    assert kv.allocate_slots(blocks, 16, 21) is not None
     kv.cache_blocks(blocks, tokens, 16)
     kv.check()
-    assert kv._indexes[0].check() == set(blocks.tables[0][2:4])
+    assert len(kv._indexes[0].check()) == num_offered
+    assert kv.allocate_slots(blocks, 21, 24) is not None
+    assert kv.pool.num_used == 2
 
 
 def test_a_child_offers_what_its_parent_could_not() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from quire.attention.interface import AttentionBatch, StateStep
+from quire.attention.interface import AttentionBatch
+from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
@@ -18,6 +19,8 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.decoder import Decoder
 from quire.models.loader import load_model
+from quire.worker.block_tables import table_shapes
+from quire.worker.kv_tensors import layer_pages, state_pages
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
@@ -52,11 +55,10 @@ def load(directory: Path, *, dtype: str = "float32", max_model_len: int | None =
 
 @dataclass
 class Row:
-    """A sequence in the runner: its tokens, how many are computed, its block table in each group, and of its states."""
+    """A sequence in the runner: its tokens, how many are computed, its table in each group."""
 
     token_ids: list[int]
     tables: list[torch.Tensor]
-    states: torch.Tensor
     num_computed: int = 0
 
 
@@ -69,43 +71,33 @@ class PagedRunner:
     max_len: int = 256
     max_rows: int = 8
     rows: list[Row] = field(default_factory=list)
-    state_bytes: dict[int, int] = field(default_factory=dict)
-    """By layer, of a page of a layer that keeps states."""
-    interval: int = 64
-    """Tokens of a block of states."""
+    snapshot_interval: int = 64
+    """Tokens of a block of states, at least."""
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs()
-        groups, layers_per_group = group_layers(specs, self.block_size)
-        self.blocks_per_row = -(-self.max_len // self.block_size)
-        num_blocks = 1 + self.max_rows * len(groups) * self.blocks_per_row
-        layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)
-        dtype = {4: torch.float32, 2: torch.bfloat16}[specs[0].dtype_bytes]
-        shape = (num_blocks, *specs[0].page_shape(self.block_size))
+        groups, layers_per_group = group_layers(specs, self.block_size, self.snapshot_interval)
+        num_blocks = 1 + self.max_rows * sum(-(-self.max_len // group.block_size) for group in groups)
+        self.layout = layout = KVCacheLayout(self.block_size, num_blocks, groups, layers_per_group)
+        dtype = {4: torch.float32, 2: torch.bfloat16}[layout.token_groups[0].spec.dtype_bytes]
         # Not zeros: what a former owner left behind must have no influence.
-        self.pages = [torch.full(shape, 7.0, dtype=dtype) for _ in range(layers_per_group)]
-        self.layout = layout
-        self.backend = TorchAttention(layout, self.pages)
-        self.num_groups = len(groups)
-        self.states_per_row = -(-self.max_len // self.interval)
-        num_states = 1 + self.max_rows * self.states_per_row
-        self.states = {
-            layer: torch.full((num_states, size), 63, dtype=torch.uint8) for layer, size in self.state_bytes.items()
-        }
-        self._free_states = (torch.randperm(num_states - 1, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+        shape = (num_blocks, layout.page_bytes // dtype.itemsize)
+        self.pages = [torch.full(shape, 7.0, dtype=dtype).view(torch.uint8) for _ in range(layers_per_group)]
+        self.layer_pages = layer_pages(self.pages, layout, dtype)
+        self.backend = TorchAttention(layout, self.layer_pages)
+        self.state_pages = state_pages(self.pages, layout)
+        self.states = StateBackend(layout, self.state_pages)
+        self.shapes = table_shapes(layout)
         scattered = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free = scattered.tolist()
 
     def add(self, token_ids: Sequence[int]) -> int:
         tables = []
-        for _ in range(self.num_groups):
-            taken, self._free = self._free[: self.blocks_per_row], self._free[self.blocks_per_row :]
-            tables.append(torch.tensor(taken))
-        states, self._free_states = (
-            self._free_states[: self.states_per_row],
-            self._free_states[self.states_per_row :],
-        )
-        self.rows.append(Row(list(token_ids), tables, torch.tensor(states)))
+        for shape, group in zip(self.shapes, self.layout.groups, strict=True):
+            count = -(-self.max_len // group.block_size)
+            taken, self._free = self._free[:count], self._free[count:]
+            tables.append(torch.tensor(shape.entries(taken)))
+        self.rows.append(Row(list(token_ids), tables))
         return len(self.rows) - 1
 
     def step(self, work: Sequence[tuple[int, int]], *, last_only: bool = False) -> list[torch.Tensor]:
@@ -119,20 +111,23 @@ class PagedRunner:
             self.rows[row].token_ids[int(start) : int(start) + count]
             for (row, count), start in zip(work, starts, strict=True)
         ]
-        tables, slots = [], []
-        for group in range(self.num_groups):
+        tables, slots, states = [], [], []
+        for group, shape in enumerate(self.shapes):
             table = torch.stack([self.rows[row].tables[group] for row, _ in work]).int()
+            if not shape.has_slots:
+                states.append(table)
+                continue
             tables.append(table)
             blocks = table[sequence_index, positions // self.block_size].long()
             slots.append(blocks * self.block_size + positions % self.block_size)
-        batch = AttentionBatch(query_start, starts, positions, sequence_index, tuple(tables), tuple(slots))
+        batch = AttentionBatch(
+            query_start, starts, positions, sequence_index, tuple(tables), tuple(slots), tuple(states)
+        )
         with torch.inference_mode():
             flat = torch.tensor([token for tokens in token_ids for token in tokens])
             read = query_start[1:] - 1 if last_only else None
-            table = torch.stack([self.rows[row].states for row, _ in work]).int()
-            tables = dict.fromkeys(self.states, table)
-            states = StateStep(query_start.tolist(), starts, tables, self.interval, self.states)
-            hidden = self.model.forward(ForwardBatch(flat, positions, self.backend.plan(batch), read, states))
+            planned = self.backend.plan(batch), read, self.states.plan(batch)
+            hidden = self.model.forward(ForwardBatch(flat, positions, *planned))
             logits = self.model.compute_logits(hidden)
         for row, count in work:
             self.rows[row].num_computed += count

@@ -16,7 +16,7 @@ from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
 from quire.models.native import SMALLEST_PROGRAM, NativeModel
-from quire.worker.block_tables import BlockTables
+from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
 from quire.worker.platform.cpu_inputs import prepare_inputs
@@ -48,7 +48,7 @@ def forward(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hidden states of one sequence of `num_tokens`, computed in one step; of some `rows` only, if given."""
-    tables = BlockTables([BLOCK_SIZE], 1, num_tokens)
+    tables = BlockTables([TableShape(BLOCK_SIZE)], 1, num_tokens)
     tables.append(0, [range(first_block, first_block - (-num_tokens // BLOCK_SIZE))])
     prompt = InputBatch.dummy_prompts(num_tokens, num_tokens)
     token_ids, batch = prepare_inputs(prompt, (np.arange(num_tokens, dtype=np.int32) * 7 % 97)[None], tables)

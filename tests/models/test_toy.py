@@ -29,7 +29,7 @@ from quire.quantization.unquantized import UnquantizedLinear
 from quire.worker.kv_tensors import allocate_pages
 from tests.layers.helpers import torch_context
 from tests.models.harness import PagedRunner, random_prompts
-from tests.models.toy import HEADS, STATE_LAYER, VOCABULARY, ToyModel
+from tests.models.toy import HEADS, VOCABULARY, ToyModel
 
 ORDERS = ["full window state", "state window full", "state full window"]
 
@@ -42,13 +42,13 @@ def context(operations: object, linear: object) -> LayerContext:
 def torch_runner(order: str) -> PagedRunner:
     model = ToyModel(torch_context(), order)
     model.fill()
-    return PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
+    return PagedRunner(model)
 
 
 def native_runner(order: str) -> PagedRunner:
     toy = ToyModel(context(NativeOperations(), PackedLinear(WeightFormat("float32"))), order)
     toy.fill()
-    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)), state_bytes={STATE_LAYER: toy.state.state_bytes})
+    runner = PagedRunner(NativeModel(toy, NativeRuntime("auto", 2)))
     runner.backend = NativeAttention(runner.layout, allocate_pages(runner.layout), "float32", HEADS, 2)
     return runner
 
@@ -81,11 +81,11 @@ class Planner:
 def device_runner(order: str) -> PagedRunner:
     model = ToyModel(context(DeviceOperations(), DeviceLinear(torch.float32, batch_invariant=True)), order)
     model.fill()
-    runner = PagedRunner(model, state_bytes={STATE_LAYER: model.state.state_bytes})
+    runner = PagedRunner(model)
     runner.backend = Planner(
         TritonAttention(
             runner.layout,
-            runner.pages,
+            runner.layer_pages,
             DeviceLimits(),
             num_heads=HEADS,
             dtype=torch.float32,
@@ -134,19 +134,22 @@ def test_same_bits_alone_chunked_and_in_a_batch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("fixed_order")
-def test_a_step_that_crosses_snapshots_writes_those_that_single_steps_write() -> None:
-    """150 tokens over blocks of 64: two snapshots and what follows."""
-    (prompt,) = random_prompts([150], VOCABULARY)
-    pages = []
-    for chunk in (150, 7, 64):
-        runner = torch_runner(ORDERS[0])
+@pytest.mark.parametrize("chunk", [300, 7, 128])
+def test_a_sequence_goes_on_from_any_snapshot_that_a_step_crossed(chunk: int) -> None:
+    """300 tokens over blocks of 128: two snapshots. What is computed behind them has the bits of the first sequence."""
+    (prompt,) = random_prompts([300], VOCABULARY)
+    runner = PagedRunner(torch_runner(ORDERS[0]).model, max_len=384, max_rows=3)
+    assert {group.block_size for group in runner.layout.groups} == {128}
+    first = runner.add(prompt)
+    parts = [runner.step([(first, min(chunk, 300 - start))])[0].clone() for start in range(0, 300, chunk)]
+    for snapshot in (1, 2):
         row = runner.add(prompt)
-        for start in range(0, 150, chunk):
-            runner.step([(row, min(chunk, 150 - start))], last_only=True)
-        pages.append(runner.states[STATE_LAYER][runner.rows[row].states])
-    assert len(pages[0].unique(dim=0)) == 4, "three written pages and one that no step reached"
-    assert torch.equal(pages[0], pages[1])
-    assert torch.equal(pages[0], pages[2])
+        runner.rows[row].num_computed = 128 * snapshot
+        for own, table in zip(runner.rows[row].tables, runner.rows[first].tables, strict=True):
+            num_entries = snapshot * len(table) // 3
+            own[:num_entries] = table[:num_entries]
+        (logits,) = runner.step([(row, 300 - 128 * snapshot)])
+        assert torch.equal(logits, torch.cat(parts)[128 * snapshot :])
 
 
 @pytest.mark.parametrize(("operations", "backend"), [(NativeOperations(), "native"), (DeviceOperations(), "triton")])
@@ -166,7 +169,7 @@ def test_values_of_another_width_in_a_layer() -> None:
         drawn[name] = torch.randn(slot.shape, generator=generator) / 8
         slot.load(drawn[name])
     layout = KVCacheLayout(16, 3, *group_layers([AttentionSpec(2, 16, 24, 4)], 16))
-    backend = TorchAttention(layout, [torch.full((3, 16, 2, 40), 7.0)])
+    backend = TorchAttention(layout, {0: torch.full((3, 16, 2, 40), 7.0)})
     positions = torch.arange(20)
     batch = AttentionBatch(
         torch.tensor([0, 20]),

@@ -100,7 +100,7 @@ class StateLayer:
         return self._mixture(self._second(x), x)
 
     def cache_spec(self) -> LayerSpec:
-        return StateSpec(self.state_bytes, 64)
+        return StateSpec(self.state_bytes)
 
     def slots(self) -> WeightSlots:
         slots = {**prefixed("norm", self._norm.slots()), **prefixed("second", self._second.slots())}
@@ -116,15 +116,15 @@ class StateLayer:
 
 
 class ToyModel(Decoder):
-    """order: the kinds of the layers. Layers of attention are numbered as the KV cache numbers them."""
+    """order: the kinds of the layers. For the KV cache, full attention is layer 0, the window 1 and the state 2."""
 
     def __init__(self, context: LayerContext, order: str = "full window state") -> None:
         self._operations = context.operations
         self._tokens = Embedding(VOCABULARY, SIZE, context.vocabulary, context)
         self.state = StateLayer(context)
-        kinds = {"full": AttentionLayer(0, None, context), "window": AttentionLayer(1, WINDOW, context)}
+        self.full, self.window = AttentionLayer(0, None, context), AttentionLayer(1, WINDOW, context)
         super().__init__(
-            [kinds.get(name, self.state) for name in order.split()],
+            [getattr(self, name) for name in order.split()],
             "layers",
             VocabularyProjection(self._tokens, context, tied=False),
             CheckpointNames("", re.compile(r"(?!)")),
@@ -136,9 +136,8 @@ class ToyModel(Decoder):
         self.slots |= prefixed("norm", self._norm.slots())
 
     def cache_specs(self) -> list[LayerSpec]:
-        """Of the layers with attention: no back end reads states from the pool yet, so tests hold them themselves."""
-        attention = [layer for layer in self._layers if layer is not self.state]
-        return sorted((layer.cache_spec() for layer in attention), key=lambda spec: spec.window or 0)
+        """By the numbers that layers have in the KV cache, which are not those of their order."""
+        return [layer.cache_spec() for layer in (self.full, self.window, self.state)]
 
     def forward(self, batch: ForwardBatch) -> Value:
         rotation = self._operations.rotation(self._frequencies, batch.positions)

@@ -175,7 +175,7 @@ def test_groups_with_block_sizes_of_their_own(layout: str) -> None:
 
 
 def test_states_have_one_slot_that_is_stored() -> None:
-    state = StateSpec(num_bytes=2 * 16 * 8 * 4, snapshot_interval=64)
+    state = StateSpec(num_bytes=2 * 16 * 8 * 4)
     scheduler = make_scheduler([AttentionSpec(1, 8, 8, 4), state], 16)
     kv, (_, tokens) = scheduler.kv, scheduler.kv.token_groups[0]
     scheduler.add_request(request("a", prompt(30)), 0.0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.errors import ConfigError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec, LatentSpec, LayerSpec, SlidingWindowSpec, StateSpec
-from quire.worker.kv_tensors import allocate_pages, group_pages, typed_pages
+from quire.worker.kv_tensors import allocate_pages, layer_pages, state_pages
 from quire.worker.platform.cpu_blocks import copy_blocks
 from quire.worker.platform.host_memory import resident_memory
 
@@ -24,9 +23,9 @@ def test_shape_dtype_and_zeros(dtype: torch.dtype) -> None:
     full, window = AttentionSpec(3, 8, 8, dtype.itemsize), SlidingWindowSpec(3, 8, 8, dtype.itemsize, window=4)
     groups, layers_per_group = group_layers([full, window, full, window], 4)
     layout = KVCacheLayout(4, 7, groups, layers_per_group)
-    pages = typed_pages(allocate_pages(layout), layout, dtype)
-    assert len(pages) == 2
-    for page in pages:
+    pages = layer_pages(allocate_pages(layout), layout, dtype)
+    assert [pages[layer].data_ptr() for layer in (0, 2)] == [pages[layer].data_ptr() for layer in (1, 3)]
+    for page in pages.values():
         assert page.shape == (7, 2, 4, 3, 8)
         assert page.dtype == dtype
         assert not page.any()
@@ -37,7 +36,7 @@ def test_untouched_blocks_cost_nothing() -> None:
     layout = KVCacheLayout(16, 2**19, groups, layers_per_group)
     assert layout.num_blocks * layout.block_bytes == 2**31
     before = resident_memory()
-    pages = typed_pages(allocate_pages(layout), layout, torch.float32)
+    pages = layer_pages(allocate_pages(layout), layout, torch.float32)
     pages[0][1234] = 1.0
     after = resident_memory()
     assert before is not None
@@ -66,25 +65,29 @@ def fill(views: list[torch.Tensor], block: int, start: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("specs", "shapes"),
     [
-        ((AttentionSpec(4, 8, 8, 2), AttentionSpec(1, 8, 8, 2)), [(2, 16, 4, 8), (2, 64, 1, 8)]),
-        ((LatentSpec(40, 2), AttentionSpec(2, 8, 8, 2)), [(48, 40), (2, 64, 2, 8)]),
-        ((AttentionSpec(2, 24, 16, 2), StateSpec(5000, 64)), [(32, 2, 40), (5000,)]),
+        ((AttentionSpec(4, 8, 8, 2), AttentionSpec(1, 8, 8, 2)), [(1, 2, 16, 4, 8), (4, 2, 16, 1, 8)]),
+        ((LatentSpec(40, 2), AttentionSpec(2, 8, 8, 2)), [(4, 16, 40), (5, 2, 16, 2, 8)]),
+        ((AttentionSpec(2, 24, 16, 2), StateSpec(20000)), [(8, 16, 2, 40), (20000,)]),
     ],
 )
 def test_groups_see_the_same_pages_in_their_own_shape(
     specs: tuple[LayerSpec, ...], shapes: list[tuple[int, ...]]
 ) -> None:
-    """Block sizes 16 and 64, a latent beside full attention, and a state: each group writes blocks of its own, and a
-    copy of a block carries the whole page of every layer."""
+    """Block sizes 16 and 64, a latent beside full attention, and a state: each group writes blocks of its own, one or
+    several of the kernels' blocks each, and a copy of a block carries the whole page of every layer."""
     groups, layers_per_group = group_layers(specs * 2, 16)
     layout = KVCacheLayout(16, 7, groups, layers_per_group)
     pages = allocate_pages(layout)
     assert [page.shape for page in pages] == [(7, layout.page_bytes)] * 2
     assert sum(page.numel() for page in pages) == layout.num_blocks * layout.block_bytes
-    views = []
-    for group in groups:
-        dtype = torch.bfloat16 if group.spec.token_bytes else torch.uint8
-        views.append(group_pages(pages, group, dtype))
+    by_layer = layer_pages(pages, layout, torch.bfloat16) | state_pages(pages, layout)
+    views = [
+        [
+            by_layer[layer].unflatten(0, (layout.num_blocks, -1)) if group.spec.token_bytes else by_layer[layer]
+            for layer in group.layers
+        ]
+        for group in groups
+    ]
     assert [[view.shape[1:] for view in group] for group in views] == [[shape] * 2 for shape in shapes]
     written = [fill(group, block, 100 * block) for block, group in enumerate(views, 1)]
     copy_blocks(pages, [(1, 5), (2, 6)])
@@ -93,10 +96,3 @@ def test_groups_see_the_same_pages_in_their_own_shape(
             assert torch.equal(view[block], expected)
             assert torch.equal(view[copy], expected)
     assert not any(page[[0, 3, 4]].any() for page in pages)
-
-
-def test_a_back_end_that_reads_all_groups_alike_refuses_pages_of_several_shapes() -> None:
-    groups, layers_per_group = group_layers([AttentionSpec(4, 8, 8, 2), AttentionSpec(1, 8, 8, 2)], 16)
-    layout = KVCacheLayout(16, 7, groups, layers_per_group)
-    with pytest.raises(ConfigError, match="several"):
-        typed_pages(allocate_pages(layout), layout, torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
-from quire.worker.block_tables import BlockTables
+from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import InputBatch, build_input_batch, build_sample_rows
 from quire.worker.platform.cpu_inputs import prepare_inputs
 from quire.worker.platform.cpu_step import CpuColumns
@@ -21,7 +21,7 @@ RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2],
 def request_state(num_rows: int, max_model_len: int, num_groups: int = 1) -> tuple[RequestState, CpuColumns]:
     """That of a CPU, with blocks of 4 tokens."""
     columns = CpuColumns(num_rows, max_model_len)
-    tables = BlockTables([4] * num_groups, num_rows, max_model_len)
+    tables = BlockTables([TableShape(4)] * num_groups, num_rows, max_model_len)
     return RequestState(tables, SamplingRows(num_rows), columns), columns
 
 
@@ -71,7 +71,7 @@ def test_misuse_of_rows_is_a_bug_that_shows() -> None:
 
 
 def test_tables_of_groups_with_block_sizes_of_their_own() -> None:
-    tables = BlockTables([16, 64], num_rows=2, max_model_len=127)
+    tables = BlockTables([TableShape(16), TableShape(64)], num_rows=2, max_model_len=127)
     tables.append(0, [[1, 2, 3, 4, 5], [6, 7]])
     tables.append(1, [[8], [9]])
     rows = np.array([0, 1])
@@ -87,7 +87,7 @@ def test_tables_of_groups_with_block_sizes_of_their_own() -> None:
 
 
 def test_block_tables_of_two_groups() -> None:
-    tables = BlockTables([16, 16], num_rows=3, max_model_len=63)
+    tables = BlockTables([TableShape(16)] * 2, num_rows=3, max_model_len=63)
     tables.append(0, [[5, 6], [7]])
     tables.append(0, [[8], [9, 10]])
     tables.replace(0, group=1, logical_index=1, block_id=11)

@@ -233,7 +233,7 @@ class _Twin:
         size = torch.Size(shape).numel() * dtype.itemsize
         self._copies = machine.num_copies(size)
         pages = allocate(self._copies * size).view(dtype).view(self._copies, *shape)
-        self._backend = TorchAttention(problem.layout(name, self._copies), list(pages))
+        self._backend = TorchAttention(problem.layout(name, self._copies), dict(enumerate(pages)))
         if problem.filled:
             rows, batch = problem.filling()
             heads = rows.view(len(rows), -1, layer.head_dim)

@@ -39,14 +39,14 @@ def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: 
 
 
 class AttentionPlans:
-    """The native plans of a model's KV groups, set anew for each step."""
+    """The native plans of the KV groups that keep keys and values, set anew for each step."""
 
     def __init__(self, layout: KVCacheLayout, num_heads: int, num_threads: int) -> None:
         """num_heads: query heads of every layer. num_threads: of the pool that runs them."""
         self._plans = []
-        for group in layout.groups:
+        for group in layout.token_groups:
             spec = group.spec
-            shape = spec.page_shape(group.block_size)
+            shape = spec.page_shape(layout.block_size)
             if len(shape) != 4:
                 raise ConfigError(
                     f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
@@ -54,7 +54,14 @@ class AttentionPlans:
             _, size, num_kv_heads, head_dim = shape
             check_shape(size, num_heads, num_kv_heads, head_dim)
             self._plans.append(
-                _native.AttentionPlan(size, layout.num_blocks, num_heads, num_kv_heads, spec.window or 0, num_threads)
+                _native.AttentionPlan(
+                    size,
+                    layout.num_blocks * layout.kernel_blocks(group),
+                    num_heads,
+                    num_kv_heads,
+                    spec.window or 0,
+                    num_threads,
+                )
             )
         self._batch: AttentionBatch | None = None
 

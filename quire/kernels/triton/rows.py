@@ -54,13 +54,12 @@ def copy_words(arena: torch.Tensor, copies: torch.Tensor, longest: int) -> None:
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "tables", "group_words", "block_width",
-        "slot_stride",
+        "num_seqs", "num_tokens", "padded_seqs", "padded_tokens", "token_width", "slot_stride",
     ]
 )  # fmt: skip
 def _prepare_kernel(
     arena, rows, starts, query_start, token_ids, positions, slots, out_rows, out_query_start, out_seq_lens, num_seqs,
-    num_tokens, padded_seqs, padded_tokens, token_width, tables, group_words, block_width, slot_stride,
+    num_tokens, padded_seqs, padded_tokens, token_width, tables, slot_stride,
     NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -92,27 +91,24 @@ def _prepare_kernel(
     in_batch = index < padded_tokens
     tl.store(token_ids + index, token_id.to(tl.int64), mask=in_batch)
     tl.store(positions + index, tl.where(is_token, position, 0).to(tl.int64), mask=in_batch)
-    table = arena + tables + row * block_width
-    for _group in tl.static_range(NUM_GROUPS):
+    for group in tl.static_range(NUM_GROUPS):
+        table = arena + tl.load(tables + 2 * group) + row * tl.load(tables + 2 * group + 1)
         block = tl.load(table + position // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
         slot = tl.where(is_token, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(slots + index, slot, mask=in_batch)
-        table += group_words
         slots += slot_stride
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Where tables lie in the arena, in words: the token table at its beginning, then the block tables of the groups.
+    """Where tables lie in the arena, in words: the token table at its beginning, then the block tables.
 
-    token_width, block_width: words of a row of each. blocks: where the first group's table begins. group_words: from
-    one group's table to the next one's.
+    token_width: words of a row of the token table. blocks: [groups, 2] int32 on the device, for each KV group that
+    keeps tokens where its table begins, and the words of a row.
     """
 
     token_width: int
-    blocks: int
-    group_words: int
-    block_width: int
+    blocks: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +128,8 @@ class StepColumns:
 class InputBuffers:
     """The inputs of any step, at full capacity; a step uses their beginnings. As DeviceBatch describes them.
 
-    token_ids, positions: [T] int64. slots: [groups, T] int64. rows, seq_lens: [S] int32. query_start: [S + 1] int32.
+    token_ids, positions: [T] int64. slots: [groups that keep tokens, T] int64. rows, seq_lens: [S] int32. query_start:
+    [S + 1] int32.
     """
 
     token_ids: torch.Tensor
@@ -175,8 +172,6 @@ def prepare_inputs(
         padded_tokens,
         tables.token_width,
         tables.blocks,
-        tables.group_words,
-        tables.block_width,
         inputs.slots.stride(0),
         NUM_GROUPS=len(inputs.slots),
         BLOCK_SIZE=block_size,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import Findable
 
 
@@ -12,10 +11,9 @@ class FullManager:
     """GroupManager of layers that read every earlier token."""
 
     keeps_all = True
-    has_snapshots = False
 
-    def __init__(self, group: KVGroup) -> None:
-        self.block_size = group.block_size
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
 
     def first_needed_block(self, position: int) -> int:
         return 0

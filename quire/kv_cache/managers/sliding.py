@@ -1,23 +1,26 @@
-"""Blocks of sliding-window attention: a sequence gives back what left its window."""
+"""Blocks of which a sequence needs the last ones only: those of a sliding window, and those of states.
+
+Block i of a state is written by each step that computes tokens of it, and then holds the state after the last of them;
+once it is full, it is a snapshot. A step reads the state before its first token, which lies in the block of the token
+before: a state is a window of two tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.kv_cache.layout import KVGroup
 from quire.kv_cache.prefix_index import Findable
+
+STATE_WINDOW = 2
 
 
 class SlidingManager:
     """GroupManager of layers in which a query at position p reads positions p - window + 1 .. p only."""
 
     keeps_all = False
-    has_snapshots = False
 
-    def __init__(self, group: KVGroup) -> None:
-        window = group.spec.window
-        assert window is not None, "a group of sliding windows has a window"
-        self.block_size = group.block_size
+    def __init__(self, block_size: int, window: int) -> None:
+        self.block_size = block_size
         self._window = window
 
     def first_needed_block(self, position: int) -> int:

@@ -54,7 +54,9 @@ def cache_namespace(
         "computation": {"version": __version__, **_without(vars(device), _NOT_RESULT), **code},
         "layout": {
             "block_size": layout.block_size,
-            "groups": [[type(group.spec).__name__, group.spec, group.layers] for group in layout.groups],
+            "groups": [
+                [type(group.spec).__name__, group.spec, group.layers, group.block_size] for group in layout.groups
+            ],
             "layers_per_group": layout.layers_per_group,
         },
     }

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.attention.interface import AttentionBackend
+from quire.attention.states import StateBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
@@ -24,9 +25,10 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, typed_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
+from quire.worker.platform.cpu_inputs import CacheBackends
 from quire.worker.platform.cpu_meter import CpuMeter
 from quire.worker.platform.cpu_step import CpuColumns, CpuCompute
 from quire.worker.platform.host_memory import available_memory
@@ -83,12 +85,15 @@ class CpuPlatform:
         return load_model(config.model, config.load, config.device.device, shown, self._runtime, group=self._group)
 
     def meter(self) -> CpuMeter:
-        return CpuMeter(self.make_attention, self._make_sampling_kernels)
+        return CpuMeter(self.make_backends, self._make_sampling_kernels)
 
-    def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
+    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
+        return CacheBackends(self._make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
+
+    def _make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._config.model.kv_cache_dtype
         if self._runtime is None:
-            return TorchAttention(layout, typed_pages(pages, layout, getattr(torch, cache_dtype)))
+            return TorchAttention(layout, layer_pages(pages, layout, getattr(torch, cache_dtype)))
         from quire.attention.native_backend import NativeAttention
 
         num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
@@ -114,7 +119,7 @@ class CpuPlatform:
         columns = CpuColumns(self._config.scheduler.max_num_seqs, self._config.model.max_model_len)
         return CpuCompute(
             model,
-            self.make_attention(layout, pages),
+            self.make_backends(layout, pages),
             block_copier(pages, self._runtime),
             columns,
             tables,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBatch
+from quire.attention.interface import AttentionBackend, AttentionBatch
+from quire.attention.states import StateBackend
+from quire.layers.batch import ForwardBatch
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch
 
@@ -20,18 +24,33 @@ def prepare_inputs(
         positions, sequence_index = batch.positions, batch.sequence_index
         rows = rows[sequence_index]
     token_ids = token_table[rows, positions].astype(np.int64)
-    block_tables, block_sizes = tables.gather(batch.rows, int(batch.ends.max())), tables.block_sizes
-    places = {size: np.divmod(positions, size) for size in set(block_sizes)}
+    gathered = list(zip(tables.shapes, tables.gather(batch.rows, int(batch.ends.max())), strict=True))
+    with_slots = [(shape.block_size, table) for shape, table in gathered if shape.has_slots]
+    places = {size: np.divmod(positions, size) for size in {size for size, _ in with_slots}}
     slots = (
-        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1]
-        for table, size in zip(block_tables, block_sizes, strict=True)
+        table[sequence_index, places[size][0]].astype(np.int64) * size + places[size][1] for size, table in with_slots
     )
     attention = AttentionBatch(
         query_start=torch.from_numpy(batch.query_start),
         start_positions=torch.from_numpy(batch.starts),
         positions=torch.from_numpy(positions),
         sequence_index=torch.from_numpy(sequence_index),
-        block_tables=tuple(torch.from_numpy(table) for table in block_tables),
+        block_tables=tuple(torch.from_numpy(table) for _, table in with_slots),
         slot_mapping=tuple(torch.from_numpy(slot) for slot in slots),
+        state_tables=tuple(torch.from_numpy(table) for shape, table in gathered if not shape.has_slots),
     )
     return torch.from_numpy(token_ids), attention
+
+
+class CacheBackends(NamedTuple):
+    """What knows where layers find what they keep: tokens, and states."""
+
+    attention: AttentionBackend
+    states: StateBackend
+
+    def forward_batch(
+        self, token_ids: torch.Tensor, batch: AttentionBatch, logits_rows: torch.Tensor | None = None
+    ) -> ForwardBatch:
+        """The input of a forward pass. token_ids: [T]. logits_rows: as that of ForwardBatch."""
+        attention, states = self.attention.plan(batch), self.states.plan(batch)
+        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states)

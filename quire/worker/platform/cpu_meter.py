@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBackend, AttentionBatch
+from quire.attention.interface import AttentionBatch
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
-from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch
 from quire.sampling.kernels import SamplingKernels
@@ -18,17 +17,17 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
-from quire.worker.block_tables import BlockTables
+from quire.worker.block_tables import BlockTables, table_shapes
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages
-from quire.worker.platform.cpu_inputs import prepare_inputs
+from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
 from quire.worker.platform.host_memory import available_memory, measure_peak
 from quire.worker.platform.interface import StepLimits
 
 PROFILED_TOKENS = 512
 """Tokens of the profiling step: enough for the growth to stand out from the allocator's noise."""
 
-BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], AttentionBackend]
+BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], CacheBackends]
 
 
 class CpuMeter:
@@ -36,10 +35,10 @@ class CpuMeter:
 
     def __init__(
         self,
-        make_attention: BackendFactory,
+        make_backends: BackendFactory,
         make_sampling_kernels: Callable[[SamplingRows], SamplingKernels[np.ndarray]],
     ) -> None:
-        self._make_attention = make_attention
+        self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
 
     def free(self) -> int:
@@ -75,14 +74,14 @@ class CpuMeter:
 
     def dummy_pass(self, model: CausalLM, limits: StepLimits, batch: InputBatch) -> Callable[[], torch.Tensor]:
         groups, layers_per_group = group_layers(model.cache_specs(), limits.block_size)
-        num_blocks = 1 + -(-batch.max_seq_len // limits.block_size)
+        num_blocks = 1 + max([-(-batch.max_seq_len // group.block_size) for group in groups])
         layout = KVCacheLayout(limits.block_size, num_blocks, groups, layers_per_group)
         pages = allocate_pages(layout)
         for page in pages:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
-        backend = self._make_attention(layout, pages)
+        backends = self._make_backends(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
-        return lambda: model.forward(ForwardBatch(token_ids, attention.positions, backend.plan(attention)))
+        return lambda: model.forward(backends.forward_batch(token_ids, attention))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)
@@ -97,9 +96,9 @@ class CpuMeter:
 
 def dummy_inputs(batch: InputBatch, layout: KVCacheLayout) -> tuple[torch.Tensor, AttentionBatch]:
     """Token ids and attention batch of sequences that all use the blocks 1, 2, ..."""
-    num_seqs, longest, block_sizes = len(batch.rows), batch.max_seq_len, [group.block_size for group in layout.groups]
-    tables = BlockTables(block_sizes, num_seqs, longest)
-    blocks = [range(1, min(layout.num_blocks, 1 - (-longest // size))) for size in block_sizes]
+    num_seqs, longest = len(batch.rows), batch.max_seq_len
+    tables = BlockTables(table_shapes(layout), num_seqs, longest)
+    blocks = [range(1, min(layout.num_blocks, 1 - (-longest // group.block_size))) for group in layout.groups]
     for row in range(num_seqs):
         tables.append(row, blocks)
     return prepare_inputs(batch, np.zeros((num_seqs, longest), np.int32), tables)

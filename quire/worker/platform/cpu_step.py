@@ -8,8 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBackend
-from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.batch import SampleBatch, TokenMasks
 from quire.sampling.results import Deferred, Logprobs, Samples, ready
@@ -18,7 +16,7 @@ from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
 from quire.worker.input_batch import InputBatch, SampleRows
 from quire.worker.platform.cpu_blocks import BlockCopier
-from quire.worker.platform.cpu_inputs import prepare_inputs
+from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
 
 PROMPT_LOGITS_ELEMENTS = 2**22
 
@@ -46,10 +44,10 @@ class CpuColumns:
     def copy_tokens(self, source: int, destination: int, num_tokens: int) -> None:
         self.token_ids[destination, :num_tokens] = self.token_ids[source, :num_tokens]
 
-    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
+    def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
         """Kernels read BlockTables."""
 
-    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+    def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
         """Kernels read BlockTables."""
 
     def write_sampling(self, row: int) -> None:
@@ -62,7 +60,7 @@ class CpuCompute:
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
+        backends: CacheBackends,
         copy_blocks: BlockCopier,
         columns: CpuColumns,
         tables: BlockTables,
@@ -71,7 +69,7 @@ class CpuCompute:
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
-        self.attention = attention
+        self.backends = backends
         self.copy_blocks = copy_blocks
         self.tables = tables
         self.sampler = sampler
@@ -108,10 +106,9 @@ class CpuStep(NamedTuple):
 
     def forward(self) -> torch.Tensor:
         compute = self.compute
-        token_ids, attention = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
+        token_ids, batch = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
         rows = None if self.batch.logits_rows is None else torch.from_numpy(self.batch.logits_rows)
-        step = compute.attention.plan(attention)
-        return compute.model.forward(ForwardBatch(token_ids, attention.positions, step, rows))
+        return compute.model.forward(compute.backends.forward_batch(token_ids, batch, rows))
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from quire import envs
+from quire.attention.states import StateBackend
 from quire.attention.triton_backend import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.kernels.triton.attention_tiles import DeviceLimits
@@ -21,11 +22,11 @@ from quire.models.loader import load_model
 from quire.models.weight_files import Progress
 from quire.sampling.parameters import NUM_WORDS, SamplingRows
 from quire.step import StepPlan
-from quire.worker.block_tables import BlockTables
-from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.block_tables import BlockTables, table_shapes
+from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import execution_settings
 from quire.worker.kv_connector.cache_identity import device_code
-from quire.worker.kv_tensors import typed_pages
+from quire.worker.kv_tensors import layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.device_inputs import DeviceInputs
 from quire.worker.platform.device_memory import PinnedPool, allocate_device_pages, arithmetic, make_memory
@@ -89,14 +90,17 @@ class CudaPlatform:
 
     def meter(self) -> DeviceMeter:
         model = self._config.model
-        return DeviceMeter(self.make_attention, model, self._settings, self._memory, self._free_at_start, self._device)
+        return DeviceMeter(self.make_backends, model, self._settings, self._memory, self._free_at_start, self._device)
+
+    def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
+        return DeviceBackends(self.make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
 
     def make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TritonAttention:
         config = self._config
         model = config.model
         return TritonAttention(
             layout,
-            typed_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
+            layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)),
             device_limits(self._device),
             num_heads=model.num_heads,
             dtype=getattr(torch, model.dtype),
@@ -125,13 +129,13 @@ class CudaPlatform:
     ) -> DeviceCompute:
         config, settings, block_size = self._config, self._settings, layout.block_size
         num_rows, longest = config.scheduler.max_num_seqs, config.model.max_model_len
-        arena = StateArena(num_rows, longest, block_size, len(layout.groups), NUM_WORDS, self._device)
+        arena = StateArena(num_rows, longest, table_shapes(layout), NUM_WORDS, self._device)
         padded_seqs = max((num_rows, *settings.full_sizes))
         padded_tokens = max((config.scheduler.max_num_batched_tokens, padded_seqs, *settings.piecewise_sizes))
-        attention = self.make_attention(layout, pages)
+        backends = self.make_backends(layout, pages)
         compute = DeviceCompute(
             model=model,
-            passes=self._make_passes(model, attention),
+            passes=self._make_passes(model, backends),
             settings=settings,
             columns=StagedColumns(arena, sampling),
             inputs=DeviceInputs(arena, block_size, padded_seqs, padded_tokens),
@@ -140,7 +144,7 @@ class CudaPlatform:
             streams=self.streams,
         )
         if self.compiles:
-            compute.prepare = lambda launch: self._warm_up(compute, attention, layout, launch)
+            compute.prepare = lambda launch: self._warm_up(compute, backends, layout, launch)
         return compute
 
     def offload_weights(self, model: CausalLM) -> DeviceWeights:
@@ -154,20 +158,20 @@ class CudaPlatform:
     def _warm_up(
         self,
         compute: DeviceCompute,
-        attention: TritonAttention,
+        backends: DeviceBackends,
         layout: KVCacheLayout,
         launch: Callable[[StepPlan], object],
     ) -> None:
         model, scheduler = self._config.model, self._config.scheduler
         longest, max_num_tokens = model.max_model_len, scheduler.max_num_batched_tokens
         if scheduler.max_num_seqs > 1:
-            warm_up_attention(compute.model, attention, compute.inputs, longest, max_num_tokens)
+            warm_up_attention(compute.model, backends, compute.inputs, longest, max_num_tokens)
         plans = warm_up_plans(layout, scheduler.max_num_seqs, longest, max_num_tokens)
         hidden = torch.zeros(2, compute.model.output_size, dtype=getattr(torch, model.dtype), device=self._device)
         warm_up(launch, compute, plans, compute.model.compute_logits(hidden))
         compute.passes.capture_at_start(compute.padding)
 
-    def _make_passes(self, model: CausalLM, attention: TritonAttention) -> CudaGraphRunner:
+    def _make_passes(self, model: CausalLM, backends: DeviceBackends) -> CudaGraphRunner:
         config, settings = self._config.model, self._settings
         shape = PassShape(
             attention_size=config.num_heads * config.head_dim,
@@ -176,7 +180,7 @@ class CudaPlatform:
             device=self._device,
         )
         has_graphs = bool(settings.full_sizes or settings.piecewise_sizes)
-        return CudaGraphRunner(model, attention, shape, settings, self.make_capture() if has_graphs else None)
+        return CudaGraphRunner(model, backends, shape, settings, self.make_capture() if has_graphs else None)
 
     def make_capture(self) -> GraphCapture:
         """Of the graphs of one request state."""

@@ -22,14 +22,14 @@ class DeviceInputs:
     their beginnings."""
 
     def __init__(self, arena: StateArena, block_size: int, max_seqs: int, max_tokens: int) -> None:
-        """max_seqs, max_tokens: of a step, padding included."""
+        """block_size: tokens of the kernels' blocks. max_seqs, max_tokens: of a step, padding included."""
         device = arena.words.device
         self._arena = arena
         self._block_size = block_size
         self._buffers = InputBuffers(
             token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            slots=torch.full((len(arena.block_tables), max_tokens), -1, dtype=torch.int64, device=device),
+            slots=torch.full((len(arena.token_tables), max_tokens), -1, dtype=torch.int64, device=device),
             rows=torch.zeros(max_seqs, dtype=torch.int32, device=device),
             query_start=torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
             seq_lens=torch.zeros(max_seqs, dtype=torch.int32, device=device),
@@ -59,7 +59,8 @@ class DeviceInputs:
             seq_lens=buffers.seq_lens[:num_seqs],
             positions=buffers.positions[:num_tokens],
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slots),
-            block_tables=self._arena.block_tables,
+            block_tables=self._arena.token_tables,
+            state_tables=self._arena.state_tables,
         )
         return on_device_batch, buffers.token_ids[:num_tokens]
 

@@ -11,10 +11,9 @@ from quire.attention.device_batch import DeviceBatch
 from quire.config.model import ModelConfig
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.sizing import DeviceShare
-from quire.layers.batch import ForwardBatch
 from quire.models.interface import CausalLM
 from quire.sampling.parameters import NUM_WORDS
-from quire.worker.cuda_graphs import DeviceBackend
+from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.graph_dispatch import ExecutionSettings
 from quire.worker.input_batch import InputBatch
 from quire.worker.platform.device_memory import DeviceMemory, arithmetic
@@ -22,7 +21,7 @@ from quire.worker.platform.host_memory import available_memory
 from quire.worker.platform.interface import StepLimits
 from quire.worker.platform.upload import NUM_DEVICE_BUFFERS, buffer_capacity
 
-BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackend]
+BackendFactory = Callable[[KVCacheLayout, Sequence[torch.Tensor]], DeviceBackends]
 
 SAMPLER_COPIES = 3
 """Of the logits, in float32: what the sampler's kernels keep at once, beside the logits themselves."""
@@ -41,7 +40,7 @@ class DeviceMeter:
 
     def __init__(
         self,
-        make_attention: BackendFactory,
+        make_backends: BackendFactory,
         config: ModelConfig,
         settings: ExecutionSettings,
         memory: DeviceMemory,
@@ -49,7 +48,7 @@ class DeviceMeter:
         device: torch.device,
     ) -> None:
         """free_at_start: bytes, before the weights were loaded."""
-        self._make_attention = make_attention
+        self._make_backends = make_backends
         self._config = config
         self._settings = settings
         self._memory = memory
@@ -100,10 +99,10 @@ class DeviceMeter:
         layout = KVCacheLayout(limits.block_size, 2, groups, layers_per_group)
         shape = (layout.num_blocks, layout.page_bytes)
         pages = [torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(layers_per_group)]
-        backend = self._make_attention(layout, pages)
+        backends = self._make_backends(layout, pages)
         dummy = dummy_batch(layout, batch, self._device)
         token_ids = torch.zeros(dummy.num_tokens, dtype=torch.int64, device=self._device)
-        return lambda: model.forward(ForwardBatch(token_ids, dummy.positions, backend.plan(dummy)))
+        return lambda: model.forward(backends.forward_batch(token_ids, dummy))
 
 
 def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: int, max_num_tokens: int) -> int:
@@ -138,13 +137,16 @@ def upload_bytes(limits: StepLimits, num_groups: int) -> int:
 
 
 def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) -> DeviceBatch:
-    """Sequences that share one block, over and over. Nothing is written: every slot is padding's."""
+    """Sequences that share one block, over and over. No token is written: every slot is padding's. States are."""
 
     def column(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype)
 
-    num_seqs, num_tokens, num_blocks = len(batch.rows), batch.num_tokens, -(-batch.max_seq_len // layout.block_size)
-    table = torch.ones(num_seqs, num_blocks, dtype=torch.int32, device=device)
+    num_seqs, num_tokens = len(batch.rows), batch.num_tokens
+    entries = [
+        -(-batch.max_seq_len // size) for size in (layout.block_size, *(g.block_size for g in layout.state_groups))
+    ]
+    table, *state_tables = [torch.ones(num_seqs, count, dtype=torch.int32, device=device) for count in entries]
     slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
     return DeviceBatch(
         num_seqs=num_seqs,
@@ -155,6 +157,7 @@ def dummy_batch(layout: KVCacheLayout, batch: InputBatch, device: torch.device) 
         query_start=column(batch.query_start),
         seq_lens=column(batch.ends),
         positions=column(batch.positions, torch.int64),
-        slot_mapping=(slots,) * len(layout.groups),
-        block_tables=(table,) * len(layout.groups),
+        slot_mapping=(slots,) * len(layout.token_groups),
+        block_tables=(table,) * len(layout.token_groups),
+        state_tables=tuple(state_tables),
     )

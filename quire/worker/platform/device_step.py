@@ -54,12 +54,12 @@ class StagedColumns:
         arena = self.arena
         self._writes.copy(arena.token_offset(source), arena.token_offset(destination), num_tokens)
 
-    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
-        self._writes.write(self.arena.block_offset(row, group, logical_index), block_ids)
+    def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
+        self._writes.write(self.arena.block_offset(row, group, start), entries)
 
-    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+    def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
         arena = self.arena
-        self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_blocks)
+        self._writes.copy(arena.block_offset(source, group), arena.block_offset(destination, group), num_entries)
 
     def write_sampling(self, row: int) -> None:
         self._writes.write(self.arena.parameters_offset(row), self.sampling.words(row))

@@ -56,11 +56,11 @@ class RequestColumns(Protocol):
         """The first tokens of row `source` become those of row `destination`."""
         ...
 
-    def write_blocks(self, row: int, group: int, logical_index: int, block_ids: Sequence[int]) -> None:
-        """Entries of a block table."""
+    def write_blocks(self, row: int, group: int, start: int, entries: Sequence[int] | np.ndarray) -> None:
+        """Entries of a block table (quire/worker/block_tables.py), from index `start` on."""
         ...
 
-    def copy_blocks(self, source: int, destination: int, group: int, num_blocks: int) -> None:
+    def copy_blocks(self, source: int, destination: int, group: int, num_entries: int) -> None:
         """As `write_blocks`, for the first entries of a row."""
         ...
 

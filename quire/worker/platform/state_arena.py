@@ -6,10 +6,14 @@ written by one kernel.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from quire.errors import ConfigError
 from quire.kernels.triton.rows import RowTables
+from quire.worker.block_tables import TableShape
 
 ROW_ALIGNMENT = 4
 """Words: rows begin at multiples of 16 bytes, so that kernels can load them by whole vectors."""
@@ -19,8 +23,9 @@ MAX_WORDS = 2**31 - 1
 
 class StateArena:
     """words: [N] int32, zero. token_ids: [num_rows, width] int32 (width >= max_model_len + 1: a sequence that has just
-    reached its end may be run once more before the scheduler knows). block_tables: per KV group [num_rows, max_blocks]
-    int32. parameters: [num_rows, parameter_words] int32. All three are views of `words`.
+    reached its end may be run once more before the scheduler knows). block_tables: per KV group [num_rows, entries]
+    int32; token_tables and state_tables: those of groups that keep tokens, and of those that keep states. parameters:
+    [num_rows, parameter_words] int32. All of these are views of `words`.
 
     Raises ConfigError when the tables are too large to be addressed.
     """
@@ -29,17 +34,15 @@ class StateArena:
         self,
         num_rows: int,
         max_model_len: int,
-        block_size: int,
-        num_groups: int,
+        shapes: Sequence[TableShape],
         parameter_words: int,
         device: torch.device,
     ) -> None:
-        max_blocks = -(-(max_model_len + 1) // block_size)
-        token_width, block_width, parameter_width = map(_aligned, (max_model_len + 1, max_blocks, parameter_words))
-        blocks = num_rows * token_width
-        group_words = num_rows * block_width
-        self.tables = RowTables(token_width, blocks, group_words, block_width)
-        self._parameters = blocks + num_groups * group_words
+        token_width, parameter_width = _aligned(max_model_len + 1), _aligned(parameter_words)
+        entries = [shape.width(max_model_len + 1) for shape in shapes]
+        self._widths = [_aligned(count) for count in entries]
+        ends = list(itertools.accumulate([num_rows * width for width in self._widths], initial=num_rows * token_width))
+        *self._starts, self._parameters = ends
         num_words = self._parameters + num_rows * parameter_width
         if num_words > MAX_WORDS:
             raise ConfigError(
@@ -48,11 +51,16 @@ class StateArena:
                 param="max_num_seqs",
             )
         self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self.token_ids = self.words[:blocks].view(num_rows, token_width)
+        self.token_ids = self.words[: ends[0]].view(num_rows, token_width)
         self.block_tables = tuple(
-            self.words[start : start + group_words].view(num_rows, block_width)[:, :max_blocks]
-            for start in range(blocks, self._parameters, group_words)
+            self.words[start:end].view(num_rows, -1)[:, :count]
+            for (start, end), count in zip(itertools.pairwise(ends), entries, strict=True)
         )
+        pairs = list(zip(shapes, self.block_tables, strict=True))
+        self.token_tables = tuple(table for shape, table in pairs if shape.has_slots)
+        self.state_tables = tuple(table for shape, table in pairs if not shape.has_slots)
+        places = [place for shape, *place in zip(shapes, self._starts, self._widths, strict=True) if shape.has_slots]
+        self.tables = RowTables(token_width, torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2))
         self.parameters = self.words[self._parameters :].view(num_rows, parameter_width)[:, :parameter_words]
 
     def token_offset(self, row: int, position: int = 0) -> int:
@@ -61,8 +69,7 @@ class StateArena:
 
     def block_offset(self, row: int, group: int, logical_index: int = 0) -> int:
         """Where in `words` an entry of a row's block table lies."""
-        tables = self.tables
-        return tables.blocks + group * tables.group_words + row * tables.block_width + logical_index
+        return self._starts[group] + row * self._widths[group] + logical_index
 
     def parameters_offset(self, row: int) -> int:
         """Where in `words` the sampling parameters of a row start."""

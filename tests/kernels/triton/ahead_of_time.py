@@ -176,7 +176,7 @@ def row_calls() -> Calls:
     int64 = partial(empty, dtype=torch.int64)
     inputs = InputBuffers(int64(8192), int64(8192), int64(2, 8192), int32(256), int32(257), int32(256))
     columns = StepColumns(int32(5), int32(5), int32(6))
-    tables = RowTables(40964, 256 * 40964, 256 * 2564, 2564)
+    tables = RowTables(40964, int32(2, 2))
     return [
         lambda: write_words(int32(10**6), int32(9), int32(9)),
         lambda: copy_words(int32(10**6), int32(3, 3), 5000),
@@ -210,7 +210,7 @@ def attention_call(
     spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.head_dim, dtype.itemsize)
     backend = TritonAttention(
         KVCacheLayout(16, 9, *group_layers([spec], 16)),
-        [empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)],
+        {layer.layer: empty(9, 2, 16, layer.num_kv_heads, layer.head_dim, dtype=dtype)},
         DeviceLimits(divmod(capability, 10), 132),
         num_heads=layer.num_heads,
         dtype=dtype,

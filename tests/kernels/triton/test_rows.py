@@ -48,9 +48,15 @@ def test_copies_of_different_lengths(device: torch.device) -> None:
 
 NUM_ROWS, TOKEN_WIDTH, BLOCK_WIDTH, NUM_GROUPS, BLOCK_SIZE = 9, 44, 12, 2, 4
 GROUP_WORDS = NUM_ROWS * BLOCK_WIDTH
-TABLES = RowTables(TOKEN_WIDTH, NUM_ROWS * TOKEN_WIDTH, GROUP_WORDS, BLOCK_WIDTH)
+BLOCKS = NUM_ROWS * TOKEN_WIDTH
 CAPACITY = (16, 300)
 """More tokens than one program prepares."""
+
+
+def tables(device: torch.device) -> RowTables:
+    """Of groups one behind the other."""
+    places = [(BLOCKS + group * GROUP_WORDS, BLOCK_WIDTH) for group in range(NUM_GROUPS)]
+    return RowTables(TOKEN_WIDTH, torch.tensor(places, dtype=torch.int32, device=device))
 
 
 def buffers(device: torch.device) -> InputBuffers:
@@ -82,15 +88,15 @@ def buffers(device: torch.device) -> InputBuffers:
 )
 def test_inputs_against_a_loop(counts: list[int], padded: tuple[int, int], device: torch.device) -> None:
     rng = np.random.default_rng(len(counts))
-    arena = rng.integers(0, 1000, TABLES.blocks + NUM_GROUPS * GROUP_WORDS)
-    tokens = arena[: TABLES.blocks].reshape(NUM_ROWS, TOKEN_WIDTH)
-    blocks = arena[TABLES.blocks :].reshape(NUM_GROUPS, NUM_ROWS, BLOCK_WIDTH)
+    arena = rng.integers(0, 1000, BLOCKS + NUM_GROUPS * GROUP_WORDS)
+    tokens = arena[:BLOCKS].reshape(NUM_ROWS, TOKEN_WIDTH)
+    blocks = arena[BLOCKS:].reshape(NUM_GROUPS, NUM_ROWS, BLOCK_WIDTH)
     rows = rng.permutation(NUM_ROWS)[: len(counts)]
     starts = np.array([rng.integers(0, 42 - count) for count in counts], np.int64)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     columns = StepColumns(words(rows, device), words(starts, device), words(query_start, device))
     inputs = buffers(device)
-    prepare_inputs(words(arena, device), TABLES, columns, inputs, sum(counts), padded, BLOCK_SIZE)
+    prepare_inputs(words(arena, device), tables(device), columns, inputs, sum(counts), padded, BLOCK_SIZE)
 
     places = [(row, start + i) for row, start, n in zip(rows, starts, counts, strict=True) for i in range(n)]
     (num_seqs, num_tokens), (spare_seqs, spare_tokens) = padded, (padded[0] - len(counts), padded[1] - len(places))
@@ -112,8 +118,8 @@ def test_inputs_against_a_loop(counts: list[int], padded: tuple[int, int], devic
 
 
 def test_a_batch_larger_than_its_padding_is_a_bug_that_shows(device: torch.device) -> None:
-    arena = torch.zeros(TABLES.blocks + NUM_GROUPS * GROUP_WORDS, dtype=torch.int32, device=device)
+    arena = torch.zeros(BLOCKS + NUM_GROUPS * GROUP_WORDS, dtype=torch.int32, device=device)
     columns = StepColumns(words([0, 1], device), words([0, 0], device), words([0, 3, 4], device))
     for padded in ((1, 4), (2, 3), (17, 4), (2, 301)):
         with pytest.raises(AssertionError, match="room"):
-            prepare_inputs(arena, TABLES, columns, buffers(device), 4, padded, BLOCK_SIZE)
+            prepare_inputs(arena, tables(device), columns, buffers(device), 4, padded, BLOCK_SIZE)

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.attention.states import StateBackend
 from quire.config.families import read_shape
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.kv_cache.layout import KVCacheLayout
 from quire.layers.context import LayerContext
 from quire.models.decoder import Decoder
 from quire.models.loader import dummy_weights
 from quire.models.registry import model_architectures
 from quire.parallel.single import SingleRank
 from quire.quantization.unquantized import UnquantizedLinear
-from quire.worker.cuda_graphs import CudaGraphRunner, PassShape
+from quire.worker.cuda_graphs import CudaGraphRunner, DeviceBackends, PassShape
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
 from tests.fakes.device_attention import StepOperations, TwinBackend
 from tests.fakes.graph_capture import RecordingCapture
@@ -101,6 +103,9 @@ class Buffers:
         return self.fill(execution, (), (), ())
 
 
+NO_STATES = StateBackend(KVCacheLayout(BLOCK_SIZE, NUM_BLOCKS, (), 1), {})
+
+
 class Passes:
     """One model with its own cache and its own way of running."""
 
@@ -118,7 +123,9 @@ class Passes:
         size = config.num_heads * config.head_dim
         shape = PassShape(size, LONGEST, torch.float32, torch.device("cpu"))
         self.settings = settings
-        self.passes = CudaGraphRunner(self.model, self.backend, shape, settings, self.capture)
+        self.passes = CudaGraphRunner(
+            self.model, DeviceBackends(self.backend, NO_STATES), shape, settings, self.capture
+        )
         self.buffers = Buffers()
 
     def run(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.attention.states import StateBackend
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
@@ -16,6 +17,7 @@ from quire.errors import InsufficientMemoryError
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import layer_specs
 from quire.sampling.parameters import NUM_WORDS
+from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.graph_dispatch import ExecutionSettings
 from quire.worker.memory_profile import measure_memory
 from quire.worker.platform.device_memory import HostMemory, allocate_device_pages, arithmetic, make_memory
@@ -69,10 +71,10 @@ class Card(HostMemory):
         return self.num_measured * GIB
 
 
-def backend_factory(config: ModelConfig, made: list[TwinBackend]) -> Callable[..., TwinBackend]:
-    def make(layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> TwinBackend:
+def backend_factory(config: ModelConfig, made: list[TwinBackend]) -> Callable[..., DeviceBackends]:
+    def make(layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> DeviceBackends:
         made.append(TwinBackend(config.num_layers, layout.num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim))
-        return made[-1]
+        return DeviceBackends(made[-1], StateBackend(layout, {}))
 
     return make
 

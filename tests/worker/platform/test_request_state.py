@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 from quire.kernels.triton.rows import StepColumns
 from quire.sampling_params import SamplingParams
 from quire.step import NewSequence, SequenceFork, SequenceSampling, StepPlan
-from quire.worker.block_tables import BlockTables
+from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import build_input_batch
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.device_step import StagedColumns
@@ -163,8 +163,8 @@ class Rows:
     """The parts of a runner that keep rows."""
 
     def __init__(self, device: torch.device) -> None:
-        self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_GROUPS, PARAMETERS, device)
-        tables = BlockTables([BLOCK_SIZE] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
+        self.arena = StateArena(NUM_ROWS, MAX_MODEL_LEN, [TableShape(BLOCK_SIZE)] * NUM_GROUPS, PARAMETERS, device)
+        tables = BlockTables([TableShape(BLOCK_SIZE)] * NUM_GROUPS, NUM_ROWS, MAX_MODEL_LEN)
         sampling = SamplingRows()
         self.columns = StagedColumns(self.arena, sampling)  # type: ignore[arg-type]
         self.requests = RequestState(tables, sampling, self.columns)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class Rows:
             length = int(self.requests.lengths[row])
             assert self.arena.token_ids[row, :length].tolist() == sequence.tokens, seq_id
             assert self.requests.num_prompt_tokens[row] == sequence.num_prompt
-            assert self.requests.tables.num_blocks(row) == [len(table) for table in sequence.blocks]
+            assert self.requests.tables.num_entries(row) == [len(table) for table in sequence.blocks]
             for table, blocks in zip(self.arena.block_tables, sequence.blocks, strict=True):
                 assert table[row, : len(blocks)].tolist() == blocks, seq_id
             assert self.arena.parameters[row].tolist() == [0, sequence.seed, ~sequence.seed]
@@ -276,4 +276,4 @@ def test_a_token_that_was_not_sampled_is_a_bug_that_shows(device: torch.device) 
 
 def test_tables_that_cannot_be_addressed() -> None:
     with pytest.raises(ConfigError, match=r"max_num_seqs=4096 sequences of max_model_len=1000000"):
-        StateArena(4096, 1_000_000, 16, 1, 32, torch.device("cpu"))
+        StateArena(4096, 1_000_000, [TableShape(16)], 32, torch.device("cpu"))

@@ -18,11 +18,13 @@ from quire.kv_cache.spec import AttentionSpec
 from quire.layers.batch import ForwardBatch
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceFork, StepPlan
+from quire.worker.cuda_graphs import DeviceBackends
 from quire.worker.warm_up import PROMPT_TOKENS, warm_up_attention, warm_up_plans
 from tests.fakes.compilations import CompilationRecorder
 from tests.fakes.host_math import HostAttention
 from tests.worker.driver import Driver, sampling_of
 from tests.worker.platform.conftest import DEVICE, MakeDriver
+from tests.worker.platform.passes import NO_STATES
 
 GROUPS = group_layers([AttentionSpec(1, 16, 16, 4)], 16)
 
@@ -78,7 +80,7 @@ def test_attention_is_compiled_for_every_length_that_a_step_can_have(
     make_driver()
     lengths = Lengths()
     inputs = executors[0]._worker._runner._compute.inputs
-    warm_up_attention(NoModel(), lengths, inputs, 128, 512)  # type: ignore[arg-type]
+    warm_up_attention(NoModel(), DeviceBackends(lengths, NO_STATES), inputs, 128, 512)  # type: ignore[arg-type]
     assert lengths.seen == [(2, 3, 1, 128), (2, 19, 9, 128)]
 
 

@@ -1,0 +1,39 @@
+"""Where the layers that keep states find them in a step, beside the attention back ends, which know those that keep
+tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.attention.device_batch import DeviceBatch, DeviceStateStep
+from quire.attention.interface import AttentionBatch, StateStep
+from quire.kv_cache.layout import KVCacheLayout
+
+
+class StateBackend:
+    """The state groups of one pool. pages: by layer, [num_blocks, page bytes] uint8."""
+
+    def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
+        groups = layout.state_groups
+        self._pages = pages
+        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        intervals = {group.block_size for group in groups}
+        assert len(intervals) <= 1, "snapshots of all layers lie at the same tokens"
+        self._interval = max(intervals, default=0)
+
+    def plan(self, batch: AttentionBatch) -> StateStep | None:
+        """None where no layer keeps states."""
+        if not self._pages:
+            return None
+        tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}
+        return StateStep(batch.query_start.tolist(), batch.start_positions, tables, self._interval, self._pages)
+
+    def plan_on_device(self, batch: DeviceBatch) -> DeviceStateStep | None:
+        """As `plan`. No device is asked and nothing is launched: what it returns is as good for the replays of a graph
+        as for one step."""
+        if not self._pages:
+            return None
+        tables = {layer: batch.state_tables[group] for layer, group in self._group_of.items()}
+        return DeviceStateStep(batch, tables, self._interval, self._pages)
