@@ -30,9 +30,7 @@ class GatedAttention(Attention):
             norm_epsilon=norm_epsilon,
             norm=UnitOffsetRMSNorm,
         )
-        self._gate = ColumnParallelLinear(
-            hidden_size, (shape.num_heads * shape.head_dim,), bias=bias, context=context
-        )
+        self._gate = ColumnParallelLinear(hidden_size, (shape.num_heads * shape.head_dim,), bias=bias, context=context)
         rows = torch.arange(2 * shape.num_heads * shape.head_dim).view(shape.num_heads, 2, shape.head_dim)
         self._orders = rows[:, 0].flatten(), rows[:, 1].flatten()
 

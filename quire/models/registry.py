@@ -26,6 +26,8 @@ def model_architectures() -> Registry:
             "Phi3ForCausalLM": "quire.models.dense:DenseDecoder",
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen3NextForCausalLM": "quire.models.qwen_next:HybridDecoder",
+            "Qwen3_5ForCausalLM": "quire.models.qwen_next:HybridDecoder",
             "SmolLM3ForCausalLM": "quire.models.dense:DenseDecoder",
         },
     )

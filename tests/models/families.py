@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.models.dense_families import DENSE_FAMILIES
+from tests.models.hybrid_families import HYBRID_FAMILIES
 
 SMALL = {
     "vocab_size": 97,
@@ -107,4 +108,5 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     **DENSE_FAMILIES,
+    **HYBRID_FAMILIES,
 }

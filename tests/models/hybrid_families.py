@@ -1,0 +1,65 @@
+"""Tiny random models of families with layers that keep a state, as Transformers builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    # Of Qwen3-Next alone; no layer of these has experts.
+    "mlp_only_layers": [0, 1, 2, 3],
+}
+
+
+def _without_experts(options: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in {**SIZES, **options}.items() if key != "mlp_only_layers"}
+
+
+def qwen3_next_dense(**options: object) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SIZES, **options}))
+
+
+def qwen3_5(**options: object) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_without_experts(options)))
+
+
+def qwen3_5_vision(**options: object) -> PreTrainedModel:
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+    config = Qwen3_5Config(text_config=_without_experts(options), vision_config=vision)
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+HYBRID_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3-next-dense": lambda: qwen3_next_dense(linear_num_key_heads=1, linear_num_value_heads=3),
+    "qwen3.5": qwen3_5,
+    "qwen3.5-two-of-two": lambda: qwen3_5(
+        full_attention_interval=2, num_hidden_layers=2, attention_bias=True, linear_conv_kernel_dim=3, head_dim=24
+    ),
+    "qwen3.5-state-last": lambda: qwen3_5(
+        layer_types=["full_attention", "linear_attention"], num_hidden_layers=2, tie_word_embeddings=True
+    ),
+    "qwen3.5-attention-alone": lambda: qwen3_5(full_attention_interval=1, num_hidden_layers=1),
+    "qwen3.5-vision": qwen3_5_vision,
+}
