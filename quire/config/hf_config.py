@@ -15,7 +15,7 @@ from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
-from quire.config.quantization import read_quantization
+from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError
 from quire.utils.gguf import SUFFIX as GGUF_SUFFIX
@@ -24,6 +24,7 @@ from quire.utils.model_files import file_bytes
 
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
 SUBDIRECTORIES = ("*/*",)
 """Hub repositories keep other formats of the same weights in folders; none of them is read."""
@@ -108,7 +109,15 @@ def _described(path: Path) -> Path:
 
 
 def _read_described(path: Path) -> dict[str, Any]:
-    return read_gguf_config(path) if path.is_file() else read_json(path / CONFIG_FILE)
+    if path.is_file():
+        return read_gguf_config(path)
+    config = read_json(path / CONFIG_FILE)
+    if config.get("quantization_config") is None:
+        # ModelOpt's older checkpoints say it in a file of its own.
+        inner = read_optional_json(path / MODELOPT_FILE).get("quantization")
+        if isinstance(inner, dict) and inner.get("quant_algo") is not None:
+            config["quantization_config"] = {"quant_method": "modelopt", **inner}
+    return config
 
 
 def _where(path: Path) -> str:

@@ -88,5 +88,7 @@ class ModelConfig:
 
     def resolved_shape(self) -> ModelShape:
         """The shape as this engine has it: what it stores weights in, and its own limit on a sequence."""
-        stored = self.dtype if self.quantization is None else f"int{self.quantization.bits}"
-        return replace(self.shape, max_model_len=self.max_model_len, dtype=stored, expert_dtype=stored)
+        stored = self.dtype if self.quantization is None else self.quantization.stored_type
+        only_experts = self.quantization is not None and self.quantization.checkpoint_format == "mxfp4"
+        dense = self.dtype if only_experts else stored
+        return replace(self.shape, max_model_len=self.max_model_len, dtype=dense, expert_dtype=stored)

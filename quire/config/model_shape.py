@@ -19,9 +19,10 @@ DTYPE_BYTES: Mapping[str, float] = {
     "int8": 1.0,
     "int4": 0.5,
     "mxfp4": 0.53125,
+    "nvfp4": 0.5625,
 }
-"""Bytes of an element of a weight as checkpoints store it (mxfp4: with its scales)."""
-QUANTIZED = ("float8", "int8", "int4", "mxfp4")
+"""Bytes of an element of a weight as checkpoints store it (mxfp4 and nvfp4: with its scales)."""
+QUANTIZED = ("float8", "int8", "int4", "mxfp4", "nvfp4")
 """Types that matrices of layers are quantised to; the tables of the vocabulary stay in 16 bits."""
 STATE_BORDER = 64
 """Tokens. A recurrent layer keeps its state at the last multiple of it and the rows of the tokens behind, so that a

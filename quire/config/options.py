@@ -77,7 +77,7 @@ HELP: dict[str, str] = {
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
     "revision": "branch, tag or commit of a hub id",
-    "quantization": "int8, int4, w8a8 or w4a8: quantise while loading (default: what the checkpoint brings)",
+    "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",
     "block_size": "tokens per KV block",
     "max_num_seqs": "most sequences that run at once (default: 128; 256 on cuda; at most max_num_batched_tokens)",

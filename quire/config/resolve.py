@@ -36,7 +36,14 @@ CACHE_DTYPES = {
 }
 """What each attention back end stores keys and values in (that "int8" is not there yet on a device is said by name)."""
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
-QUANTIZATIONS: dict[str, int | None] = {"int8": None, "int4": 32, "w8a8": None, "w4a8": 32}
+QUANTIZATIONS: dict[str, int | None] = {
+    "int8": None,
+    "int4": 32,
+    "w8a8": None,
+    "w4a8": 32,
+    "fp8": None,
+    "mxfp4": 32,
+}
 """Ways to quantise while loading, and how many input features then share a scale (None: all)."""
 STORED_NAMES = {
     "gptq": ("gptq",),
@@ -44,8 +51,12 @@ STORED_NAMES = {
     "awq": ("awq",),
     "pack-quantized": ("compressed-tensors",),
     "int-quantized": ("compressed-tensors",),
+    "fp8": ("compressed-tensors", "modelopt"),
+    "nvfp4": ("modelopt",),
+    "nvfp4-pack-quantized": ("compressed-tensors",),
+    "mxfp4-pack-quantized": ("compressed-tensors",),
 }
-STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors")
+STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
@@ -165,9 +176,9 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
         return stored
     choice("quantization", asked, (*QUANTIZATIONS, *STORED_QUANTIZATIONS))
     if stored is not None:
-        if asked == ROUNDED[stored.bits] and backend == "native":
+        if stored.is_integer and asked == ROUNDED[stored.bits] and backend == "native":
             return replace(stored, method=asked)
-        if asked not in (stored.method, *STORED_NAMES[stored.checkpoint_format or ""]):
+        if asked not in (stored.method, *STORED_NAMES.get(stored.checkpoint_format or "", ())):
             raise ConfigError(
                 f"quantization={asked!r} is not what the checkpoint brings: "
                 f"{stored.method} ({stored.checkpoint_format})",

@@ -194,7 +194,7 @@ class StepLog:
             version=VERSION,
             model=model.name,
             architecture=model.architecture,
-            weights=model.dtype if model.quantization is None else f"int{model.quantization.bits}",
+            weights=model.dtype if model.quantization is None else model.quantization.stored_type,
             kv_cache_dtype=model.kv_cache_dtype,
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,

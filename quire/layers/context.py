@@ -63,7 +63,7 @@ class WeightSlot:
     """A place for one tensor of a checkpoint.
 
     shape: as the checkpoint has it, whole (not this rank's share). load: copies this rank's share of a tensor of that
-    shape, of any dtype, to where the layer keeps it, or of an IntegerWeight of `matrix_shape`; of a FileTensor it reads
+    shape, of any dtype, to where the layer keeps it, or a quantised one of `matrix_shape`; of a FileTensor it reads
     no more than that. nbytes: what the share takes there. dummy_mean,
     dummy_std: of random weights. transposed: the checkpoint's tensor is [in, out].
     """
@@ -78,7 +78,7 @@ class WeightSlot:
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         """[out, in], which quantised checkpoints keep to whatever the plain ones of a family do."""
-        return self.shape[::-1] if self.transposed else self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
 
 WeightSlots = dict[str, WeightSlot]

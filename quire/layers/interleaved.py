@@ -1,8 +1,6 @@
 """Rows of a checkpoint's matrices in another order than the layers', brought to theirs while weights are loaded.
 
-Rotated pairs side by side (GLM) are brought to the order of LLaMA's heads.
-
-A rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
+Rotated pairs side by side (GLM): a rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
 checkpoint has them side by side, the rows of its query and key matrices are put in the other order. Scores are sums
 over all elements of a head, so that no later step sees the difference.
 """
@@ -16,7 +14,7 @@ import torch
 
 from quire.layers.context import WeightSlot
 from quire.quantization.file_tensor import FileTensor
-from quire.quantization.integer_weight import IntegerWeight, WeightSource
+from quire.quantization.integer_weight import WeightSource
 
 
 def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
@@ -30,28 +28,18 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
     order = (torch.arange(num_heads)[:, None] * head_dim + inside).flatten()
 
     def load(source: WeightSource) -> None:
-        slot.load(_rows(source, order))
+        slot.load((source.read() if isinstance(source, FileTensor) else source)[order])
 
     return replace(slot, load=load)
-
-
-def _rows(source: WeightSource, order: torch.Tensor) -> WeightSource:
-    if isinstance(source, FileTensor):
-        source = source.read()
-    if not isinstance(source, IntegerWeight):
-        return source[order]
-    offsets = None if source.offsets is None else source.offsets[order]
-    return replace(source, values=source.values[order], scales=source.scales[order], offsets=offsets)
 
 
 def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
     """One tensor of a checkpoint that has the rows of several slots: those of slot i are its rows `orders[i]`."""
 
     def load(source: WeightSource) -> None:
-        if isinstance(source, FileTensor):
-            source = source.read()
+        rows = source.read() if isinstance(source, FileTensor) else source
         for slot, order in zip(slots, orders, strict=True):
-            slot.load(_rows(source, order))
+            slot.load(rows[order])
 
     rows = sum(slot.shape[0] for slot in slots)
     return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=sum(slot.nbytes for slot in slots))

@@ -9,8 +9,9 @@ from quire.errors import ConfigError
 from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots
 from quire.parallel.interface import ProcessGroup
-from quire.quantization.integer_weight import IntegerWeight, LoadWeight, WeightSource
+from quire.quantization.integer_weight import LoadWeight, WeightSource
 from quire.quantization.interface import LinearShape
+from quire.quantization.quantized_weight import QuantizedWeight
 
 
 class ColumnParallelLinear:
@@ -125,8 +126,8 @@ class RowParallelLinear:
 
 
 def _outputs_first(tensor: WeightSource, transposed: bool) -> WeightSource:
-    """A checkpoint's matrix as [out, in]; an IntegerWeight is that always."""
-    return tensor.t() if transposed and not isinstance(tensor, IntegerWeight) else tensor
+    """A checkpoint's matrix as [out, in]; a quantised one is that always."""
+    return tensor.t() if transposed and not isinstance(tensor, QuantizedWeight) else tensor
 
 
 def share_of(size: int, num_shares: int, group: ProcessGroup) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from quire.kernels.value import Value
 from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
 from quire.layers.experts import ExpertWeights, Gating, Routing
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of
-from quire.quantization.integer_weight import IntegerWeight, WeightSource, copy_into
+from quire.quantization.integer_weight import WeightSource, WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
 
 
@@ -176,22 +176,22 @@ class MixtureOfExperts:
             (*matrices[1], self._load_down, narrow_bytes, narrow_bias),
         ):
             shape = (count, columns, rows) if names.transposed else (count, rows, columns)
-            slots[name] = WeightSlot(shape, self._expert_by_expert("weight", names, loader), nbytes)
+            load = self._expert_by_expert("weight", names, loader)
+            slots[name] = WeightSlot(shape, load, nbytes, transposed=names.transposed)
             if self._bias:
                 load = self._expert_by_expert("bias", names, loader)
                 slots[f"{name}_bias"] = WeightSlot((count, rows), load, bias_bytes)
         return slots
 
     def _expert_by_expert(
-        self, suffix: str, names: ExpertNames, load_one: Callable[[int, str, torch.Tensor, bool], None]
+        self, suffix: str, names: ExpertNames, load_one: Callable[[int, str, WeightTensor, bool], None]
     ) -> Callable[[WeightSource], None]:
         """Loads a tensor of all experts, of which no more than one expert's part is read or copied at a time."""
 
         def load(tensor: WeightSource) -> None:
-            assert not isinstance(tensor, IntegerWeight), "quantised matrices come one by one"
             for expert in range(self._routing.num_experts):
                 own = tensor.narrow(0, expert, 1)[0]
-                if suffix == "weight" and names.transposed:
+                if suffix == "weight" and names.transposed and isinstance(own, torch.Tensor):
                     own = own.t()
                 try:
                     load_one(expert, suffix, own, names.interleaved)
@@ -200,12 +200,13 @@ class MixtureOfExperts:
 
         return load
 
-    def _load_gate_up(self, expert: int, suffix: str, rows: torch.Tensor, interleaved: bool) -> None:
-        halves = (rows[0::2], rows[1::2]) if interleaved else rows.chunk(2)
+    def _load_gate_up(self, expert: int, suffix: str, rows: WeightTensor, interleaved: bool) -> None:
+        middle = self._intermediate
+        halves = (rows[0::2], rows[1::2]) if interleaved else (rows[:middle], rows[middle:])
         for part, half in enumerate(halves):
             self._load_part(expert, part, suffix, half)
 
-    def _load_down(self, expert: int, suffix: str, rows: torch.Tensor, interleaved: bool) -> None:
+    def _load_down(self, expert: int, suffix: str, rows: WeightTensor, interleaved: bool) -> None:
         self._load_part(expert, None, suffix, rows)
 
     def _stored_bytes(self) -> tuple[int, int, int, int]:

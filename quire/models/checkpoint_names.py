@@ -16,7 +16,8 @@ from quire.errors import ModelLoadError
 from quire.layers.context import WeightSlot, WeightSlots
 from quire.logging import get_logger
 from quire.quantization.file_tensor import FileTensor
-from quire.quantization.integer_weight import IntegerWeight, WeightSource
+from quire.quantization.integer_weight import WeightSource
+from quire.quantization.quantized_weight import QuantizedWeight
 
 logger = get_logger(__name__)
 SourceT = TypeVar("SourceT", bound=WeightSource)
@@ -104,13 +105,19 @@ def fill_slots(
 
 
 def _check(name: str, tensor: WeightSource, slot: WeightSlot) -> None:
-    shape = slot.matrix_shape if isinstance(tensor, IntegerWeight) else slot.shape
+    shape = slot.matrix_shape if isinstance(tensor, QuantizedWeight) else slot.shape
     if tuple(tensor.shape) != shape:
         raise ModelLoadError(
             f"tensor {name!r} has shape {list(tensor.shape)}, the model's config.json asks for {list(shape)}"
         )
-    if not isinstance(tensor, IntegerWeight) and not tensor.is_floating_point():
+    if isinstance(tensor, QuantizedWeight):
+        return
+    if not tensor.is_floating_point():
         raise ModelLoadError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
+    if tensor.dtype.itemsize == 1:
+        raise ModelLoadError(
+            f"tensor {name!r} holds {tensor.dtype}, which the quantization_config of config.json says nothing about"
+        )
 
 
 def _is_zero(tensor: WeightSource) -> bool:

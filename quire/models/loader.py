@@ -22,7 +22,7 @@ from quire.models.registry import model_architectures
 from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
-from quire.quantization.checkpoints import integer_weights
+from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.unquantized import UnquantizedLinear
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _load_from(
         if quantization is None or quantization.checkpoint_format is None:
             model.load_weights(tensors, elsewhere)
         else:
-            model.load_weights(integer_weights(whole_tensors(tensors), quantization), elsewhere)
+            model.load_weights(quantized_weights(whole_tensors(tensors), quantization), elsewhere)
     except ModelLoadError as error:
         where = files.current or files.directory
         message = error.message if str(where) in error.message else f"{where}: {error.message}"

@@ -13,7 +13,8 @@ PLAIN = frozenset({torch.float32, torch.float16, torch.bfloat16})
 WIDE = torch.float64
 """Loaded as float32."""
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool})
-"""Parts of quantised matrices."""
+EIGHT_BIT_FLOATS = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
+"""Parts of quantised matrices, as integers are."""
 
 SAFETENSORS_DTYPES = {
     "F32": torch.float32,
@@ -26,6 +27,8 @@ SAFETENSORS_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -38,14 +41,14 @@ def check_name(name: object) -> str:
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, float64 as float32. Raises ModelLoadError for one that is not dense numbers in memory, each with a
-    place of its own: sparse, nested, quantised by torch, without data (meta), of eight-bit floats, of complex numbers,
-    or so strided that it has more elements than its memory."""
+    place of its own: sparse, nested, quantised by torch, without data (meta), of other eight-bit floats than e4m3 and
+    e8m0, of complex numbers, or so strided that it has more elements than its memory."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantised by torch" if tensor.is_quantized else str(tensor.layout)
         raise ModelLoadError(f"tensor {shown(name)} is {kind.removeprefix('torch.')}: only dense tensors are loaded")
     if tensor.device.type != "cpu":
         raise ModelLoadError(f"tensor {shown(name)} has no data (it is on the device {tensor.device.type!r})")
-    if tensor.dtype not in PLAIN and tensor.dtype not in INTEGERS and tensor.dtype != WIDE:
+    if tensor.dtype not in PLAIN | INTEGERS | EIGHT_BIT_FLOATS and tensor.dtype != WIDE:
         raise _unknown_dtype(name, tensor.dtype)
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ModelLoadError(f"tensor {shown(name)} has more elements than its memory: they overlap")

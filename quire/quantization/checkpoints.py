@@ -1,4 +1,4 @@
-"""Quantised checkpoints: from the stored tensors to matrices of integers."""
+"""Quantised checkpoints: from the stored tensors to matrices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from quire.config.quantization import QuantizationConfig
 from quire.quantization.awq import awq_format
 from quire.quantization.compressed_tensors import compressed_tensors_format
+from quire.quantization.float_checkpoints import float8_format, mxfp4_format, nvfp4_format
 from quire.quantization.gptq import gptq_format
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.parts import assemble
@@ -19,13 +20,18 @@ FORMATS = {
     "awq": awq_format,
     "pack-quantized": compressed_tensors_format,
     "int-quantized": compressed_tensors_format,
+    "fp8": float8_format,
+    "nvfp4": nvfp4_format,
+    "nvfp4-pack-quantized": nvfp4_format,
+    "mxfp4": mxfp4_format,
+    "mxfp4-pack-quantized": mxfp4_format,
 }
 
 
-def integer_weights(
+def quantized_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], config: QuantizationConfig | None
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """The stream of a checkpoint's tensors with each quantised matrix put together as `<module>.weight`. Tensors that
+    """The stream of a checkpoint's tensors with each quantised matrix put together under one name. Tensors that
     belong to no such matrix pass through. Raises ModelLoadError as `assemble` does."""
     if config is None or config.checkpoint_format is None:
         return iter(tensors)

@@ -1,4 +1,4 @@
-"""Bringing the parts of one fused matrix to one integer format, exactly."""
+"""Bringing the parts of one fused matrix to one format, exactly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ from dataclasses import replace
 
 import torch
 
+from quire.quantization.float_weight import Float4Weight, Float8Weight
 from quire.quantization.integer_weight import IntegerWeight
+from quire.quantization.quantized_weight import QuantizedWeight
 
 
-def merge_rows(parts: Sequence[IntegerWeight]) -> list[IntegerWeight] | None:
-    """The same weights with the same number of bits, group size and presence of offsets (a checkpoint may keep the
-    projections of one layer in different formats). None when they order their columns differently (act-order)."""
+def merge_rows(parts: Sequence[QuantizedWeight]) -> Sequence[QuantizedWeight] | None:
+    """The same weights in one format (a checkpoint may keep the projections of one layer in different ones): with the
+    same number of bits, group size and presence of offsets. None when there is no such format: integers beside floats,
+    groups that do not divide each other, columns in different orders (act-order)."""
+    integers = [part for part in parts if isinstance(part, IntegerWeight)]
+    if len(integers) == len(parts):
+        return _merge_integers(integers)
+    eights = [part for part in parts if isinstance(part, Float8Weight)]
+    if len(eights) == len(parts):
+        return _merge_float8(eights)
+    fours = [part for part in parts if isinstance(part, Float4Weight)]
+    alike = len(fours) == len(parts) and len({part.row_scales is None for part in fours}) == 1
+    return fours if alike else None
+
+
+def _merge_integers(parts: Sequence[IntegerWeight]) -> Sequence[IntegerWeight] | None:
     bits = max(part.bits for part in parts)
     group_size = math.gcd(*(part.group_size for part in parts))
     has_offsets = any(part.offsets is not None for part in parts)
@@ -37,3 +52,16 @@ def _converted(part: IntegerWeight, bits: int, group_size: int, has_offsets: boo
         offsets = None if offsets is None else offsets.repeat_interleave(repeats, dim=1)
     values = part.values if part.bits == bits else part.values.to(torch.int8)
     return replace(part, values=values, bits=bits, group_size=group_size, scales=scales, offsets=offsets)
+
+
+def _merge_float8(parts: Sequence[Float8Weight]) -> Sequence[Float8Weight] | None:
+    smallest = min(part.group_size for part in parts)
+    columns = parts[0].shape[1]
+    groups = torch.arange(-(-columns // smallest))
+    merged = []
+    for part in parts:
+        if part.group_size % smallest and part.scales.shape[1] > 1:
+            return None
+        scales = part.scales[:, groups * smallest // part.group_size]
+        merged.append(replace(part, scales=scales, group_size=smallest))
+    return merged

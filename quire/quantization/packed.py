@@ -16,10 +16,12 @@ from quire.kernels.cpu.recorder import Buffer, RecordedIndices
 from quire.kernels.matmul import row_linear
 from quire.layers.experts import ExpertWeights, experts
 from quire.logging import get_logger
-from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape
-from quire.quantization.merge import merge_rows
+from quire.quantization.pack_parts import pack_parts
 from quire.quantization.quantize import quantize_rows
+from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
+from quire.quantization.quantized_weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
@@ -39,19 +41,23 @@ FLOAT_TYPES = {
     "bfloat16": _native.WeightType.BF16,
     "float16": _native.WeightType.F16,
 }
-INTEGER_TYPES = {8: _native.WeightType.I8, 4: _native.WeightType.I4}
+
+
+EIGHT_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """bits: 0 keeps floating point as it comes, in `dtype`; 8 and 4 quantise it, in groups of at most `group_size`
-    input features (None: one group a row). rounded_activations: of integer weights, activations are rounded to 8
-    bits, row by row, and multiply as integers. A checkpoint's own integers are kept whatever `bits` is."""
+    input features (None: one group a row), to integers, or with small_floats to FP8 and MXFP4. rounded_activations: of
+    integer weights, activations are rounded to 8 bits, row by row, and multiply as integers. A checkpoint's own
+    quantised matrices are kept whatever `bits` is."""
 
     dtype: str
     bits: int = 0
     group_size: int | None = None
     rounded_activations: bool = False
+    small_floats: bool = False
 
 
 def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, WeightFormat]:
@@ -68,20 +74,21 @@ def weight_formats(config: ModelConfig) -> tuple[WeightFormat, WeightFormat, Wei
     if quantization.checkpoint_format is not None:
         stored = WeightFormat(config.dtype, rounded_activations=rounded)
         return stored, stored, plain
-    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded)
+    small_floats = not quantization.is_integer
+    linear = WeightFormat(config.dtype, quantization.bits, quantization.group_size, rounded, small_floats)
     vocabulary = WeightFormat(config.dtype, 8, None, rounded)
     return linear, vocabulary, plain
 
 
 @dataclass(eq=False, slots=True)
 class PackedParameters:
-    """matrix: None until the format of the weights is known. pending: integer parts of a matrix whose other parts
+    """matrix: None until the format of the weights is known. pending: quantised parts of a matrix whose other parts
     have not come yet, by first row: parts of different formats must be brought to one."""
 
     shape: LinearShape
     matrix: PackedMatrix | None = None
     bias: torch.Tensor | None = None
-    pending: dict[int, IntegerWeight] = field(default_factory=dict)
+    pending: dict[int, QuantizedWeight] = field(default_factory=dict)
 
 
 class PackedLinear:
@@ -109,12 +116,13 @@ class PackedLinear:
         if isinstance(tensor, torch.Tensor) and self._format.bits == 0:
             matrix = self._float_matrix(parameters)
             matrix.load_dense(tensor, first_row)
-            for row, part in parameters.pending.items():
-                matrix.load_dense(part.dequantize(), row)
+            for row, waiting in parameters.pending.items():
+                matrix.load_dense(waiting.dequantize(), row)
             parameters.pending.clear()
             return
+        part: QuantizedWeight
         if isinstance(tensor, torch.Tensor):
-            part = quantize_rows(tensor, self._format.bits, self._format.group_size, name="weight")
+            part = self._quantized(tensor)
         else:
             part = tensor
         if parameters.matrix is not None:  # of floating point: another part came as that
@@ -122,7 +130,7 @@ class PackedLinear:
             return
         parameters.pending[first_row] = part
         if sum(part.shape[0] for part in parameters.pending.values()) == parameters.shape.out_features:
-            self._pack_integers(parameters)
+            self._pack(parameters)
 
     def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
         shape, matrix = parameters.shape, _loaded(parameters)
@@ -171,8 +179,9 @@ class PackedLinear:
         weight_format, size = self._format, math.prod(shape)
         if weight_format.bits == 0:
             return size * DTYPE_BYTES[weight_format.dtype]
-        scale_bytes = 4 * size // (weight_format.group_size or shape[1])
-        return size * weight_format.bits // 8 + scale_bytes * (2 if weight_format.bits == 4 else 1)
+        bytes_of_scale = 4 if weight_format.bits == EIGHT_BITS else 1 if weight_format.small_floats else 8
+        num_scales = size // (weight_format.group_size or shape[1])
+        return size * weight_format.bits // 8 + num_scales * bytes_of_scale
 
     def _float_matrix(self, parameters: PackedParameters) -> PackedMatrix:
         if parameters.matrix is None:
@@ -186,39 +195,29 @@ class PackedLinear:
             )
         return parameters.matrix
 
-    def _pack_integers(self, parameters: PackedParameters) -> None:
+    def _quantized(self, tensor: torch.Tensor) -> QuantizedWeight:
+        weight_format = self._format
+        if not weight_format.small_floats:
+            return quantize_rows(tensor, weight_format.bits, weight_format.group_size, name="weight")
+        quantize = quantize_float8 if weight_format.bits == EIGHT_BITS else quantize_mxfp4
+        return quantize(tensor, name="weight")
+
+    def _pack(self, parameters: PackedParameters) -> None:
         shape = parameters.shape
-        parts = merge_rows([parameters.pending[row] for row in sorted(parameters.pending)])
-        if parts is None:
+        parts = [parameters.pending[row] for row in sorted(parameters.pending)]
+        rounded, memory = self._format.rounded_activations, self._arena.allocate
+        parameters.matrix = pack_parts(parts, shape, rounded_activations=rounded, memory=memory)
+        if parameters.matrix is None:
             logger.warning(
-                "a matrix of %d x %d is kept as floating point: its parts order their input features differently",
+                "a matrix of %d x %d is kept as floating point: its parts differ in their formats, or order their "
+                "input features differently",
                 shape.out_features,
                 shape.in_features,
             )
             matrix = self._float_matrix(parameters)
             for row, part in parameters.pending.items():
                 matrix.load_dense(part.dequantize(), row)
-            parameters.pending.clear()
-            return
         parameters.pending.clear()
-        first = parts[0]
-        matrix = PackedMatrix(
-            INTEGER_TYPES[first.bits],
-            shape.in_features,
-            shape.out_features,
-            group_size=first.group_size,
-            gated=shape.gated,
-            integer_activations=self._format.rounded_activations,
-            with_offsets=first.offsets is not None,
-            memory=self._arena.allocate,
-        )
-        row = 0
-        for part in parts:
-            matrix.load_integer(part.values, part.scales, part.offsets, first_row=row)
-            row += part.shape[0]
-        if first.column_order is not None:
-            matrix.set_column_order(first.column_order)
-        parameters.matrix = matrix
 
 
 def _product(parameters: PackedParameters, x: torch.Tensor) -> torch.Tensor:

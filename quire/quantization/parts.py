@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.errors import ModelLoadError
-from quire.quantization.integer_weight import IntegerWeight, WeightTensor
+from quire.quantization.integer_weight import WeightTensor
+from quire.quantization.quantized_weight import QuantizedWeight
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32)
 INTEGRAL = (torch.int32, torch.int64)
@@ -16,9 +17,9 @@ INTEGRAL = (torch.int32, torch.int64)
 
 @dataclass
 class Parts:
-    """The parts of the matrix `<module>.weight` that have been streamed so far."""
+    """The parts of a matrix that have been streamed so far. prefix: of their names."""
 
-    module: str
+    prefix: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def take(self, part: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> torch.Tensor:
@@ -40,7 +41,13 @@ class Parts:
         return self.take(part, FLOATING, shape).float()
 
     def error(self, part: str, message: str) -> ModelLoadError:
-        return ModelLoadError(f"tensor '{self.module}.{part}' {message}")
+        return ModelLoadError(f"tensor '{self.prefix}{part}' {message}")
+
+    def scalar(self, part: str) -> float:
+        """A number that is stored alone, [] or [1]."""
+        tensor = self.tensors[part]
+        shape = (1,) if tensor.dim() == 1 else ()
+        return float(self.take(part, FLOATING, shape))
 
     def group_size(self, part: str, columns: int, wanted: int | None) -> int:
         """The features of a group: all for None. Raises ModelLoadError when groups do not divide the columns."""
@@ -53,23 +60,36 @@ class Parts:
 @dataclass(frozen=True)
 class MatrixFormat:
     """required: names of the parts that make up a matrix. harmless: parts that a checkpoint may hold for nothing, each
-    with a test that it says nothing. build: from the required parts to the matrix."""
+    with a test that it says nothing. build: from the required parts to the matrix. weight_dtype: of a part called
+    "weight". aliases: further names of parts. separator: between the name of the matrix and those of its parts; where
+    it is a dot, the matrix is called `<name>.weight`."""
 
     required: frozenset[str]
-    build: Callable[[Parts], IntegerWeight]
+    build: Callable[[Parts], QuantizedWeight]
     harmless: Mapping[str, Callable[[torch.Tensor], bool]] = field(default_factory=dict)
+    weight_dtype: torch.dtype = torch.int8
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    separator: str = "."
+
+    def split(self, name: str) -> tuple[str, str]:
+        """(name of the matrix or module, name of the part)."""
+        module, _, part = name.rpartition(self.separator)
+        return module, self.aliases.get(part, part)
+
+    def matrix_name(self, module: str) -> str:
+        return f"{module}.weight" if self.separator == "." else module
 
     def owns(self, part: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this name is a part of a matrix. A plain weight has the name of an int8 one."""
+        """Whether a tensor of this name is a part of a matrix. A plain weight has the name of a quantised one."""
         if part == "weight":
-            return part in self.required and tensor.dtype == torch.int8
+            return part in self.required and tensor.dtype == self.weight_dtype
         return part in self.required or part in self.harmless
 
 
 def assemble(
     tensors: Iterable[tuple[str, torch.Tensor]], matrix_format: MatrixFormat
 ) -> Iterator[tuple[str, WeightTensor]]:
-    """Yield each matrix as `<module>.weight` as soon as its last part has come, and every other tensor as it comes.
+    """Yield each matrix as soon as its last part has come, and every other tensor as it comes.
 
     Parts of a matrix may come in any order and with other tensors between them; only matrices that lack a part are
     held. Raises ModelLoadError, naming the tensor, for parts that are missing, given twice or do not fit.
@@ -78,7 +98,7 @@ def assemble(
     done: set[str] = set()
     harmless: dict[str, str] = {}
     for name, tensor in tensors:
-        module, _, part = name.rpartition(".")
+        module, part = matrix_format.split(name)
         if not matrix_format.owns(part, tensor):
             yield name, tensor
             continue
@@ -87,29 +107,29 @@ def assemble(
                 raise ModelLoadError(f"tensor {name!r} contradicts the quantization_config of config.json")
             harmless[module] = name
             continue
-        parts = pending.setdefault(module, Parts(module))
+        parts = pending.setdefault(module, Parts(module + matrix_format.separator))
         if module in done or part in parts.tensors:
             raise ModelLoadError(f"tensor {name!r} occurs twice")
         parts.tensors[part] = tensor
         if len(parts.tensors) == len(matrix_format.required):
             del pending[module]
             done.add(module)
-            yield f"{module}.weight", _build(parts, matrix_format)
-    for module, parts in pending.items():
+            yield matrix_format.matrix_name(module), _build(parts, matrix_format.matrix_name(module), matrix_format)
+    for parts in pending.values():
         missing = min(matrix_format.required - parts.tensors.keys())
-        raise ModelLoadError(f"tensor '{module}.{missing}' missing from the checkpoint")
+        raise ModelLoadError(f"tensor '{parts.prefix}{missing}' missing from the checkpoint")
     for module, name in harmless.items():
         if module not in done:
             raise ModelLoadError(f"tensor {name!r} belongs to no quantised matrix")
 
 
-def _build(parts: Parts, matrix_format: MatrixFormat) -> IntegerWeight:
+def _build(parts: Parts, name: str, matrix_format: MatrixFormat) -> QuantizedWeight:
     try:
         return matrix_format.build(parts)
     except ModelLoadError as error:
-        if parts.module in error.message:
+        if parts.prefix in error.message:
             raise
-        raise ModelLoadError(f"tensor '{parts.module}.weight': {error.message}") from None
+        raise ModelLoadError(f"tensor '{name}': {error.message}") from None
 
 
 def by_group(values: torch.Tensor, group_of: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:

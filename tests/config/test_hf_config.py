@@ -220,7 +220,7 @@ def test_theta_of_the_first_llama() -> None:
         ({"num_attention_heads": True}, "num_attention_heads must be an integer"),
         ({"max_position_embeddings": -5}, "max_position_embeddings must be an integer"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer of at least 0"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8' is not supported; quantised checkpoints may be gptq"),
+        ({"quantization_config": {"quant_method": "fp6"}}, "'fp6' is not supported; quantised checkpoints may be gptq"),
         ({"rope_theta": -1}, "rope_theta must be a number greater than zero"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported .known: default, linear"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),

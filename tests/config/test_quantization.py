@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.config.hf_json import Fields
-from quire.config.quantization import QuantizationConfig, read_quantization
+from quire.config.quantization import QuantizationConfig
+from quire.config.quantization_formats import read_quantization
 from quire.errors import ModelLoadError
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -25,6 +26,14 @@ WEIGHTS: dict[str, Any] = {
 }
 CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+BLOCKS = {**FLOAT, "strategy": "block", "block_structure": [128, 128]}
+NVIDIA = {**FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+TOKEN_FLOATS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 
 
 def compressed(weights: object, layout: str = "pack-quantized", activations: object = None, **more: object) -> Any:
@@ -85,6 +94,32 @@ def parse(value: object) -> QuantizationConfig | None:
             compressed(CHANNEL, "int-quantized", TOKEN, sparsity_config={"format": "dense"}),
             QuantizationConfig("w8a8", None, "int-quantized"),
         ),
+        (FP8, QuantizationConfig("fp8", None, "fp8")),
+        ({**FP8, "weight_block_size": [128, 64]}, QuantizationConfig("fp8", None, "fp8", block_size=(128, 64))),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, QuantizationConfig("fp8", None, "fp8")),
+        (compressed(FLOAT, "float-quantized", TOKEN_FLOATS), QuantizationConfig("fp8", None, "fp8")),
+        (compressed({**FLOAT, "strategy": "tensor"}, "naive-quantized"), QuantizationConfig("fp8", None, "fp8")),
+        (compressed(BLOCKS, "float-quantized"), QuantizationConfig("fp8", None, "fp8", block_size=(128, 128))),
+        (
+            compressed({**BLOCKS, "block_structure": "64x128"}, "float-quantized"),
+            QuantizationConfig("fp8", None, "fp8", block_size=(64, 128)),
+        ),
+        (compressed(NVIDIA, "nvfp4-pack-quantized"), QuantizationConfig("nvfp4", 16, "nvfp4-pack-quantized")),
+        (
+            compressed({**NVIDIA, "group_size": 32}, "mxfp4-pack-quantized"),
+            QuantizationConfig("mxfp4", 32, "mxfp4-pack-quantized"),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, QuantizationConfig("fp8", None, "fp8")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, QuantizationConfig("nvfp4", 16, "nvfp4")),
+        ({"quant_method": "mxfp4"}, QuantizationConfig("mxfp4", 32, "mxfp4")),
+        (
+            {**ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": {"lm_head": {"bits": 16}}},
+            QuantizationConfig("int4", 128, "gptq", symmetric=False),
+        ),
+        (
+            {**ROUND, "packing_format": "auto_round:auto_awq"},
+            QuantizationConfig("int4", 128, "awq", symmetric=False),
+        ),
     ],
 )
 def test_understood(value: object, expected: QuantizationConfig | None) -> None:
@@ -93,15 +128,35 @@ def test_understood(value: object, expected: QuantizationConfig | None) -> None:
     assert value == before
 
 
-def test_bits_follow_the_method() -> None:
-    assert [QuantizationConfig(method, None).bits for method in ("int4", "int8", "w8a8")] == [4, 8, 8]
+def test_bits_and_types_follow_the_method() -> None:
+    found = [QuantizationConfig(method, None) for method in ("int4", "int8", "w8a8", "fp8", "mxfp4", "nvfp4")]
+    assert [each.bits for each in found] == [4, 8, 8, 8, 4, 4]
+    assert [each.stored_type for each in found] == ["int4", "int8", "int8", "float8", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "quanto", "torchao", "quark"])
+def test_kinds_that_do_not_load_say_what_does(method: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"quant_method '{method}' is not supported: (load|choose) "):
+        parse({"quant_method": method})
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "fp6"}, "quant_method 'fp6'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'w4a8_awq'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size 32 of nvfp4"),
+        ({**ROUND, "packing_format": "auto_round:exllamav3"}, "packing_format 'auto_round:exllamav3'"),
+        (
+            {**ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": {"model.layers.0": {"bits": 8}}},
+            "extra_config",
+        ),
+        (compressed({**FLOAT, "num_bits": 6}, "float-quantized"), "num_bits 6"),
+        (compressed({**FLOAT, "strategy": "group"}, "float-quantized"), "strategy 'group'"),
+        (compressed({**FLOAT, "dynamic": True}, "float-quantized"), "dynamic weights"),
+        (compressed({**FLOAT, "num_bits": 4, "group_size": 32}, "nvfp4-pack-quantized"), "group_size 32 of nvfp4"),
+        (compressed(FLOAT, "pack-quantized"), "type 'float' in the format 'pack-quantized'"),
         ({**GPTQ, "bits": 3}, "bits 3"),
         ({**GPTQ, "bits": 2}, "bits 2"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
@@ -113,10 +168,9 @@ def test_bits_follow_the_method() -> None:
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
         ({**AWQ, "backend": "llm-awq"}, "backend 'llm-awq'"),
         ({**AWQ, "zero_point": False}, "zero_point false"),
-        (compressed(CHANNEL, "float-quantized"), "format 'float-quantized'"),
+        (compressed(CHANNEL, "float-quantized"), "type 'int'"),
         (compressed(WEIGHTS, "marlin-24"), "format 'marlin-24'"),
-        (compressed(WEIGHTS, "nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
-        (compressed({**WEIGHTS, "type": "float"}), "type 'float'"),
+        (compressed(WEIGHTS, "nvfp4-pack-quantized"), "type 'int'"),
         (compressed({**WEIGHTS, "num_bits": 3}), "num_bits 3"),
         (compressed({**CHANNEL, "num_bits": 4}, "int-quantized"), "num_bits 4"),
         (compressed(WEIGHTS, "int-quantized"), "num_bits 4"),

@@ -10,7 +10,7 @@ import torch
 
 from quire.config.quantization import QuantizationConfig
 from quire.errors import ModelLoadError
-from quire.quantization.checkpoints import integer_weights
+from quire.quantization.checkpoints import quantized_weights
 from quire.quantization.integer_weight import IntegerWeight
 from tests.quantization import packers
 from tests.quantization.packers import Matrix, Tensors, random_matrix
@@ -20,9 +20,9 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def read(stream: Stream, config: QuantizationConfig) -> dict[str, torch.Tensor | IntegerWeight]:
-    names = [name for name, _ in integer_weights(stream, config)]
+    names = [name for name, _ in quantized_weights(stream, config)]
     assert len(names) == len(set(names))
-    return dict(integer_weights(stream, config))
+    return dict(quantized_weights(stream, config))
 
 
 def read_one(tensors: Tensors, config: QuantizationConfig) -> IntegerWeight:
@@ -215,7 +215,7 @@ def test_a_matrix_is_yielded_as_soon_as_it_is_complete_and_others_pass_through(n
     plain = {"norm.weight": torch.ones(3), "q.bias": torch.ones(16), "lm_head.weight": torch.ones(5, 64)}
     parts = [packers.named(module, pack(MATRIX)) for module in ("a.q", "a.v")]
     stream: Stream = [("norm.weight", plain["norm.weight"]), *parts[0], *list(plain.items())[1:], *parts[1]]
-    result = list(integer_weights(iter(stream), config))
+    result = list(quantized_weights(iter(stream), config))
     assert [name for name, _ in result] == ["norm.weight", "a.q.weight", "q.bias", "lm_head.weight", "a.v.weight"]
     assert all(tensor is plain[name] for name, tensor in result if name in plain)
 
@@ -321,5 +321,5 @@ def test_weight_shape_that_makes_no_sense() -> None:
 
 def test_plain_checkpoints_stream_untouched() -> None:
     stream = [("a.qweight", torch.ones(2)), ("b.weight", torch.ones(2, 2))]
-    assert list(integer_weights(stream, None)) == stream
-    assert list(integer_weights(stream, QuantizationConfig("int8", None))) == stream
+    assert list(quantized_weights(stream, None)) == stream
+    assert list(quantized_weights(stream, QuantizationConfig("int8", None))) == stream

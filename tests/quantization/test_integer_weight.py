@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.errors import ModelLoadError
-from quire.quantization import integer_weight
+from quire.quantization import quantized_weight
 from quire.quantization.integer_weight import IntegerWeight, copy_into
 
 
@@ -97,7 +97,7 @@ def test_reordered_columns_cannot_be_cut() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
 def test_copying_block_by_block(weight: IntegerWeight, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_weight, "BLOCK_ELEMENTS", 25)
+    monkeypatch.setattr(quantized_weight, "BLOCK_ELEMENTS", 25)
     assert len(list(weight.row_blocks())) == -(-weight.shape[0] // max(1, 25 // weight.shape[1]))
     target = torch.full(weight.shape, torch.nan, dtype=dtype)
     copy_into(target, weight)

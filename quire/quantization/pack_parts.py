@@ -1,0 +1,69 @@
+"""From the quantised parts of a matrix to the panels of the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quire.kernels.cpu._native import WeightType
+from quire.kernels.cpu.packing import PackedMatrix
+from quire.quantization.float_weight import Float4Weight, Float8Weight
+from quire.quantization.integer_weight import IntegerWeight
+from quire.quantization.interface import LinearShape
+from quire.quantization.merge import merge_rows
+from quire.quantization.quantized_weight import QuantizedWeight
+
+INTEGER_TYPES = {8: WeightType.I8, 4: WeightType.I4}
+
+
+def pack_parts(
+    parts: Sequence[QuantizedWeight],
+    shape: LinearShape,
+    *,
+    rounded_activations: bool,
+    memory: Callable[[int], torch.Tensor],
+) -> PackedMatrix | None:
+    """A matrix of the parts, one below the other. None when no format holds them all. rounded_activations: of integers,
+    activations are rounded to 8 bits; floats never round them. memory: gives zeroed memory."""
+    merged = merge_rows(parts)
+    if merged is None:
+        return None
+    matrix = _empty(merged[0], shape, rounded_activations, memory)
+    row = 0
+    for part in merged:
+        _load(matrix, part, row)
+        row += part.shape[0]
+    if isinstance(merged[0], IntegerWeight) and merged[0].column_order is not None:
+        matrix.set_column_order(merged[0].column_order)
+    return matrix
+
+
+def _empty(
+    first: QuantizedWeight, shape: LinearShape, rounded_activations: bool, memory: Callable[[int], torch.Tensor]
+) -> PackedMatrix:
+    sizes = (shape.in_features, shape.out_features)
+    if isinstance(first, IntegerWeight):
+        return PackedMatrix(
+            INTEGER_TYPES[first.bits],
+            *sizes,
+            group_size=first.group_size,
+            gated=shape.gated,
+            integer_activations=rounded_activations,
+            with_offsets=first.offsets is not None,
+            memory=memory,
+        )
+    if isinstance(first, Float8Weight):
+        return PackedMatrix(WeightType.E4M3, *sizes, group_size=first.group_size, gated=shape.gated, memory=memory)
+    assert isinstance(first, Float4Weight), "every quantised matrix has a type of panels"
+    kind = WeightType.MXFP4 if first.row_scales is None else WeightType.NVFP4
+    return PackedMatrix(kind, *sizes, gated=shape.gated, memory=memory)
+
+
+def _load(matrix: PackedMatrix, part: QuantizedWeight, first_row: int) -> None:
+    if isinstance(part, IntegerWeight):
+        matrix.load_integer(part.values, part.scales, part.offsets, first_row)
+    elif isinstance(part, Float8Weight):
+        matrix.load_float8(part.values, part.scales, first_row)
+    elif isinstance(part, Float4Weight):
+        matrix.load_float4(part.pairs, part.scale_codes, part.row_scales, first_row)

@@ -1,0 +1,82 @@
+"""Rounding a floating-point matrix to FP8 or MXFP4, without looking at any activations."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import ModelLoadError
+from quire.quantization.float_weight import E2M1_VALUES, EXPONENT_BIAS, MX_GROUP, Float4Weight, Float8Weight
+from quire.quantization.quantized_weight import BLOCK_ELEMENTS
+
+LARGEST_E4M3 = 448.0
+E2M1_EXPONENT = 2
+"""The largest e2m1 number is 6 = 1.5 * 2 ** 2."""
+MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between magnitudes of e2m1 that follow one another. A middle goes to the one whose code is even."""
+SIGN_CODE = 8
+
+
+def quantize_float8(tensor: torch.Tensor, *, name: str) -> Float8Weight:
+    """[N, K] of any floating dtype, with a scale for each row by its largest magnitude. name: of the tensor, for
+    errors. Raises ModelLoadError for infinities and NaN."""
+    rows, columns = tensor.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, 1)
+    step = max(1, BLOCK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        block = _finite(tensor[start : start + step], name)
+        peak = block.abs().amax(1, keepdim=True)
+        scale = torch.where(peak > 0, peak / LARGEST_E4M3, 1.0)
+        values[start : start + step] = (block / scale).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(values.dtype)
+        scales[start : start + step] = scale
+    return Float8Weight(values, scales, columns)
+
+
+def quantize_mxfp4(tensor: torch.Tensor, *, name: str) -> Float4Weight:
+    """[N, K] of any floating dtype in groups of 32 (the last may be shorter). The exponent of a group is that of its
+    largest magnitude, or the next one where that leaves a smaller squared error: the first cuts off what is above 6.
+    name: of the tensor, for errors. Raises ModelLoadError for infinities and NaN."""
+    rows, columns = tensor.shape
+    groups = -(-columns // MX_GROUP)
+    pairs = torch.empty(rows, groups * MX_GROUP // 2, dtype=torch.uint8)
+    scale_codes = torch.empty(rows, groups, dtype=torch.uint8)
+    step = max(1, BLOCK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        block = _finite(tensor[start : start + step], name)
+        padded = torch.nn.functional.pad(block, (0, groups * MX_GROUP - columns)).view(-1, groups, MX_GROUP)
+        exponents, codes = _mxfp4(padded)
+        scale_codes[start : start + step] = (exponents.squeeze(-1) + EXPONENT_BIAS).to(torch.uint8)
+        flat = codes.flatten(1)
+        pairs[start : start + step] = flat[:, 0::2] | flat[:, 1::2] << 4
+    return Float4Weight(pairs[:, : -(-columns // 2)].contiguous(), scale_codes, columns)
+
+
+def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, G, 32] -> exponents [N, G, 1] and codes [N, G, 32] uint8."""
+    peak = x.abs().amax(-1, keepdim=True)
+    whole = torch.frexp(peak).exponent - 1 - E2M1_EXPONENT
+    lower = whole.clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
+    upper = (whole + 1).clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
+    (first, first_error), (second, second_error) = _rounded(x, lower), _rounded(x, upper)
+    takes_upper = second_error < first_error
+    return torch.where(takes_upper, upper, lower), torch.where(takes_upper, second, first)
+
+
+def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of x / 2 ** exponents, and the squared error of each group in float64."""
+    size = torch.ldexp(x.double().abs(), -exponents)
+    middles = torch.tensor(MIDDLES, dtype=torch.float64)
+    # The even code of the two beside a middle is the lower one for every other middle, from the first on.
+    below, above = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
+    codes = torch.where(below % 2 == 0, below, above)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes]
+    error = torch.ldexp(size - values, exponents).square().sum(-1, keepdim=True)
+    return (codes + SIGN_CODE * (x < 0)).to(torch.uint8), error
+
+
+def _finite(block: torch.Tensor, name: str) -> torch.Tensor:
+    """As float32."""
+    wide = block.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ModelLoadError(f"tensor {name!r}: holds infinities or NaN, which cannot be quantised")
+    return wide

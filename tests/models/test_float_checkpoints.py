@@ -1,0 +1,162 @@
+"""Whole models with 8-bit and 4-bit floats: a tiny LLaMA saved in each format says what Transformers says with the
+weights that the format means."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError, ModelLoadError
+from quire.parallel.interface import ProcessGroup
+from quire.parallel.single import SINGLE_RANK
+from quire.quantization.quantize import quantize_rows
+from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
+from tests.fakes.ranks import run_ranks
+from tests.models.harness import save
+from tests.models.test_quantized_checkpoints import PROMPTS, change_config, is_linear, tiny_llama
+from tests.models.test_ranks import load_share, logits_of
+from tests.quantization.float_packers import Pack, fp8, mxfp4, nvfp4
+
+Format = tuple[dict[str, Any], Pack]
+BLOCK = (32, 16)
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(layout: str, weights: dict[str, Any]) -> dict[str, Any]:
+    activations = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+FORMATS: dict[str, Format] = {
+    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8("tensor", activations="input_scale")),
+    "fp8-block": (
+        {"quant_method": "fp8", "weight_block_size": list(BLOCK)},
+        fp8("block", block=BLOCK, name="weight_scale_inv"),
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, fp8("row")),
+    "float-quantized": (compressed("float-quantized", {**FLOAT, "strategy": "channel"}), fp8("row")),
+    "nvfp4-pack-quantized": (
+        compressed("nvfp4-pack-quantized", {**FLOAT, "num_bits": 4, "group_size": 16}),
+        nvfp4("compressed-tensors"),
+    ),
+    "mxfp4-pack-quantized": (compressed("mxfp4-pack-quantized", {**FLOAT, "num_bits": 4, "group_size": 32}), mxfp4),
+    "modelopt-nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4("modelopt")),
+}
+
+
+def write_pair(directory: Path, format: Format) -> tuple[Path, Path]:
+    """The model with random quantised matrices, packed, and the same with what they mean in float32."""
+    quantization, pack = format
+    plain = save(tiny_llama(), directory / "plain")
+    packed = Path(shutil.copytree(plain, directory / "packed"))
+    weights = load_file(plain / "model.safetensors")
+    tensors, dense = {}, {}
+    for seed, (name, weight) in enumerate(sorted(weights.items())):
+        if not is_linear(name):
+            tensors[name] = dense[name] = weight
+            continue
+        parts, meaning = pack(*weight.shape, seed)
+        dense[name] = meaning.float()
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, packed / "model.safetensors")
+    save_file(dense, plain / "model.safetensors")
+    change_config(packed, quantization)
+    return packed, plain
+
+
+def greedy(directory: Path, **options: Any) -> list[list[int]]:
+    with LLM(model=directory, skip_tokenizer_init=True, dtype="float32", num_blocks_override=64, **options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+            SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy_of_transformers(directory: Path) -> list[list[int]]:
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, min_new_tokens=16
+        )
+        rows.append(out[0, len(prompt) :].tolist())
+    return rows
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(name: str, tmp_path: Path) -> None:
+    packed, plain = write_pair(tmp_path, FORMATS[name])
+    expected = greedy_of_transformers(plain)
+    assert len({token for row in expected for token in row}) > 5
+    assert greedy(packed) == expected
+    if name in ("fp8-block", "modelopt-nvfp4"):
+        assert greedy(packed, attention_backend="torch") == expected
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> tuple[Path, Path]:
+    return write_pair(tmp_path, FORMATS["fp8-block"])
+
+
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+    packed, plain = write_pair(tmp_path, FORMATS["modelopt-nvfp4"])
+    change_config(packed, None)
+    with pytest.raises(ModelLoadError, match=r"does not belong to this model|not floating-point numbers"):
+        greedy(packed)
+    inner = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (packed / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": inner}))
+    assert greedy(packed) == greedy(plain)
+
+
+def test_8_bit_floats_without_a_quantization_config(blocks: tuple[Path, Path]) -> None:
+    change_config(blocks[0], None)
+    with pytest.raises(ModelLoadError, match=r"_proj\.weight(_scale_inv)?' (holds .*e4m3fn|does not belong)"):
+        greedy(blocks[0])
+
+
+def test_the_option_names_what_the_checkpoint_brings(blocks: tuple[Path, Path]) -> None:
+    assert greedy(blocks[0], quantization="fp8")
+    with pytest.raises(ConfigError, match=r"quantization='w8a8' is not what the checkpoint brings: fp8"):
+        greedy(blocks[0], quantization="w8a8")
+
+
+def test_ranks_share_blocks_out_and_refuse_to_cut_them(blocks: tuple[Path, Path]) -> None:
+    """Of 96 inner features each of two ranks has 48, three blocks of 16; each of four has one block and a half."""
+
+    def logits(group: ProcessGroup) -> torch.Tensor:
+        return logits_of(load_share(blocks[0], group))
+
+    expected = logits(SINGLE_RANK)
+    for found in run_ranks(2, logits):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
+    with pytest.raises(ModelLoadError, match=r"input features 0 to 24 do not start and end with a group of 16"):
+        run_ranks(4, logits)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_rounding_while_loading(method: str, tmp_path: Path) -> None:
+    """The tokens of the model with rounded weights; the vocabulary's are 8-bit integers."""
+    plain = save(tiny_llama(), tmp_path / "plain")
+    found = greedy(plain, quantization=method)
+    weights = load_file(plain / "model.safetensors")
+    rounded = {}
+    for name, weight in weights.items():
+        if is_linear(name):
+            quantized = (quantize_float8 if method == "fp8" else quantize_mxfp4)(weight, name=name)
+            rounded[name] = quantized.dequantize()
+        else:
+            is_vector = weight.dim() == 1
+            rounded[name] = weight if is_vector else quantize_rows(weight, 8, None, name=name).dequantize()
+    save_file(rounded, plain / "model.safetensors")
+    assert found == greedy(plain)
