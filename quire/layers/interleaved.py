@@ -1,8 +1,8 @@
 """Rows of a checkpoint's matrices in another order than the layers', brought to theirs while weights are loaded.
 
-Rotated pairs side by side (GLM): a rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
-checkpoint has them side by side, the rows of its query and key matrices are put in the other order. Scores are sums
-over all elements of a head, so that no later step sees the difference.
+Rotated pairs side by side (GLM): a rotation turns pairs of elements of a head. Here a pair's elements are half of the
+rotated part apart; where a checkpoint has them side by side, the rows of its query and key matrices are put in the
+other order. Scores are sums over all elements of a head, so that no later step sees the difference.
 """
 
 from __future__ import annotations

@@ -14,6 +14,15 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+SMALL_STATES = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+"""A page of a state is no larger than one of attention: snapshots may lie as close as borders."""
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -52,8 +61,13 @@ def qwen3_5_vision(**options: object) -> PreTrainedModel:
 
 
 HYBRID_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3-next-dense": lambda: qwen3_next_dense(linear_num_key_heads=1, linear_num_value_heads=3),
+    "qwen3-next-dense": lambda: qwen3_next_dense(**{**SMALL_STATES, "linear_num_value_heads": 3}),
     "qwen3.5": qwen3_5,
+    "qwen3.5-small-states": lambda: qwen3_5(
+        **SMALL_STATES,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
     "qwen3.5-two-of-two": lambda: qwen3_5(
         full_attention_interval=2, num_hidden_layers=2, attention_bias=True, linear_conv_kernel_dim=3, head_dim=24
     ),

@@ -55,6 +55,7 @@ FAMILIES = (
     replace(
         _NEXT,
         model_type="qwen3_5_moe_text",
+        is_runnable=False,
         architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
     ),
