@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable, Iterator
+
 from quire.config.families import ARCHITECTURES
 from quire.config.hf_config import model_fields
 from quire.config.model import ModelConfig
 from quire.config.rope import read_rope
-from quire.kernels.activation import ACTIVATIONS
 from quire.kernels.value import ReadRows, Value
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
@@ -19,10 +21,13 @@ from quire.layers.norm import UnitOffsetRMSNorm
 from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames
-from quire.models.decoder import Decoder, layer_attention
+from quire.models.decoder import Decoder, FeedForward, layer_attention, read_activation
+from quire.models.mixture import mixture_block
+from quire.quantization.integer_weight import IntegerWeight, WeightSource
 
 BY_HEAD = ("Qwen3NextForCausalLM",)
 """Classes whose checkpoints keep the rows of each key head of a delta net together."""
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 class HybridLayer:
@@ -50,8 +55,7 @@ class HybridLayer:
             bias = family.query_bias.read(fields)
             shape_of_heads = layer_attention(config, layer)
             self._attention = GatedAttention(size, shape_of_heads, bias=bias, norm_epsilon=epsilon, context=context)
-        activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
-        self._mlp = GatedMLP(size, fields.integer("intermediate_size"), activation, bias=False, context=context)
+        self._mlp, self._mlp_slots = mixture_block(config, context, layer) or _dense_block(config, context)
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -71,11 +75,17 @@ class HybridLayer:
     def slots(self) -> WeightSlots:
         slots = prefixed("input_layernorm", self._norms[0].slots())
         slots |= prefixed("post_attention_layernorm", self._norms[1].slots())
-        slots |= prefixed("mlp", self._mlp.slots())
+        slots |= self._mlp_slots
         if self._net is not None:
             return slots | prefixed("linear_attn", self._net.slots())
         assert self._attention is not None, "a layer has one of the two"
         return slots | prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "o_proj"))
+
+
+def _dense_block(config: ModelConfig, context: LayerContext) -> tuple[FeedForward, WeightSlots]:
+    width = model_fields(config).integer("intermediate_size")
+    mlp = GatedMLP(config.hidden_size, width, read_activation(config), bias=False, context=context)
+    return mlp, prefixed("mlp", mlp.slots())
 
 
 class HybridDecoder(Decoder):
@@ -96,6 +106,25 @@ class HybridDecoder(Decoder):
         self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
         self.slots |= prefixed("model.norm", self._norm.slots())
 
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
+        super().load_weights(_one_by_one(weights), elsewhere)
+
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
         return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+
+
+def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
+    """Experts by themselves, where a checkpoint of Qwen 3.5 keeps those of a layer in one tensor."""
+    for name, tensor in weights:
+        fused = _FUSED.fullmatch(name)
+        if fused is None or isinstance(tensor, IntegerWeight):
+            yield name, tensor
+            continue
+        for expert in range(tensor.shape[0]):
+            own, prefix = tensor.narrow(0, expert, 1)[0], f"{fused[1]}.{expert}"
+            if fused[2] == "down_proj":
+                yield f"{prefix}.down_proj.weight", own
+                continue
+            for part, rows in zip(("gate", "up"), own.chunk(2), strict=True):
+                yield f"{prefix}.{part}_proj.weight", rows

@@ -14,7 +14,7 @@ from tests.models.harness import random_prompts
 
 VARIANTS = [
     Variant("qwen3.5-small-states", {"num_threads": 2}),
-    Variant("qwen3-next-dense", {"attention_backend": "torch"}),
+    Variant("qwen3-next-few-experts", {"attention_backend": "torch"}),
 ]
 PROMPTS = random_prompts([150, 1, 64, 30], 97, seed=3)
 SHORT = msgspec.structs.replace(GREEDY, max_tokens=12)

@@ -9,6 +9,8 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -37,31 +39,40 @@ SIZES = {
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 40,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    # Of Qwen3-Next alone; no layer of these has experts.
-    "mlp_only_layers": [0, 1, 2, 3],
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
 }
 
 
-def _without_experts(options: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in {**SIZES, **options}.items() if key != "mlp_only_layers"}
+def qwen3_next(**options: object) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SIZES, **EXPERTS, **options}))
 
 
-def qwen3_next_dense(**options: object) -> PreTrainedModel:
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SIZES, **options}))
+def qwen3_5_moe(**options: object) -> PreTrainedModel:
+    sizes = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**sizes, **EXPERTS, **options}))
 
 
 def qwen3_5(**options: object) -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_without_experts(options)))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SIZES, **options}))
 
 
 def qwen3_5_vision(**options: object) -> PreTrainedModel:
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
-    config = Qwen3_5Config(text_config=_without_experts(options), vision_config=vision)
+    config = Qwen3_5Config(text_config={**SIZES, **options}, vision_config=vision)
     return Qwen3_5ForConditionalGeneration(config)
 
 
 HYBRID_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3-next-dense": lambda: qwen3_next_dense(**{**SMALL_STATES, "linear_num_value_heads": 3}),
+    "qwen3-next": qwen3_next,
+    "qwen3-next-few-experts": lambda: qwen3_next(
+        **{**SMALL_STATES, "linear_num_value_heads": 3}, mlp_only_layers=[1, 3], norm_topk_prob=False
+    ),
+    "qwen3.5-moe": lambda: qwen3_5_moe(num_hidden_layers=2, full_attention_interval=2),
     "qwen3.5": qwen3_5,
     "qwen3.5-small-states": lambda: qwen3_5(
         **SMALL_STATES,

@@ -158,6 +158,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": LLAMA,
     "GPT2LMHeadModel": GPT2,
     "OPTForCausalLM": OPT,
+    "MixtralForCausalLM": LLAMA | LOCAL,
+    "Qwen2MoeForCausalLM": LLAMA | MOE | {"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2},
+    "Qwen3MoeForCausalLM": HEADS | MOE,
+    "GptOssForCausalLM": HEADS | LOCAL | {"sliding_window": 16},
     "GemmaForCausalLM": HEADS,
     "Gemma2ForCausalLM": HEADS | {"sliding_window": 16},
     "Gemma3ForCausalLM": HEADS | {"sliding_window": 16, "sliding_window_pattern": 3},
@@ -168,6 +172,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Olmo3ForCausalLM": LLAMA | {"sliding_window": 16},
     "Phi3ForCausalLM": LLAMA | {"sliding_window": 16},
     "SmolLM3ForCausalLM": LLAMA,
+    "Qwen3NextForCausalLM": DELTA
+    | MOE
+    | {"head_dim": 16, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
+    "Qwen3_5ForCausalLM": DELTA | {"head_dim": 16},
+    "Qwen3_5MoeForCausalLM": DELTA | MOE | {"head_dim": 16, "shared_expert_intermediate_size": 28},
 }
 
 

@@ -38,6 +38,7 @@ _NEXT = Family(
     head_norms="head",
     head_dim=256,
     output_gate=True,
+    has_experts=True,
     has_shared_gate=True,
     state_layer=_delta_rule,
     state_layers=_delta_layers,
@@ -55,7 +56,6 @@ FAMILIES = (
     replace(
         _NEXT,
         model_type="qwen3_5_moe_text",
-        is_runnable=False,
         architectures=("Qwen3_5MoeForCausalLM",),
         aliases=("qwen3_5_moe",),
     ),
