@@ -39,13 +39,21 @@ class GGUFNames:
     """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
     rotated pair side by side, where Hugging Face has them half a head apart. windowed: the class of a model with a
     sliding window, where files have the same architecture for it; "": the window is not supported.
-    top, layer: tensors outside and inside the layers, and what Hugging Face calls them."""
+    top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
+    files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
+    caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
+    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is.
+    """
 
     architecture: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
     interleaved: bool = False
     windowed: str = ""
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    caps: tuple[str, ...] = ()
+    largest: int = 0
 
 
 @dataclass(frozen=True)
