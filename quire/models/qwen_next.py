@@ -20,10 +20,14 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import UnitOffsetRMSNorm
 from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
+from quire.logging import get_logger
 from quire.models.checkpoint_names import CheckpointNames
 from quire.models.decoder import Decoder, FeedForward, layer_attention, read_activation
 from quire.models.mixture import mixture_block
-from quire.quantization.integer_weight import IntegerWeight, WeightSource
+from quire.quantization.integer_weight import WeightSource
+from quire.quantization.quantized_weight import QuantizedWeight
+
+logger = get_logger(__name__)
 
 BY_HEAD = ("Qwen3NextForCausalLM",)
 """Classes whose checkpoints keep the rows of each key head of a delta net together."""
@@ -107,18 +111,30 @@ class HybridDecoder(Decoder):
         self.slots |= prefixed("model.norm", self._norm.slots())
 
     def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
-        super().load_weights(_one_by_one(weights), elsewhere)
+        super().load_weights(_one_by_one(_without_drafts(weights)), elsewhere)
 
     def forward(self, batch: ForwardBatch) -> Value:
         x = self._embedding(batch.token_ids)
         return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
 
 
+def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
+    """All but the tensors of the head that guesses further tokens, which no layer of the engine computes."""
+    num_skipped = 0
+    for name, tensor in weights:
+        if name.startswith("mtp."):
+            num_skipped += 1
+        else:
+            yield name, tensor
+    if num_skipped:
+        logger.info("the head for drafts (%d tensors, mtp.*) is not loaded", num_skipped)
+
+
 def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
     """Experts by themselves, where a checkpoint of Qwen 3.5 keeps those of a layer in one tensor."""
     for name, tensor in weights:
         fused = _FUSED.fullmatch(name)
-        if fused is None or isinstance(tensor, IntegerWeight):
+        if fused is None or isinstance(tensor, QuantizedWeight):
             yield name, tensor
             continue
         for expert in range(tensor.shape[0]):

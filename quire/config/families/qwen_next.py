@@ -43,7 +43,6 @@ _NEXT = Family(
     state_layer=_delta_rule,
     state_layers=_delta_layers,
     rope=RopeDefaults(share=0.25),
-    checkpoint_surplus=r"rotary_emb\.inv_freq$|^mtp\.",
 )
 FAMILIES = (
     replace(_NEXT, model_type="qwen3_next", architectures=("Qwen3NextForCausalLM",)),
