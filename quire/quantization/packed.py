@@ -160,6 +160,16 @@ class PackedLinear:
             accumulate=onto is not None,
         )
 
+    def apply_heads(self, stack: Sequence[PackedParameters], x: Buffer) -> Buffer:
+        matrices = [_loaded(parameters) for parameters in stack]
+        x.recorder.keep.append(stack)
+        return x.recorder.call(
+            "heads",
+            len(stack) * stack[0].shape.out_features,
+            buffers={"x": x},
+            weights=[matrix.as_native() for matrix in matrices],
+        )
+
     def apply_experts(
         self, weights: ExpertWeights, x: Buffer, routing: Buffer, residual: Buffer | None = None
     ) -> Buffer:
