@@ -175,6 +175,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "Olmo3ForCausalLM": LLAMA | {"sliding_window": 16},
     "Phi3ForCausalLM": LLAMA | {"sliding_window": 16},
     "SmolLM3ForCausalLM": LLAMA,
+    "Qwen3NextForCausalLM": DELTA
+    | MOE
+    | {"head_dim": 16, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
+    "Qwen3_5ForCausalLM": DELTA | {"head_dim": 16},
+    "Qwen3_5MoeForCausalLM": DELTA | MOE | {"head_dim": 16, "shared_expert_intermediate_size": 28},
 }
 
 

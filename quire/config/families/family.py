@@ -34,6 +34,10 @@ ATTENTION_BIAS, MLP_BIAS = Bias("attention_bias"), Bias("mlp_bias")
 ALWAYS, NEVER = Bias(default=True), Bias()
 
 
+EXPERT = "{expert}"
+"""The number of an expert, in Hugging Face's name of a matrix that a GGUF file has in a stack of all experts'."""
+
+
 @dataclass(frozen=True)
 class GGUFNames:
     """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
