@@ -14,8 +14,8 @@ from quire.errors import ModelLoadError
 from quire.utils.gguf import SUFFIX
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-SUBDIRECTORIES = ("*/*",)
-"""Hub repositories keep other formats of the same weights in folders; none of them is read."""
+SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
+"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
 NO_LANGUAGE_MODEL = "mmproj"
 """How the names of files begin that hold what a model has for images."""
 
