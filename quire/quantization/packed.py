@@ -156,7 +156,7 @@ class PackedLinear:
             table=matrix.as_native(),
             width=parameters.shape.in_features,
             shift=indices.shift,
-            by_position=indices.by_position,
+            source=indices.source,
             accumulate=onto is not None,
         )
 
@@ -216,9 +216,9 @@ class PackedLinear:
     def _quantized(self, tensor: torch.Tensor) -> QuantizedWeight:
         weight_format = self._format
         if not weight_format.small_floats:
-            return quantize_rows(tensor, weight_format.bits, weight_format.group_size, name="weight")
+            return quantize_rows(tensor, weight_format.bits, weight_format.group_size)
         quantize = quantize_float8 if weight_format.bits == EIGHT_BITS else quantize_mxfp4
-        return quantize(tensor, name="weight")
+        return quantize(tensor)
 
     def _pack(self, parameters: PackedParameters) -> None:
         shape = parameters.shape

@@ -5,8 +5,8 @@ Limit: the tensor cores. A token of H heads does 2 H (width + rank) operations f
 every key is fetched from the L2 cache once for all of them. A tile of 64 rows has 64 x 512 sums in float32, half of a
 multiprocessor's registers.
 
-Keys are added up in tiles that begin at multiples of BLOCK_N. The keys of single tokens of long sequences are shared out
-in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program or
+Keys are added up in tiles that begin at multiples of BLOCK_N. The keys of single tokens of long sequences are shared
+out in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program or
 from several: a row's bits depend on its own sequence alone.
 """
 
