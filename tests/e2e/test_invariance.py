@@ -23,8 +23,8 @@ PATHS = [
     Variant("llama-wide", {"quantization": "int8", "kv_cache_dtype": "int8"}),
     Variant("deepseek-v3-yarn"),
 ]
-"""Every type of KV cache, with and without windows, of latents, native and plain: ways through the engine are tested with
-these."""
+"""Every type of KV cache, with and without windows, of latents, native and plain: ways through the engine are tested
+with these."""
 VARIANTS = [
     *PATHS,
     Variant("gpt2"),  # heads of 12: plain operators

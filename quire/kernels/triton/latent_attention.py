@@ -6,8 +6,8 @@ every key is fetched from the L2 cache once for all of them. A tile of 64 rows h
 multiprocessor's registers.
 
 Keys are added up in tiles that begin at multiples of BLOCK_N. The keys of single tokens of long sequences are shared
-out in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program or
-from several: a row's bits depend on its own sequence alone.
+out in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program
+or from several: a row's bits depend on its own sequence alone.
 """
 
 from __future__ import annotations
