@@ -19,6 +19,7 @@ BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
 """From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
+DEVICE_RANK_LIMIT = 512
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
 
@@ -65,6 +66,13 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             "kv_cache_dtype='int8' is not available on this device yet: choose auto, float32, bfloat16 or float16, or "
             "device='cpu'",
             param="kv_cache_dtype",
+        )
+    attention = model.shape.attention
+    if attention.kind == "latent" and attention.latent_rank > DEVICE_RANK_LIMIT:
+        raise ConfigError(
+            f"attention_backend='triton' is not possible: latents of {attention.latent_rank} elements are larger than "
+            f"its kernels hold ({DEVICE_RANK_LIMIT})",
+            param="attention_backend",
         )
     if model.head_dim > DEVICE_HEAD_LIMIT:
         raise ConfigError(
