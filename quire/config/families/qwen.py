@@ -12,7 +12,7 @@ _GGUF_EXPERTS = {name: place for name, place in GGUF_LAYER.items() if not place.
 FAMILIES = (
     Family(
         "qwen2",
-        ("Qwen2ForCausalLM",),
+        ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
         is_runnable=True,
         query_bias=ALWAYS,
         output_bias=NEVER,
@@ -33,7 +33,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        ("Qwen3ForCausalLM",),
+        ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
         is_runnable=True,
         mlp_bias=NEVER,
         head_norms="head",
