@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "bindings.h"
+#include "encoder.h"
 #include "linear_state.h"
 #include "program.h"
 
@@ -42,12 +43,17 @@ void bind_weight(nb::module_& module) {
       .value("F32", CacheType::kF32)
       .value("BF16", CacheType::kBF16)
       .value("I8", CacheType::kI8);
+  nb::enum_<IndexSource>(module, "IndexSource")
+      .value("TOKEN_IDS", IndexSource::kTokenIds)
+      .value("POSITIONS", IndexSource::kPositions)
+      .value("SEGMENTS", IndexSource::kSegments);
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)
       .value("GATE", Elementwise::kGate)
       .value("SCALE", Elementwise::kScale)
-      .value("SOFT_CAP", Elementwise::kSoftCap);
+      .value("SOFT_CAP", Elementwise::kSoftCap)
+      .value("GATE_ROWS", Elementwise::kGateRows);
   nb::enum_<MatmulPrecision>(module, "MatmulPrecision")
       .value("FLOAT32", MatmulPrecision::kFloat32)
       .value("BFLOAT16", MatmulPrecision::kBFloat16);
@@ -93,11 +99,11 @@ void bind_program(nb::module_& module) {
           "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a)
       .def(
           "embed",
-          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, bool by_position,
+          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, IndexSource source,
              bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, width, shift, by_position, accumulate, out});
+            program.add(EmbedArgs{table, width, shift, source, accumulate, out});
           },
-          "table"_a, "width"_a, "shift"_a, "by_position"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "source"_a, "accumulate"_a, "out"_a)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -120,11 +126,37 @@ void bind_program(nb::module_& module) {
              const Ref& out) { program.add(ElementwiseArgs{kind, factor, width, x, y, out}); },
           "kind"_a, "factor"_a, "width"_a, "x"_a, "y"_a, "out"_a)
       .def(
+          "route",
+          [](Program& program, int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float factor,
+             uintptr_t bias, int64_t num_groups, int64_t top_groups, int64_t group_best, const Ref& logits,
+             const Ref& out) {
+            program.add(RouteArgs{num_experts, top_k, sigmoid, renormalise, factor, at<float>(bias), num_groups,
+                                  top_groups, group_best, logits, out});
+          },
+          "num_experts"_a, "top_k"_a, "sigmoid"_a, "renormalise"_a, "factor"_a, "bias"_a, "num_groups"_a,
+          "top_groups"_a, "group_best"_a, "logits"_a, "out"_a)
+      .def(
+          "experts",
+          [](Program& program, std::vector<PackedWeight> gate_up, std::vector<PackedWeight> down,
+             const std::vector<uintptr_t>& gate_up_bias, const std::vector<uintptr_t>& down_bias, int64_t top_k,
+             Activation activation, float limit, bool weighs_input, uintptr_t counts, const Ref& x, const Ref& routing,
+             const Ref& residual, const Ref& out) {
+            auto table = std::make_shared<ExpertTable>();
+            table->gate_up = std::move(gate_up);
+            table->down = std::move(down);
+            for (uintptr_t bias : gate_up_bias) table->gate_up_bias.push_back(at<float>(bias));
+            for (uintptr_t bias : down_bias) table->down_bias.push_back(at<float>(bias));
+            program.add(ExpertsArgs{std::move(table), top_k, activation, limit, weighs_input,
+                                    reinterpret_cast<int64_t*>(counts), x, routing, residual, out});
+          },
+          "gate_up"_a, "down"_a, "gate_up_bias"_a, "down_bias"_a, "top_k"_a, "activation"_a, "limit"_a,
+          "weighs_input"_a, "counts"_a, "x"_a, "routing"_a, "residual"_a, "out"_a)
+      .def(
           "attention",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
-             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out) {
+             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -146,16 +178,59 @@ void bind_program(nb::module_& module) {
             args.rotation = rotation;
             args.qkv = qkv;
             args.out = out;
+            args.writes = writes;
+            args.attends = out.present();
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
-          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true)
+      .def(
+          "latent",
+          [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
+             int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t rank, int64_t rope_dim, float scale,
+             const Ref& rotation, const Ref& query, const Ref& turned_query, const Ref& latent, const Ref& turned_key,
+             const Ref& out) {
+            LatentArgs args;
+            args.group = group;
+            args.cache = cache;
+            args.pages = reinterpret_cast<std::byte*>(pages);
+            args.block_bytes = block_bytes;
+            args.num_blocks = num_blocks;
+            args.block_size = block_size;
+            args.num_heads = num_heads;
+            args.rank = rank;
+            args.rope_dim = rope_dim;
+            args.scale = scale;
+            args.rotation = rotation;
+            args.query = query;
+            args.turned_query = turned_query;
+            args.latent = latent;
+            args.turned_key = turned_key;
+            args.out = out;
+            program.add(args);
+          },
+          "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a, "rank"_a,
+          "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a)
+      .def(
+          "heads",
+          [](Program& program, std::vector<PackedWeight> weights, const Ref& x, const Ref& out) {
+            program.add(HeadsArgs{std::make_shared<const std::vector<PackedWeight>>(std::move(weights)), x, out});
+          },
+          "weights"_a, "x"_a, "out"_a)
+      .def(
+          "attend_encoder",
+          [](Program& program, int64_t num_heads, int64_t head_dim, float scale, int64_t window, int64_t rotary_dim,
+             const Ref& rotation, const Ref& qkv, const Ref& out) {
+            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out});
+          },
+          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
       .def(
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
              const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
-             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states) {
+             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
+             const EncoderPlan* encoder) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
             Step step;
             step.rows = rows;
@@ -167,12 +242,15 @@ void bind_program(nb::module_& module) {
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
             step.read_rows = at<int64_t>(read_rows);
             step.num_read = num_read;
+            step.segments = at<int64_t>(segments);
+            step.encoder = encoder;
             step.states = states;
             nb::gil_scoped_release released;
             program.run(step);
           },
           "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
-          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none());
+          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "segments"_a = 0,
+          "encoder"_a.none() = nb::none());
 }
 
 }  // namespace
@@ -191,6 +269,7 @@ NB_MODULE(_native, module) {
   module.def("has_bf16_products", [](const std::string& name) { return quire::kernels_for(name).bf16_products; });
   quire::bind_weight(module);
   quire::bind_attention(module);
+  quire::bind_encoder(module);
   quire::bind_program(module);
   quire::bind_limits(module);
   quire::bind_packing(module);

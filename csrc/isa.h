@@ -19,6 +19,8 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  LatentKernels latent;
+  EncoderKernels encoder;
   StateKernels states;
   SamplingKernels sampling;
   LimitKernels limits;

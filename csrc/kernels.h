@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "team.h"
 
@@ -24,6 +26,7 @@ struct Ref {
 };
 
 struct AttentionPlan;  // attention.h
+struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
 // What changes from run to run.
@@ -31,6 +34,8 @@ struct Step {
   int64_t rows = 0;
   const int64_t* token_ids = nullptr;        // [rows]
   const int64_t* positions = nullptr;        // [rows]
+  const int64_t* segments = nullptr;         // [rows]: of a pair's texts, which one
+  const EncoderPlan* encoder = nullptr;      // of a step without a KV pool
   const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
   int64_t num_attention = 0;
   const StatePlan* states = nullptr;
@@ -97,20 +102,59 @@ struct LinearArgs {
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
 
+// out = each head's columns of x times its own matrix, side by side: [rows, heads * in] -> [rows, heads * out].
+struct HeadsArgs {
+  std::shared_ptr<const std::vector<PackedWeight>> weights;  // of one shape, not gated, at most kMaxHeadFeatures inputs
+  Ref x;
+  Ref out;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+};
+
+inline constexpr int64_t kMaxHeadFeatures = 2048;
+
+// The matrices of a layer's experts. gate_up: gated, `intermediate` wide each; biases as LinearArgs has them, or empty.
+struct ExpertTable {
+  std::vector<PackedWeight> gate_up;
+  std::vector<PackedWeight> down;
+  std::vector<const float*> gate_up_bias;
+  std::vector<const float*> down_bias;
+};
+
+// out = residual (or 0) + the weighted sum of what each row's experts give for x, in the order of their numbers: down
+// (activation(gate) * up), each product with its bias.
+struct ExpertsArgs {
+  std::shared_ptr<const ExpertTable> table;
+  int64_t top_k = 0;
+  Activation activation = Activation::kNone;
+  float limit = 0;  // above 0: the gate is cut off at it, up at both its signs, and 1 is added to up
+  bool weighs_input = false;   // weights multiply x, not the results
+  int64_t* counts = nullptr;   // [experts]: rows that chose each are added; null: nothing is counted
+  Ref x;
+  Ref routing;   // [rows, 2 top_k]: numbers of experts, ascending, then their weights
+  Ref residual;  // may be the same place as out
+  Ref out;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+};
+
 struct LinearKernels {
   void (*linear)(const LinearArgs&, const Step&, Team&);
   // Bytes of shared scratch for at most `rows` rows.
   std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
+  void (*heads)(const HeadsArgs&, const Step&, Team&);
+  void (*experts)(const ExpertsArgs&, const Step&, Team&);
+  std::size_t (*experts_scratch)(const ExpertsArgs&, int64_t rows, int threads);
 };
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
-// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's token ids or positions.
+enum class IndexSource : int32_t { kTokenIds = 0, kPositions, kSegments };
+
+// out[t] (+)= row `ids[t] + shift` of a table. ids: what the step has of its source.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
   int64_t shift = 0;
-  bool by_position = false;
+  IndexSource source = IndexSource::kTokenIds;
   bool accumulate = false;
   Ref out;
 };
@@ -140,17 +184,39 @@ struct GatherArgs {
   Ref x;
 };
 
-enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap };
+// How experts are chosen: Routing of quire/layers/experts.py.
+struct RouteArgs {
+  int64_t num_experts = 0;
+  int64_t top_k = 0;
+  bool sigmoid = false;  // else softmax
+  bool renormalise = true;
+  float factor = 1;
+  const float* bias = nullptr;  // [num_experts] or null
+  int64_t num_groups = 1;
+  int64_t top_groups = 1;
+  int64_t group_best = 1;
+  Ref logits;
+  Ref out;  // [rows, 2 top_k]: numbers of experts, ascending, then their weights
+};
 
-// out = x + y, x * y, x * sigmoid(y), factor * x, or factor * tanh(x / factor).
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap, kGateRows };
+
+// out = x + y, x * y, x * sigmoid(y), factor * x, factor * tanh(x / factor), or x * sigmoid(y[0]).
 struct ElementwiseArgs {
   Elementwise kind = Elementwise::kAdd;
   float factor = 1;
   int64_t width = 0;
   Ref x;
-  Ref y;    // of the first three
+  Ref y;    // of the first three; of the last one element a row
   Ref out;  // may be the same place as x or y
 };
+
+// The step's indices of a source.
+inline const int64_t* indices_of(const Step& step, IndexSource source) noexcept {
+  return source == IndexSource::kTokenIds    ? step.token_ids
+         : source == IndexSource::kPositions ? step.positions
+                                             : step.segments;
+}
 
 struct LayerKernels {
   void (*embed)(const EmbedArgs&, const Step&, Team&);
@@ -158,6 +224,7 @@ struct LayerKernels {
   void (*rotation)(const RotationArgs&, const Step&, Team&);
   void (*gather)(const GatherArgs&, const Step&, Team&);
   void (*elementwise)(const ElementwiseArgs&, const Step&, Team&);
+  void (*route)(const RouteArgs&, const Step&, Team&);
 };
 
 // -- attention (attention.cpp) --------------------------------------------------------------------------------------
@@ -184,8 +251,11 @@ struct AttentionArgs {
   const float* key_norm = nullptr;
   float norm_epsilon = 0;
   int64_t rotary_dim = 0;  // 0: no rotation
+  bool writes = true;      // keys and values, to the rows' slots
+  bool attends = true;     // over what the pages then hold
   Ref rotation;            // as RotationArgs::out
-  Ref qkv;                 // [rows, (num_heads + 2 num_kv_heads) * head_dim]; query heads are changed in place
+  Ref qkv;                 // [rows, num_heads * head_dim if it attends + 2 num_kv_heads * head_dim if it writes]: query,
+                           // key and value heads, changed in place
   Ref out;                 // [rows, num_heads * head_dim]
 };
 
@@ -195,6 +265,54 @@ struct AttentionKernels {
   // Then attend. (A barrier lies between the two.)
   void (*attend)(const AttentionArgs&, const Step&, Team&);
   std::size_t (*attend_scratch)(const AttentionArgs&, int64_t rows, int threads);
+};
+
+// -- attention in both directions (encoder.cpp) ----------------------------------------------------------------------
+
+struct EncoderArgs {
+  int64_t num_heads = 0;
+  int64_t head_dim = 0;  // as kMaxHeadDim says
+  float scale = 1;
+  int64_t window = 0;  // most positions between a row and a key, on either side; 0: any
+  int64_t rotary_dim = 0;  // 0: no rotation
+  Ref rotation;            // as RotationArgs::out
+  Ref qkv;                 // [rows, 3 num_heads * head_dim]
+  Ref out;                 // [rows, num_heads * head_dim]
+};
+
+struct EncoderKernels {
+  void (*attend)(const EncoderArgs&, const Step&, Team&);
+};
+
+// -- latent attention (latent.cpp) ----------------------------------------------------------------------------------
+
+// One layer's latents in the KV pool; see latent.h for what a page looks like.
+struct LatentArgs {
+  int32_t group = 0;  // which of Step::attention
+  CacheType cache = CacheType::kF32;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+  std::byte* pages = nullptr;
+  int64_t block_bytes = 0;
+  int64_t num_blocks = 0;
+  int64_t block_size = 0;
+  int64_t num_heads = 0;
+  int64_t rank = 0;      // elements of the compressed part, which is the value
+  int64_t rope_dim = 0;  // of the rotated part, which follows it in a key
+  float scale = 1;
+  Ref rotation;          // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
+  Ref query;             // [rows, num_heads * rank]
+  Ref turned_query;      // [rows, num_heads * rope_dim]; changed in place
+  Ref latent;            // [rows, rank]
+  Ref turned_key;        // [rows, rope_dim]; changed in place
+  Ref out;               // [rows, num_heads * rank]
+};
+
+struct LatentKernels {
+  // Rotate, and write the rows' vectors to their slots.
+  void (*prepare)(const LatentArgs&, const Step&, Team&);
+  // Then attend. (A barrier lies between the two.)
+  void (*attend)(const LatentArgs&, const Step&, Team&);
+  std::size_t (*attend_scratch)(const LatentArgs&, int threads);
 };
 
 // -- layers that keep a state (linear_state.cpp) --------------------------------------------------------------------

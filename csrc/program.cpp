@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "encoder.h"
+#include "latent.h"
 #include "linear_state.h"
 
 namespace quire {
@@ -11,13 +13,23 @@ namespace {
 // Throws for an id whose row is none of the table's: one comparison for each row of the run, beside the hundreds of
 // values that the kernel then copies for it.
 void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
-  const int64_t* ids = args.by_position ? step.positions : step.token_ids;
+  const int64_t* ids = indices_of(step, args.source);
   const auto first = static_cast<uint64_t>(args.shift), count = static_cast<uint64_t>(args.table.out_features);
   bool outside = ids == nullptr;
   for (int64_t t = 0; !outside && t < step.rows; ++t) outside = static_cast<uint64_t>(ids[t]) + first >= count;
   if (!outside) return;
-  throw std::invalid_argument(args.by_position ? "a position lies outside the table of positions"
-                                               : "a token id lies outside the embedding");
+  throw std::invalid_argument(args.source == IndexSource::kPositions ? "a position lies outside the table of positions"
+                              : args.source == IndexSource::kSegments ? "a segment lies outside the table of token types"
+                                                                      : "a token id lies outside the embedding");
+}
+
+// Throws unless the step has a plan for a layer's group, of these rows and this memory.
+template <class Args>
+void refuse_foreign_plan(const Args& args, const Step& step) {
+  if (args.group < 0 || args.group >= step.num_attention) throw std::invalid_argument("no plan for a KV group");
+  const AttentionPlan* plan = step.attention[args.group];
+  if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
+    throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
 }
 
 // Throws unless the rows that are read ascend inside the step: a gather moves them where they lie.
@@ -71,6 +83,24 @@ void Program::add(const ElementwiseArgs& args) {
   ops_.emplace_back(Call<ElementwiseArgs>{kernels_.layers.elementwise, args});
 }
 
+void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{kernels_.layers.route, args}); }
+
+void Program::add(ExpertsArgs args) {
+  const ExpertTable& table = *args.table;
+  const std::size_t count = table.gate_up.size();
+  bool fits = count > 0 && table.down.size() == count;
+  for (std::size_t i = 0; fits && i < count; ++i) {
+    const PackedWeight &wide = table.gate_up[i], &down = table.down[i], &first = table.down[0];
+    fits = wide.gated && wide.in_features == first.out_features && wide.out_features == 2 * first.in_features &&
+           !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
+  }
+  for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
+  args.precision = precision_;
+  ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});
+  scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.experts_scratch(args, max_rows_, pool_->threads()));
+}
+
 void Program::add(const ConvolutionArgs& args) {
   require_all_rows();
   if (args.width < 1 || args.width > kMaxTaps || (args.activation != Activation::kNone && args.activation != Activation::kSilu))
@@ -100,19 +130,50 @@ void Program::add(AttentionArgs args) {
   args.precision = precision_;
   attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
+  if (!args.attends) return;
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
+}
+
+void Program::add(const EncoderArgs& args) {
+  require_all_rows();
+  if (args.head_dim < 8 || args.head_dim > kMaxHeadDim || args.head_dim % 8 != 0)
+    throw std::invalid_argument("heads of 8, 16, 24 ... 256 elements are attended to");
+  attends_rows_ = true;
+  ops_.emplace_back(Call<EncoderArgs>{kernels_.encoder.attend, args});
+}
+
+void Program::add(LatentArgs args) {
+  require_all_rows();
+  const int64_t width = args.rank + args.rope_dim;
+  if (args.rank < 8 || args.rank % 8 != 0 || args.rank > kMaxLatentRank || args.rope_dim < 0 ||
+      args.rope_dim % 2 != 0 || width > kMaxLatentWidth || args.cache == CacheType::kI8)
+    throw std::invalid_argument("latents of a width or type that the kernels do not compute");
+  args.precision = precision_;
+  latent_.push_back(args);
+  ops_.emplace_back(Call<LatentArgs>{kernels_.latent.prepare, args});
+  ops_.emplace_back(Call<LatentArgs>{kernels_.latent.attend, args});
+  scratch_bytes_ = std::max(scratch_bytes_, kernels_.latent.attend_scratch(args, pool_->threads()));
+}
+
+void Program::add(HeadsArgs args) {
+  if (args.weights->empty()) throw std::invalid_argument("no heads");
+  const PackedWeight& first = args.weights->front();
+  for (const PackedWeight& weight : *args.weights)
+    if (weight.in_features != first.in_features || weight.out_features != first.out_features || weight.gated ||
+        weight.in_features > kMaxHeadFeatures)
+      throw std::invalid_argument("matrices of heads that differ in shape, are gated or take too many inputs");
+  args.precision = precision_;
+  ops_.emplace_back(Call<HeadsArgs>{kernels_.linear.heads, std::move(args)});
 }
 
 void Program::run(const Step& step) {
   if (step.rows < 0 || step.rows > max_rows_) throw std::invalid_argument("more rows than the program was made for");
   if (step.rows == 0) return;
-  for (const AttentionArgs& args : attention_) {
-    if (args.group < 0 || args.group >= step.num_attention) throw std::invalid_argument("no plan for a KV group");
-    const AttentionPlan* plan = step.attention[args.group];
-    if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
-      throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
-  }
+  for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
+  for (const LatentArgs& args : latent_) refuse_foreign_plan(args, step);
+  if (attends_rows_ && (step.encoder == nullptr || step.encoder->rows != step.rows))
+    throw std::invalid_argument("the plan of the sequences is not for these rows");
   for (const auto& [layer, bytes] : states_)
     if (step.states == nullptr || step.states->rows != step.rows || !step.states->has(layer, bytes))
       throw std::invalid_argument("the plan of states is not for these rows and this memory");

@@ -21,9 +21,18 @@ class Program {
   void add(const NormArgs& args);
   void add(const RotationArgs& args);
   void add(AttentionArgs args);
+  // Throws std::invalid_argument for a rank or width that the kernels have no room for.
+  void add(LatentArgs args);
+  // Throws std::invalid_argument for matrices of different shapes or of too many inputs.
+  void add(HeadsArgs args);
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  // Throws std::invalid_argument for heads that the kernels do not compute.
+  void add(const EncoderArgs& args);
+  void add(const RouteArgs& args);
+  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(ExpertsArgs args);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
@@ -45,7 +54,9 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
+                          Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
+                          Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
+                          Call<EncoderArgs>>;
 
   void require_all_rows() const;
 
@@ -59,6 +70,8 @@ class Program {
   std::vector<Op> ops_;
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
+  bool attends_rows_ = false;
+  std::vector<LatentArgs> latent_;
   std::vector<EmbedArgs> embeddings_;
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;

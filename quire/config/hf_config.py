@@ -7,6 +7,7 @@ Imports no torch. What a family of models calls its sizes is data (`quire/config
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_cla
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
+from quire.config.hub import fetch
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError
@@ -26,10 +29,6 @@ from quire.utils.model_files import file_bytes
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
-TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-SUBDIRECTORIES = ("*/*",)
-"""Hub repositories keep other formats of the same weights in folders; none of them is read."""
-
 _LONGEST_NAME = 100
 
 
@@ -41,14 +40,16 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
+    runner: str = "auto",
     model_impl: str = "auto",
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy weights). model_impl: what computes the model, one of
-    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
-    is wrong with the model, ConfigError for a `max_model_len` that the model cannot reach.
+    config_only: a hub id's weights are not fetched (dummy weights). runner: of EngineOptions. model_impl: what computes
+    the model, one of MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises
+    ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` or a `runner` that it cannot
+    have.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
     raw, key = language_model(_read_described(path))
@@ -61,9 +62,18 @@ def load_model_config(
     if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
         raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
-    if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
-        rope = read_rope(fields, shape.attention.key_dim, ARCHITECTURES[architecture].rope)
-        longest, usual = rope.longest, rope.usual_length
+    family, pooling = ARCHITECTURES.get(architecture), None
+    if impl == "quire":
+        assert family is not None, "the engine's own models have families"
+        pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
+        if family.position_rows is None and not family.is_bidirectional:
+            rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
+            longest, usual = rope.longest, rope.usual_length
+    elif runner == "pooling":
+        raise ConfigError(f"runner='pooling' is not available for {architecture} through Transformers", param="runner")
+    if pooling is not None:
+        shape = replace(shape, is_tied=True)  # it has no output projection
+        usual = longest_text(path, usual)
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
@@ -78,6 +88,7 @@ def load_model_config(
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
         quantization=read_quantization(fields),
+        pooling=pooling,
         is_multimodal=bool(key),
         impl=impl,
     )
@@ -92,7 +103,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
-    """The local directory or GGUF file of a model; a directory fetched from the hub when `name` is neither."""
+    """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub."""
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
     path = Path(name).expanduser()
@@ -102,7 +113,7 @@ def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
         return path
     if name and path.exists():
         raise ModelLoadError(f"{name!r} is a file: give the model's directory, or a file *{GGUF_SUFFIX}")
-    return _fetch(name, revision, config_only)
+    return fetch(name, revision, config_only)
 
 
 def _described(path: Path) -> Path:
@@ -130,30 +141,6 @@ def _read_described(path: Path) -> dict[str, Any]:
 def _where(path: Path) -> str:
     """What error messages call the place of a model's configuration."""
     return str(path if path.is_file() else path / CONFIG_FILE)
-
-
-def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
-    # Imported here: it takes a tenth of a second that a local model need not wait for.
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    def snapshot(*patterns: str) -> Path:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(SUBDIRECTORIES)
-            )
-        )
-
-    try:
-        path = snapshot(*TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
-        if not config_only and not any(path.glob("*.safetensors")):
-            path = snapshot(*TEXT_PATTERNS, "*.bin")
-    except HFValidationError:
-        raise ModelLoadError(f"model {name!r} is neither a directory nor a well-formed hub id") from None
-    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelLoadError(f"model {name!r} is neither a directory nor a reachable hub id: {reason[0]}") from None
-    return path
 
 
 def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:

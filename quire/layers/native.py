@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
-from quire.layers import experts
 from quire.layers.experts import Routing
+from quire.layers.native_cache import NativeCacheOperations, address_of
+from quire.layers.native_encoder import NativeEncoderOperations
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 
-class NativeOperations(NativeStates):
+class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeStates):
     """Instance of Operations over a recorder's placeholders. The step that `attend` takes is the back end itself:
     a program is recorded for the memory of one pool."""
 
@@ -26,8 +24,8 @@ class NativeOperations(NativeStates):
             "norm",
             x.width,
             buffers={"x": x},
-            weight=_address(weights.weight),
-            bias=_address(weights.bias),
+            weight=address_of(weights.weight),
+            bias=address_of(weights.bias),
             epsilon=weights.epsilon,
             subtract_mean=weights.centred,
             width=x.width,
@@ -42,38 +40,24 @@ class NativeOperations(NativeStates):
             in_place=True,
             first_column=start,
             buffers={"x": x},
-            weight=_address(weights.weight),
-            bias=_address(weights.bias),
+            weight=address_of(weights.weight),
+            bias=address_of(weights.bias),
             epsilon=weights.epsilon,
             subtract_mean=weights.centred,
             width=weights.size,
         )
 
     def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
-        assert positions.by_position, "rotations are of positions"
+        assert positions.source == _native.IndexSource.POSITIONS, "rotations are of positions"
         assert positions.shift == 0, "of the positions themselves"
         positions.recorder.keep.append(frequencies)
         rotary_dim = 2 * len(frequencies.inverse_frequencies)
         return positions.recorder.call(
             "rotation",
             rotary_dim,
-            inverse_frequencies=_address(frequencies.inverse_frequencies),
+            inverse_frequencies=address_of(frequencies.inverse_frequencies),
             rotary_dim=rotary_dim,
             magnitude=frequencies.magnitude,
-        )
-
-    def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, step: NativeAttention) -> Buffer:
-        shape, norm = heads.shape, heads.query_norm
-        qkv.recorder.keep.append(heads)
-        return qkv.recorder.call(
-            "attention",
-            shape.num_heads * shape.head_dim,
-            buffers={"qkv": qkv, "rotation": rotation},
-            **step.layer_constants(shape),
-            query_norm=0 if heads.query_norm is None else _address(heads.query_norm.weight),
-            key_norm=0 if heads.key_norm is None else _address(heads.key_norm.weight),
-            norm_epsilon=0.0 if norm is None else norm.epsilon,
-            rotary_dim=0 if rotation is None else rotation.width,
         )
 
     def check_heads(self, heads: HeadWeights) -> None:
@@ -98,10 +82,25 @@ class NativeOperations(NativeStates):
         return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
 
     def route(self, routing: Routing, logits: Buffer) -> Buffer:
-        return logits.recorder.call_torch(partial(experts.route, routing), 2 * routing.top_k, [logits])
+        assert routing.group_best <= 2, "a group is as good as its best expert, or its two best"
+        logits.recorder.keep.append(routing)
+        return logits.recorder.call(
+            "route",
+            2 * routing.top_k,
+            buffers={"logits": logits},
+            num_experts=routing.num_experts,
+            top_k=routing.top_k,
+            sigmoid=routing.scoring == "sigmoid",
+            renormalise=routing.renormalise,
+            factor=routing.factor,
+            bias=address_of(routing.bias),
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+        )
 
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
-        return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
+        return _elementwise(_native.Elementwise.GATE_ROWS, x, gate)
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         return x.recorder.call_torch(group.all_reduce, x.width, [x])
@@ -117,11 +116,3 @@ def _elementwise(kind: _native.Elementwise, x: Buffer, y: Buffer | None, factor:
     return x.recorder.call(
         "elementwise", x.width, over=x, buffers={"x": x, "y": y}, kind=kind, factor=factor, width=x.width
     )
-
-
-def _address(vector: torch.Tensor | None) -> int:
-    if vector is None:
-        return 0
-    assert vector.dtype == torch.float32, "kernels take float32 vectors"
-    assert vector.is_contiguous(), "in one piece"
-    return vector.data_ptr()

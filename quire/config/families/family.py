@@ -34,18 +34,30 @@ ATTENTION_BIAS, MLP_BIAS = Bias("attention_bias"), Bias("mlp_bias")
 ALWAYS, NEVER = Bias(default=True), Bias()
 
 
+EXPERT = "{expert}"
+"""The number of an expert, in Hugging Face's name of a matrix that a GGUF file has in a stack of all experts'."""
+
+
 @dataclass(frozen=True)
 class GGUFNames:
     """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
     rotated pair side by side, where Hugging Face has them half a head apart. windowed: the class of a model with a
     sliding window, where files have the same architecture for it; "": the window is not supported.
-    top, layer: tensors outside and inside the layers, and what Hugging Face calls them."""
+    top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
+    files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
+    caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
+    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is.
+    """
 
     architecture: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
     interleaved: bool = False
     windowed: str = ""
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    caps: tuple[str, ...] = ()
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,11 @@ class Family:
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
+    unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
+    whose tokens attend to later ones too; it keeps nothing in the cache.
+    has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
+    mixtures of experts. has_shared_gate: a gate over the shared expert. corrects_choice: experts are chosen by
+    corrected scores.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -108,9 +124,14 @@ class Family:
     is_interleaved: bool = False
     fused: tuple[str, ...] = ()
     position_rows: int | None = None
+    unused_positions: int = 0
+    is_bidirectional: bool = False
     expert_bias: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
+    has_experts: bool = False
     has_shared_gate: bool = False
+    corrects_choice: bool = False
     shares_expert: bool = False
     sparse_from: int = 0
     state_layer: Callable[[Fields, int], Layer] | None = None
@@ -129,6 +150,7 @@ class Family:
         intermediate = first(fields, *self.intermediate, default=usual, maximum=MAX_WIDTH)
         attention = self._attention(fields, hidden)
         longest = first(fields, *self.max_positions, default=None if self.is_runnable else 2048, maximum=MAX_POSITIONS)
+        longest -= self.unused_positions
         windows = self._windows(fields, num_layers)
         states = self._states(fields, num_layers)
         experts, sparse = self._experts(fields, num_layers)
@@ -177,7 +199,7 @@ class Family:
     def _attention(self, fields: Fields, hidden: int) -> Callable[[int | None], Layer]:
         """A layer of attention by its window."""
         num_heads = first(fields, *self.num_heads, maximum=MAX_HEADS)
-        if fields.values.get("kv_lora_rank") is not None and not self.is_runnable:
+        if self.has_latents or (fields.values.get("kv_lora_rank") is not None and not self.is_runnable):
             latent = self._latent(fields, hidden, num_heads)
             return lambda window: latent
         num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads) if self.num_kv_heads else num_heads
@@ -205,7 +227,7 @@ class Family:
         projections = ((hidden, query + gate + 2 * key), (query, hidden))
 
         def layer(window: int | None) -> Layer:
-            kind: Kind = "full" if window is None else "sliding"
+            kind: Kind = "none" if self.is_bidirectional else "full" if window is None else "sliding"
             return AttentionShape(kind, num_heads, num_kv_heads, dim, dim, window), projections, vectors
 
         return layer
@@ -276,7 +298,7 @@ class Family:
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
         """What the family calls its experts, and which layers have them."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
-        if not num_experts or self.is_runnable:
+        if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers
         active = first(fields, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
         if active > num_experts:
@@ -300,7 +322,8 @@ class Family:
 
     def _expert_vectors(self, experts: Experts, hidden: int) -> int:
         biases = experts.num_experts * (2 * experts.intermediate + hidden + 1) if self.expert_bias else 0
-        return biases + (hidden if self.has_shared_gate else 0)
+        corrections = experts.num_experts if self.corrects_choice else 0
+        return biases + corrections + (hidden if self.has_shared_gate else 0)
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:
