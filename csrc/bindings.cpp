@@ -41,7 +41,8 @@ void bind_weight(nb::module_& module) {
   nb::enum_<CacheType>(module, "CacheType")
       .value("F32", CacheType::kF32)
       .value("BF16", CacheType::kBF16)
-      .value("I8", CacheType::kI8);
+      .value("I8", CacheType::kI8)
+      .value("E4M3", CacheType::kE4M3);
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)

@@ -25,7 +25,7 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, layer_pages, state_pages
+from quire.worker.kv_tensors import STORED_DTYPES, allocate_host_pages, allocate_pages, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends
@@ -93,7 +93,7 @@ class CpuPlatform:
     def _make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
         cache_dtype = self._config.model.kv_cache_dtype
         if self._runtime is None:
-            return TorchAttention(layout, layer_pages(pages, layout, getattr(torch, cache_dtype)))
+            return TorchAttention(layout, layer_pages(pages, layout, STORED_DTYPES[cache_dtype]))
         from quire.attention.native_backend import NativeAttention
 
         num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
