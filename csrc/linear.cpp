@@ -1,6 +1,7 @@
 // Linear layers over packed weights, every type. Compiled once for each instruction set.
 #include "linear_bf16.h"
 #include "linear_driver.h"
+#include "linear_experts.h"
 #include "linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
@@ -16,12 +17,20 @@ struct Panels {
   static void multiply(const Tile& tile, int64_t rows) { tile_kernels(*tile.weight)[rows - 1](tile); }
 };
 
+template <class Use>
+QUIRE_INLINE void with_method(const PackedWeight& weight, [[maybe_unused]] MatmulPrecision precision, const Use& use) {
+#if defined(QUIRE_BF16_DOT)
+  if (multiplies_bf16(weight, precision)) return use(Bf16Pairs{});
+#endif
+  return use(Panels{});
+}
+
 #if defined(QUIRE_BF16_DOT)
 void linear(const LinearArgs& args, const Step& step, Team& team) {
-  (multiplies_bf16(args) ? run_linear<Bf16Pairs> : run_linear<Panels>)(args, step, team);
+  (multiplies_bf16(args.weight, args.precision) ? run_linear<Bf16Pairs> : run_linear<Panels>)(args, step, team);
 }
 std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
-  return (multiplies_bf16(args) ? scratch_for<Bf16Pairs> : scratch_for<Panels>)(args, rows);
+  return (multiplies_bf16(args.weight, args.precision) ? scratch_for<Bf16Pairs> : scratch_for<Panels>)(args, rows);
 }
 #else
 constexpr auto linear = run_linear<Panels>;
@@ -31,6 +40,6 @@ constexpr auto linear_scratch = scratch_for<Panels>;
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, experts, experts_scratch};
 
 }  // namespace quire::QUIRE_ISA

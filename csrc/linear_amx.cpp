@@ -153,9 +153,15 @@ std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
   return with > without ? with : without;
 }
 
+void experts(const ExpertsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.experts(args, step, team); }
+
+std::size_t experts_scratch(const ExpertsArgs& args, int64_t rows, int threads) {
+  return QUIRE_BELOW::kLinear.experts_scratch(args, rows, threads);
+}
+
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, experts, experts_scratch};
 
 }  // namespace quire::QUIRE_ISA

@@ -107,8 +107,8 @@ struct Bf16Pairs {
   }
 };
 
-bool multiplies_bf16(const LinearArgs& args) {
-  return args.precision == MatmulPrecision::kBFloat16 && args.weight.type == WeightType::kBF16;
+bool multiplies_bf16(const PackedWeight& weight, MatmulPrecision precision) {
+  return precision == MatmulPrecision::kBFloat16 && weight.type == WeightType::kBF16;
 }
 
 }  // namespace

@@ -128,6 +128,14 @@ class Runs {
     if (at_ == end_) next_run();
     return item;
   }
+  // The next run as a whole, [first, end). False: nothing is left.
+  bool next_range(int64_t* first, int64_t* end) {
+    if (at_ >= items_) return false;
+    *first = at_;
+    *end = at_ = end_;
+    next_run();
+    return true;
+  }
   // The one after it, or -1: what it needs is asked for meanwhile.
   int64_t ahead() const { return at_ < items_ ? at_ : -1; }
 
@@ -156,16 +164,15 @@ void pack_tile(const LinearArgs& args, const Step& step, const Plan& plan, int64
   Method::pack(args.weight, x, args.x.stride, end - first, packed + tile * plan.tile_bytes);
 }
 
-// Tiles first .. end over one panel. next: the panel that this thread needs after it (or this one), which the passes
-// ask for. is_cold: this one was not prefetched.
-template <class Method>
-void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
-               int64_t next, bool is_cold, int64_t first, int64_t end) {
-  const PackedWeight& weight = args.weight;
+// Tiles first .. end over one panel. x: the packed rows of tile `first`. after: the panel that this thread needs next (or
+// this one), which the passes ask for. is_cold: this one was not prefetched. expect(row, rows) is called before the rows
+// of a tile are multiplied, finish(sums, row_scales, row, rows) behind it; rows are counted from the plan's first.
+template <class Method, class Expect, class Done>
+void multiply_panel(const PackedWeight& weight, const Plan& plan, int64_t num_rows, const std::byte* x, int64_t panel,
+                    const std::byte* after, bool is_cold, int64_t first, int64_t end, const Expect& expect,
+                    const Done& done) {
   const TileLayout layout = Method::layout(weight);
   const int64_t groups = num_groups(weight);
-  const Finish finish{args, step.at(args.residual), step.at(args.out),
-                      weight.gated ? weight.out_features / 2 : weight.out_features};
   alignas(64) float sums[Method::kRows * kPanel];
   Tile call;
   call.panel = static_cast<const std::byte*>(weight.data) + panel * plan.panel_bytes;
@@ -176,11 +183,8 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
   call.scale_codes = weight.scale_codes ? weight.scale_codes + panel * groups * kPanel : nullptr;
   call.weight = &weight;
   call.out = sums;
-  const std::byte* after = static_cast<const std::byte*>(weight.data) + next * plan.panel_bytes;
-  for (int64_t tile = first; tile < end; ++tile) {
-    const std::byte* x = packed + tile * plan.tile_bytes;
-    const int64_t row = first_row_of(plan, step.rows, tile);
-    const int64_t rows = first_row_of(plan, step.rows, tile + 1) - row;
+  for (int64_t tile = first; tile < end; ++tile, x += plan.tile_bytes) {
+    const int64_t row = first_row_of(plan, num_rows, tile), rows = first_row_of(plan, num_rows, tile + 1) - row;
     call.x = x;
     call.x_sums = reinterpret_cast<const float*>(x + layout.sums_offset);
     call.prefetch_far = tile > first || !is_cold;
@@ -192,12 +196,29 @@ void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const
       call.prefetch = call.panel + Method::kPrefetchAhead;
       call.prefetch_step = 64;
     }
-    if (plan.shared) (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
+    expect(row, rows);
     Method::multiply(call, rows);
-    const float* row_scales =
-        weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr;
-    (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
+    done(sums, weight.integer_activations ? reinterpret_cast<const float*>(x + layout.scales_offset) : nullptr, row,
+         rows);
   }
+}
+
+// Tiles first .. end over one panel; next: the panel that follows.
+template <class Method>
+void run_panel(const LinearArgs& args, const Step& step, const Plan& plan, const std::byte* packed, int64_t panel,
+               int64_t next, bool is_cold, int64_t first, int64_t end) {
+  const PackedWeight& weight = args.weight;
+  const Finish finish{args, step.at(args.residual), step.at(args.out),
+                      weight.gated ? weight.out_features / 2 : weight.out_features};
+  const std::byte* after = static_cast<const std::byte*>(weight.data) + next * plan.panel_bytes;
+  multiply_panel<Method>(
+      weight, plan, step.rows, packed + first * plan.tile_bytes, panel, after, is_cold, first, end,
+      [&](int64_t row, int64_t rows) {
+        if (plan.shared) (weight.gated ? expect_tile<true> : expect_tile<false>)(finish, row, rows, panel);
+      },
+      [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+        (weight.gated ? finish_tile<true> : finish_tile<false>)(finish, sums, row_scales, row, rows, panel);
+      });
 }
 
 template <class Method>

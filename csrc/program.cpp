@@ -71,6 +71,24 @@ void Program::add(const ElementwiseArgs& args) {
   ops_.emplace_back(Call<ElementwiseArgs>{kernels_.layers.elementwise, args});
 }
 
+void Program::add(const RouteArgs& args) { ops_.emplace_back(Call<RouteArgs>{kernels_.layers.route, args}); }
+
+void Program::add(ExpertsArgs args) {
+  const ExpertTable& table = *args.table;
+  const std::size_t count = table.gate_up.size();
+  bool fits = count > 0 && table.down.size() == count;
+  for (std::size_t i = 0; fits && i < count; ++i) {
+    const PackedWeight &wide = table.gate_up[i], &down = table.down[i], &first = table.down[0];
+    fits = wide.gated && wide.in_features == first.out_features && wide.out_features == 2 * first.in_features &&
+           !down.gated && down.in_features == first.in_features && down.out_features == first.out_features;
+  }
+  for (const auto* biases : {&table.gate_up_bias, &table.down_bias}) fits &= biases->empty() || biases->size() == count;
+  if (!fits) throw std::invalid_argument("the matrices of the experts do not fit together");
+  args.precision = precision_;
+  ops_.emplace_back(Call<ExpertsArgs>{kernels_.linear.experts, args});
+  scratch_bytes_ = std::max(scratch_bytes_, kernels_.linear.experts_scratch(args, max_rows_, pool_->threads()));
+}
+
 void Program::add(const ConvolutionArgs& args) {
   require_all_rows();
   if (args.width < 1 || args.width > kMaxTaps || (args.activation != Activation::kNone && args.activation != Activation::kSilu))

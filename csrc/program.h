@@ -24,6 +24,9 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  void add(const RouteArgs& args);
+  // Throws std::invalid_argument for experts whose matrices do not fit together.
+  void add(ExpertsArgs args);
   // Throws std::invalid_argument for shapes that the kernels do not have.
   void add(const ConvolutionArgs& args);
   void add(const DeltaArgs& args);
@@ -45,7 +48,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
+                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>,
+                          Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
 
   void require_all_rows() const;
 

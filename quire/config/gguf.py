@@ -18,6 +18,7 @@ from quire.config.families import GGUF
 from quire.config.families.family import GGUFNames
 from quire.config.hf_json import Fields, shown
 from quire.config.model import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
+from quire.config.rope import FULL, SLIDING
 from quire.utils.gguf import GGUFFile
 
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -81,21 +82,34 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         config |= {
             "num_attention_heads": layout.num_heads,
             "num_key_value_heads": layout.num_kv_heads,
-            "hidden_act": "silu",
+            "hidden_act": layout.names.activation,
+            "hidden_activation": layout.names.activation,
             "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in file.tensors,
             "attention_bias": bool(family.query_bias.key) and "blk.0.attn_q.bias" in file.tensors,
             "mlp_bias": bool(family.mlp_bias.key) and "blk.0.ffn_up.bias" in file.tensors,
             "eos_token_id": _eos_token_ids(file),
         }
+        config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
+        if layout.names.largest:
+            is_largest = config["num_hidden_layers"] == layout.names.largest
+            config["query_pre_attn_scalar"] = (
+                config["hidden_size"] / config["num_attention_heads"] if is_largest else config["head_dim"]
+            )
         window = keys.optional_integer("attention.sliding_window", minimum=0)
         if window:
             if not layout.names.windowed:
                 raise keys.error("attention.sliding_window is not supported for this architecture")
             config |= {"architectures": [layout.names.windowed], "sliding_window": window}
             config |= {"attention_bias": False, "mlp_bias": False}
+            pattern = keys.optional_integer("attention.sliding_window_pattern")
+            config |= {} if pattern is None else {"sliding_window_pattern": pattern}
         _check_tensors(file, config)
-        config["rope_parameters"] = _rope(file, keys, config)
+        rope = _rope(file, keys, config)
+        if family.rope.local_theta is not None:
+            local = {"rope_theta": keys.number("rope.freq_base_swa", family.rope.local_theta)}
+            rope = {FULL: rope, SLIDING: {"rope_type": "default", **local}}
+        config["rope_parameters"] = rope
         return config
 
 
@@ -124,8 +138,9 @@ class _Keys:
         fields = Fields(own, f"{file.path} ({self.architecture})")
         self.error, self.integer, self.optional_integer = fields.error, fields.integer, fields.optional_integer
         self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
+        names = GGUF[self.architecture].gguf
         for key, values in _NEUTRAL.items():
-            if key in own and own[key] not in values:
+            if key in own and own[key] not in values and not (names is not None and key in names.caps):
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
 
@@ -193,9 +208,14 @@ def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tup
         "ffn_up": (inner, hidden, config["mlp_bias"]),
         "ffn_down": (hidden, inner, config["mlp_bias"]),
     }
-    layer: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
+    assert family.gguf is not None, "families of GGUF files have GGUF names"
+    head_norms = {f"{name}.weight": (head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
+    layer: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (hidden,) for name in family.gguf.layer if name.endswith("_norm")
+    }
+    layer = {name: shape for name, shape in layer.items() if name not in head_norms}
     if family.head_norms:
-        layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        layer |= head_norms
     for name, (rows, columns, bias) in matrices.items():
         layer[f"{name}.weight"] = (rows, columns)
         if bias:

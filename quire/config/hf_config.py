@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_class
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
@@ -40,22 +41,27 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
+    model_impl: str = "auto",
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy
-    weights). Raises ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` that the
-    model cannot reach.
+    config_only: a hub id's weights are not fetched (dummy weights). model_impl: what computes the model, one of
+    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
+    is wrong with the model, ConfigError for a `max_model_len` that the model cannot reach.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
     raw, key = language_model(_read_described(path))
     where = ": ".join(filter(None, (_where(path), key)))
     fields = Fields(raw, where)
-    architecture = _architecture(fields)
+    architecture, impl = _architecture(fields, model_impl)
+    if impl != "quire" and path.is_file():
+        raise ModelLoadError(f"{path}: GGUF files run with Quire's own model code alone, not through Transformers")
     shape = read_shape(raw, name, where)
+    if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
+        raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
-    if ARCHITECTURES[architecture].position_rows is None:
+    if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
         rope = read_rope(fields, shape.attention.key_dim, ARCHITECTURES[architecture].rope)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
@@ -73,6 +79,7 @@ def load_model_config(
         hf=raw,
         quantization=read_quantization(fields),
         is_multimodal=bool(key),
+        impl=impl,
     )
 
 
@@ -149,20 +156,31 @@ def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
     return path
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:
+    """The class that runs, and whose code computes it."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("the key 'architectures' must list the model's class name")
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, not {model_impl!r}", param="model_impl")
     for name in names:
-        if name in RUNNABLE:
-            return str(name)
+        if name in RUNNABLE and model_impl != "transformers":
+            return str(name), "quire"
+    runs = ", ".join(RUNNABLE)
+    if model_impl != "quire" and has_transformers():
+        for name in names:
+            if knows_class(name):
+                if fields.values.get("is_encoder_decoder"):
+                    raise fields.error(f"{name} has an encoder and a decoder: such models are not supported")
+                return str(name), "transformers"
+    hint = "" if has_transformers() else f"; others may run through Transformers: {HINT}"
     for name in names:
         if name in ARCHITECTURES:
             raise fields.error(
                 f"the engine cannot run {name} yet; `quire plan` and `quire simulate` know its shape (the engine runs: "
-                f"{', '.join(RUNNABLE)})"
+                f"{runs}{hint})"
             )
-    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {', '.join(RUNNABLE)})")
+    raise fields.error(f"unknown architecture {names[0][:_LONGEST_NAME]!r} (known: {runs}{hint})")
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str:

@@ -38,6 +38,7 @@ class ModelConfig:
     hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
+    impl: what computes it: "quire", or "transformers" (modelling code of that library).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
 
@@ -52,6 +53,7 @@ class ModelConfig:
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
     is_multimodal: bool = False
+    impl: str = "quire"
 
     @property
     def dtype_bytes(self) -> int:

@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
+    model_impl: str = "auto"
     revision: str | None = None
     quantization: str | None = None
     max_model_len: int | None = None
@@ -76,6 +77,7 @@ HELP: dict[str, str] = {
     "device": "auto (cuda where torch and the driver have it), cpu or cuda",
     "seed": "seed of the engine: draws the seeds of requests that bring none",
     "load_format": "auto, safetensors, pt, gguf, or dummy (random weights)",
+    "model_impl": "auto, quire (its own model code), or transformers (the library's code with Quire's kernels; slower)",
     "revision": "branch, tag or commit of a hub id",
     "quantization": "int8, int4, w8a8, w4a8, fp8, mxfp4: quantise while loading (default: what the checkpoint brings)",
     "max_model_len": "most tokens of one sequence, prompt and output (default: the model's limit)",

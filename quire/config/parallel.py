@@ -77,6 +77,11 @@ def check_ranks_fit(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError for a model that the ranks cannot share."""
     if model.path.is_file() or options.load_format == "gguf":
         raise _refused(options, "does not load GGUF files yet: choose a safetensors checkpoint", "tensor_parallel_size")
+    if model.impl != "quire":
+        reason = (
+            f"does not share out {model.architecture}, which runs through Transformers: choose a family of Quire's own"
+        )
+        raise _refused(options, reason, "tensor_parallel_size")
     tp = options.tensor_parallel_size
     if model.num_heads % tp:
         raise _refused(options, f"does not divide the model's {model.num_heads} heads", "tensor_parallel_size")

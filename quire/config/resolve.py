@@ -90,7 +90,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         check_ranks_fit(options, model)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults)
-    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device)
+    cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
         model=model,
         cache=_cache(options, defaults),
@@ -136,6 +136,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         max_model_len=positive("max_model_len", options.max_model_len),
         revision=options.revision,
         config_only=options.load_format == "dummy",
+        model_impl=options.model_impl,
     )
     if is_accelerated:
         return "triton", triton_model(options, model)

@@ -75,9 +75,11 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
     return replace(model, kv_cache_dtype=model.dtype) if options.kv_cache_dtype == "auto" else model
 
 
-def graph_options(options: EngineOptions, scheduler: SchedulerConfig, device: str) -> tuple[str, tuple[int, ...]]:
+def graph_options(
+    options: EngineOptions, scheduler: SchedulerConfig, device: str, model: ModelConfig
+) -> tuple[str, tuple[int, ...]]:
     """DeviceConfig's `cuda_graphs` and `cuda_graph_sizes`. Raises ConfigError for options that contradict one another,
-    or ask a CPU for graphs."""
+    or ask for graphs on a CPU, or of modelling code that was not written for them."""
     asked = choice("cuda_graphs", options.cuda_graphs, ("auto", *CUDA_GRAPHS))
     if options.enforce_eager and asked not in ("auto", "none"):
         raise ConfigError(f"enforce_eager and cuda_graphs={asked!r} contradict each other", param="enforce_eager")
@@ -85,9 +87,14 @@ def graph_options(options: EngineOptions, scheduler: SchedulerConfig, device: st
     if options.enforce_eager:
         kind = "none"
     elif asked == "auto":
-        kind = "full_and_piecewise" if device == "cuda" else "none"
+        kind = "full_and_piecewise" if device == "cuda" and model.impl == "quire" else "none"
     if kind != "none" and device != "cuda":
         raise ConfigError(f"cuda_graphs={asked!r} needs device='cuda'", param="cuda_graphs")
+    if kind != "none" and model.impl != "quire":
+        message = (
+            f"{model.architecture} runs through Transformers, whose code cannot be captured: leave cuda_graphs out"
+        )
+        raise ConfigError(message, param="cuda_graphs")
     sizes = options.cuda_graph_sizes
     if kind == "none":
         if sizes is not None:

@@ -9,7 +9,6 @@ import torch
 from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
-from quire.layers import experts
 from quire.layers.experts import Routing
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
@@ -98,10 +97,25 @@ class NativeOperations(NativeStates):
         return _elementwise(_native.Elementwise.SOFT_CAP, x, None, cap)
 
     def route(self, routing: Routing, logits: Buffer) -> Buffer:
-        return logits.recorder.call_torch(partial(experts.route, routing), 2 * routing.top_k, [logits])
+        assert routing.group_best <= 2, "a group is as good as its best expert, or its two best"
+        logits.recorder.keep.append(routing)
+        return logits.recorder.call(
+            "route",
+            2 * routing.top_k,
+            buffers={"logits": logits},
+            num_experts=routing.num_experts,
+            top_k=routing.top_k,
+            sigmoid=routing.scoring == "sigmoid",
+            renormalise=routing.renormalise,
+            factor=routing.factor,
+            bias=_address(routing.bias),
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+        )
 
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
-        return x.recorder.call_torch(experts.gate_rows, x.width, [x, gate])
+        return _elementwise(_native.Elementwise.GATE_ROWS, x, gate)
 
     def all_reduce(self, group: ProcessGroup, x: Buffer) -> Buffer:
         return x.recorder.call_torch(group.all_reduce, x.width, [x])

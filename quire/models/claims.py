@@ -10,8 +10,8 @@ from quire.config.model import ModelConfig
 from quire.errors import InsufficientMemoryError
 from quire.layers.context import layer_context
 from quire.layers.operations import TorchOperations
-from quire.models.decoder import Decoder
-from quire.models.registry import model_architectures
+from quire.models.interface import LoadableModel
+from quire.models.registry import build_model
 from quire.models.weight_files import WeightFiles
 from quire.parallel.single import SINGLE_RANK
 from quire.quantization.unquantized import UnquantizedLinear
@@ -23,7 +23,7 @@ SHARING = 2
 """Tensors of a `torch.save` file may share their memory, as an embedding and the head that was tied to it do."""
 
 
-def excess(config: ModelConfig, model: Decoder, files: WeightFiles) -> str | None:
+def excess(config: ModelConfig, model: LoadableModel, files: WeightFiles) -> str | None:
     """Why the files cannot hold the weights that config.json describes; None when they have room for them. model: of
     `outline`. Raises ModelLoadError for a file that is missing."""
     quantization = config.quantization
@@ -53,7 +53,7 @@ def check_dummy(config: ModelConfig, available: int) -> None:
         )
 
 
-def outline(config: ModelConfig) -> Decoder:
+def outline(config: ModelConfig) -> LoadableModel:
     """The model, without memory for its weights: its slots say what a checkpoint of it holds."""
     dtype = torch.float32
     plain = UnquantizedLinear(dtype)
@@ -67,5 +67,4 @@ def outline(config: ModelConfig) -> Decoder:
         vocabulary=plain,
         positions=plain,
     )
-    model: Decoder = model_architectures().load(config.architecture)(config, context)
-    return model
+    return build_model(config, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from quire.attention.interface import LayerAttention
@@ -103,6 +103,15 @@ def layer_attention(config: ModelConfig, layer: int, scale: float | None = None)
     )
 
 
+FeedForward = Callable[[Value, Value], Value]
+"""[T, size] and a residual [T, size], which is used up -> [T, size]."""
+
+
+def read_activation(config: ModelConfig) -> str:
+    """The name of the activation between an MLP's products."""
+    return model_fields(config).choice("hidden_act", list(ACTIVATIONS), "silu")
+
+
 class LlamaLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)), with the biases and the head norms of the model's family."""
 
@@ -117,12 +126,17 @@ class LlamaLayer:
             output_bias=family.output_bias.read(fields),
             context=context,
             norm_epsilon=epsilon if family.head_norms else None,
+            has_sinks=family.has_sinks,
         )
         self._mlp_norm = RMSNorm(size, epsilon, context)
-        activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
-        self._mlp = GatedMLP(
-            size, fields.integer("intermediate_size"), activation, bias=family.mlp_bias.read(fields), context=context
-        )
+        self._mlp, self._mlp_slots = self.make_mlp(config, context, layer)
+
+    def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
+        """What follows the attention, and its tensors by their names inside the layer."""
+        fields, family = model_fields(config), ARCHITECTURES[config.architecture]
+        width, activation = fields.integer("intermediate_size"), read_activation(config)
+        mlp = GatedMLP(config.hidden_size, width, activation, bias=family.mlp_bias.read(fields), context=context)
+        return mlp, prefixed("mlp", mlp.slots())
 
     def __call__(
         self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
@@ -138,18 +152,21 @@ class LlamaLayer:
             **prefixed("input_layernorm", self._attention_norm.slots()),
             **prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "o_proj")),
             **prefixed("post_attention_layernorm", self._mlp_norm.slots()),
-            **prefixed("mlp", self._mlp.slots()),
+            **self._mlp_slots,
         }
 
 
 class LlamaLike(Decoder):
     """Rotary positions, RMSNorm before each block, gated MLP, grouped heads: LLaMA, Mistral, Qwen 2 and 3."""
 
+    layer_class: type[LlamaLayer] = LlamaLayer
+    """What its layers are."""
+
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         fields = model_fields(config)
         self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
         super().__init__(
-            [LlamaLayer(config, context, layer) for layer in range(config.num_layers)],
+            [self.layer_class(config, context, layer) for layer in range(config.num_layers)],
             "model.layers",
             VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
             CheckpointNames.of(config),

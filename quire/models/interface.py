@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
 
 from quire.kv_cache.spec import LayerSpec
 from quire.layers.batch import ForwardBatch
+from quire.layers.context import WeightSlots
 from quire.quantization.integer_weight import WeightSource
+
+
+class LoadableModel(Protocol):
+    """A model that a checkpoint can be loaded into."""
+
+    slots: WeightSlots
+    """Where each tensor of a checkpoint goes."""
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
+        """As CausalLM.load_weights. elsewhere: names of the slots that only other ranks of the model have."""
+        ...
 
 
 class CausalLM(Protocol):

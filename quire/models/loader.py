@@ -15,10 +15,9 @@ from quire.layers.context import LayerContext, WeightSlots, layer_context
 from quire.layers.operations import TorchOperations
 from quire.models.checkpoint_names import language_tensors
 from quire.models.claims import excess, outline
-from quire.models.decoder import Decoder
 from quire.models.gguf.weights import GGUFWeights
-from quire.models.interface import CausalLM
-from quire.models.registry import model_architectures
+from quire.models.interface import CausalLM, LoadableModel
+from quire.models.registry import build_model
 from quire.models.weight_files import Progress, WeightFiles, find_weights, whole_tensors
 from quire.parallel.interface import ProcessGroup
 from quire.parallel.single import SINGLE_RANK
@@ -28,6 +27,7 @@ from quire.quantization.unquantized import UnquantizedLinear
 if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
     from quire.layers.device import DeviceLayers
+    from quire.models.decoder import Decoder
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,18 +65,18 @@ def load_model(
         context = _device_context(config, device_layers)
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config)
-    model: Decoder = model_architectures().load(config.architecture)(config, context)
+    model = build_model(config, context, runtime)
     report = progress or _silent
     if files is None:
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
     else:
         with torch.inference_mode():
             _load_from(model, files, config, report, elsewhere)
-    if runtime is None:
-        return cast("CausalLM", model)  # whose context computes tensors
+    if runtime is None or config.impl == "transformers":
+        return cast("CausalLM", model)  # which computes tensors
     from quire.models.native import NativeModel
 
-    return NativeModel(model, runtime)
+    return NativeModel(cast("Decoder", model), runtime)
 
 
 def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:
@@ -129,7 +129,7 @@ def _device_context(config: ModelConfig, layers: DeviceLayers) -> LayerContext:
     )
 
 
-def _check_room(config: ModelConfig, files: WeightFiles) -> Decoder:
+def _check_room(config: ModelConfig, files: WeightFiles) -> LoadableModel:
     """Raise ModelLoadError when config.json describes more weights than the files can hold. Returns the outline of the
     whole model, which names the tensors of all its ranks."""
     model = outline(config)
@@ -141,7 +141,7 @@ def _check_room(config: ModelConfig, files: WeightFiles) -> Decoder:
 
 
 def _load_from(
-    model: Decoder,
+    model: LoadableModel,
     files: WeightFiles | GGUFWeights,
     config: ModelConfig,
     report: Progress,

@@ -11,7 +11,14 @@ from quire.attention.interface import StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
-from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedProgram, RecordedRows, Recorder
+from quire.kernels.cpu.recorder import (
+    Buffer,
+    RecordedIndices,
+    RecordedProgram,
+    RecordedRows,
+    Recorder,
+    rounded_rows,
+)
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.value import Value
 from quire.kv_cache.spec import LayerSpec
@@ -21,8 +28,6 @@ from quire.quantization.integer_weight import WeightSource
 
 LINE_ELEMENTS = 16
 """float32 of a cache line."""
-SMALLEST_PROGRAM = 64
-"""Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
 
 
 class NativeModel:
@@ -90,7 +95,7 @@ class NativeModel:
         result = _recorded(self._model.forward(ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))))
         self._backend = backend
         self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
-        self._body = recorder.finish_program(result, self._runtime, _rounded(num_rows))
+        self._body = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))
         return self._body
 
     def _record_head(self, hidden_size: int, num_rows: int) -> RecordedProgram:
@@ -98,7 +103,7 @@ class NativeModel:
         recorder = Recorder()
         hidden = recorder.external(hidden_size, hidden_size)
         logits = _recorded(self._model.compute_logits(hidden))
-        max_rows = _rounded(num_rows)
+        max_rows = rounded_rows(num_rows)
         self._logits = _separate_rows(max_rows, logits.width)
         recorder.redirect(logits, recorder.external(logits.width, self._logits.stride(0)))
         self._head = recorder.finish_program(logits, self._runtime, max_rows)
@@ -114,7 +119,3 @@ def _separate_rows(num_rows: int, width: int) -> torch.Tensor:
     """[num_rows, width] float32. A power of two of bytes between rows would put a column of them on one cache set."""
     stride = -(-width // LINE_ELEMENTS) * LINE_ELEMENTS + LINE_ELEMENTS
     return allocate(4 * num_rows * stride).view(torch.float32).view(num_rows, stride)[:, :width]
-
-
-def _rounded(num_rows: int) -> int:
-    return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())

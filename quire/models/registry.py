@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext
+from quire.models.interface import LoadableModel
 from quire.registry import Registry
+
+if TYPE_CHECKING:
+    from quire.kernels.cpu.runtime import NativeRuntime
 
 
 def model_architectures() -> Registry:
@@ -17,15 +25,35 @@ def model_architectures() -> Registry:
             "GemmaForCausalLM": "quire.models.gemma:gemma",
             "Glm4ForCausalLM": "quire.models.glm:glm4",
             "GlmForCausalLM": "quire.models.dense:DenseDecoder",
+            "GptOssForCausalLM": "quire.models.gpt_oss:GptOssForCausalLM",
             "GraniteForCausalLM": "quire.models.granite:granite",
             "LlamaForCausalLM": "quire.models.decoder:LlamaLike",
             "MistralForCausalLM": "quire.models.decoder:LlamaLike",
+            "MixtralForCausalLM": "quire.models.mixture:MixtureLlama",
             "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
             "Olmo2ForCausalLM": "quire.models.olmo:olmo",
             "Olmo3ForCausalLM": "quire.models.olmo:olmo",
             "Phi3ForCausalLM": "quire.models.dense:DenseDecoder",
             "Qwen2ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen2MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "Qwen3ForCausalLM": "quire.models.decoder:LlamaLike",
+            "Qwen3MoeForCausalLM": "quire.models.mixture:MixtureLlama",
             "SmolLM3ForCausalLM": "quire.models.dense:DenseDecoder",
         },
     )
+
+
+def build_model(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None = None) -> LoadableModel:
+    """The model, with room for its weights where `context` says. runtime: what native kernels of single operations run
+    with, in a context that records (a model of Quire's own is recorded whole, by its caller). Raises ModelLoadError."""
+    if config.impl == "quire":
+        model: LoadableModel = model_architectures().load(config.architecture)(config, context)
+        return model
+    from quire.models.eager_calls import TensorCalls
+    from quire.models.transformers_model import TransformersModel
+
+    if runtime is None:
+        return TransformersModel(config, context, TensorCalls(context))
+    from quire.models.native_calls import NativeCalls
+
+    return TransformersModel(config, context, NativeCalls(context, runtime))

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
+from quire.kernels.triton.experts import ExpertMatrices, apply_experts
 from quire.kernels.triton.matmul import matmul
-from quire.layers.experts import ExpertWeights, gated
-from quire.quantization.unquantized import PlainParameters, UnquantizedLinear
+from quire.layers.experts import ExpertWeights
+from quire.quantization.unquantized import PlainParameters, PlainStack, UnquantizedLinear
 
 
 class DeviceLinear(UnquantizedLinear):
@@ -38,19 +39,11 @@ class DeviceLinear(UnquantizedLinear):
     def apply_experts(
         self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Every expert computes all tokens: which of them chose it is never asked of the device."""
-        top_k = routing.shape[1] // 2
-        chosen, shares = routing[:, :top_k], routing[:, top_k:]
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
-            is_chosen = chosen == expert
-            share = (shares * is_chosen).sum(dim=1, keepdim=True)
-            rows = (x.float() * share).to(x.dtype) if weights.weighs_input else x
-            gate, up = matmul(rows, gate_up.weight, gate_up.bias).chunk(2, dim=-1)
-            result = matmul(gated(weights.gating, gate, up), down.weight, down.bias).float()
-            result = result if weights.weighs_input else result * share
-            out = torch.where(is_chosen.any(dim=1, keepdim=True), out + result, out)
-        return out.to(x.dtype) if residual is None else residual + out.to(x.dtype)
+        gate_up, down, gating = weights.gate_up, weights.down, weights.gating
+        assert isinstance(gate_up, PlainStack), "made by create_stack"
+        assert isinstance(down, PlainStack), "made by create_stack"
+        matrices = ExpertMatrices(gate_up.weights, down.weights, gate_up.biases, down.biases)
+        return apply_experts(matrices, x, routing, residual, gating.activation, gating.limit, weights.weighs_input)
 
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None

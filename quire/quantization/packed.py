@@ -13,8 +13,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.memory import Arena
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices
-from quire.kernels.matmul import row_linear
-from quire.layers.experts import ExpertWeights, experts
+from quire.layers.experts import ExpertWeights
 from quire.logging import get_logger
 from quire.quantization.integer_weight import WeightTensor
 from quire.quantization.interface import LinearShape
@@ -133,17 +132,16 @@ class PackedLinear:
             self._pack(parameters)
 
     def apply(self, parameters: PackedParameters, x: Buffer, residual: Buffer | None = None) -> Buffer:
-        shape, matrix = parameters.shape, _loaded(parameters)
-        if parameters.bias is not None and matrix.bias is None:
-            matrix.load_bias(parameters.bias)
+        shape = parameters.shape
+        matrix, bias = _native_matrix(parameters)
         x.recorder.keep.append(parameters)
         return x.recorder.call(
             "linear",
             shape.width,
             over=residual,
             buffers={"x": x, "residual": residual},
-            weight=matrix.as_native(),
-            bias=0 if matrix.bias is None else matrix.bias.data_ptr(),
+            weight=matrix,
+            bias=bias,
             activation=ACTIVATIONS[shape.activation],
         )
 
@@ -165,13 +163,23 @@ class PackedLinear:
     def apply_experts(
         self, weights: ExpertWeights, x: Buffer, routing: Buffer, residual: Buffer | None = None
     ) -> Buffer:
-        inputs = [x, routing] if residual is None else [x, routing, residual]
+        gate_up, down = ([_native_matrix(each) for each in part] for part in (weights.gate_up, weights.down))
         x.recorder.keep.append(weights)
-
-        def compute(x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-            return experts(weights, x, routing, residual, _product)
-
-        return x.recorder.call_torch(compute, x.width, inputs)
+        return x.recorder.call(
+            "experts",
+            x.width,
+            over=residual,
+            buffers={"x": x, "routing": routing, "residual": residual},
+            gate_up=[matrix for matrix, _ in gate_up],
+            down=[matrix for matrix, _ in down],
+            gate_up_bias=_all_or_none([bias for _, bias in gate_up]),
+            down_bias=_all_or_none([bias for _, bias in down]),
+            top_k=routing.width // 2,
+            activation=ACTIVATIONS[weights.gating.activation],
+            limit=weights.gating.limit or 0.0,
+            weighs_input=weights.weighs_input,
+            counts=0,
+        )
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         if len(shape) == 1:
@@ -220,8 +228,17 @@ class PackedLinear:
         parameters.pending.clear()
 
 
-def _product(parameters: PackedParameters, x: torch.Tensor) -> torch.Tensor:
-    return row_linear(x, _loaded(parameters).dequantize(), parameters.bias)
+def _native_matrix(parameters: PackedParameters) -> tuple[_native.PackedWeight, int]:
+    """The packed matrix and the address of its bias, 0 for none."""
+    matrix = _loaded(parameters)
+    if parameters.bias is not None and matrix.bias is None:
+        matrix.load_bias(parameters.bias)
+    return matrix.as_native(), 0 if matrix.bias is None else matrix.bias.data_ptr()
+
+
+def _all_or_none(biases: list[int]) -> list[int]:
+    assert all(biases) or not any(biases), "all experts have biases, or none has"
+    return biases if all(biases) else []
 
 
 def _loaded(parameters: PackedParameters) -> PackedMatrix:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,29 @@ class PlainParameters:
     bias: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class PlainStack(Sequence[PlainParameters]):
+    """Matrices of one shape in one tensor. weights: [count, out_features, in_features]. biases: [count, out_features],
+    or None."""
+
+    shape: LinearShape
+    weights: torch.Tensor
+    biases: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @overload
+    def __getitem__(self, index: int) -> PlainParameters: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PlainParameters]: ...
+    def __getitem__(self, index: int | slice) -> PlainParameters | Sequence[PlainParameters]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        bias = None if self.biases is None else self.biases[index]
+        return PlainParameters(self.shape, self.weights[index], bias)
+
+
 class UnquantizedLinear:
     """The plain instance of LinearMethod: torch tensors in `dtype`."""
 
@@ -37,12 +61,12 @@ class UnquantizedLinear:
         bias = torch.empty(size[0], dtype=self._dtype, device=shape.device) if shape.bias else None
         return PlainParameters(shape, weight, bias)
 
-    def create_stack(self, shape: LinearShape, count: int) -> list[PlainParameters]:
-        """Parts of one tensor: [count, out_features, in_features], and one of biases."""
+    def create_stack(self, shape: LinearShape, count: int) -> PlainStack:
         whole = self.create(replace(shape, out_features=count * shape.out_features))
-        weights = whole.weight.unflatten(0, (count, shape.out_features))
-        biases = [None] * count if whole.bias is None else list(whole.bias.unflatten(0, (count, shape.out_features)))
-        return [PlainParameters(shape, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        parts = (count, shape.out_features)
+        return PlainStack(
+            shape, whole.weight.unflatten(0, parts), None if whole.bias is None else whole.bias.unflatten(0, parts)
+        )
 
     def load_rows(
         self, parameters: PlainParameters, suffix: str, tensor: WeightTensor, first_row: int, num_rows: int

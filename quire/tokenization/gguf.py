@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file carries: its vocabulary, merges and the name of the rule that splits words.
 
-Byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo) is built from these. A sentencepiece vocabulary (LLaMA 2,
-Mistral 7B) is not: there a tokenizer must be named.
+Byte-level BPE (GPT-2, LLaMA 3, Qwen, SmolLM, Mistral Nemo) is built from these, where UNUSED tokens fill the vocabulary
+up to the size of the embedding; sentencepiece (LLaMA 2, Mistral 7B, Gemma, T5) from its pieces and their scores.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from quire.config.gguf import NO_TOKEN
 from quire.config.hf_json import Fields
+from quire.errors import ModelLoadError
+from quire.tokenization.sentencepiece import (
+    BPE,
+    CONTROL,
+    NORMAL,
+    UNIGRAM,
+    UNUSED,
+    USER_DEFINED,
+    SentencePieces,
+    sentencepiece_backend,
+)
 from quire.tokenization.vocabulary_limits import check_num_values
 from quire.utils.gguf import GGUFFile
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Kinds of tokens. UNUSED ones fill a vocabulary up to the size of the embedding."""
 SPECIAL_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -28,6 +37,9 @@ SPECIAL_KEYS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
+
+_SENTENCEPIECE = {"llama": BPE, "t5": UNIGRAM}
+"""Kinds of sentencepiece models by tokenizer.ggml.model."""
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -78,22 +90,58 @@ def read_gguf_tokenizer(file: GGUFFile, max_values: int) -> tuple[tokenizers.Tok
     kind = fields.values.get("ggml.model")
     if kind is None:
         raise file.error(f"it carries no tokenizer; {instead}")
+    if kind in _SENTENCEPIECE:
+        return _sentencepiece(file, fields, _SENTENCEPIECE[kind], max_values)
     if kind != "gpt2":
-        what = "a sentencepiece vocabulary" if kind == "llama" else f"a tokenizer of the kind {kind!r}"
-        raise file.error(f"it carries {what}, which cannot be read from GGUF; {instead}")
+        raise file.error(f"it carries a tokenizer of the kind {kind!r}, which cannot be read from GGUF; {instead}")
     rule = fields.text("ggml.pre", "(none)")
     if rule not in _SPLITTINGS:
         raise file.error(f"its pre-tokenizer {rule!r} is not known (known: {', '.join(_SPLITTINGS)}); {instead}")
     splitting = _SPLITTINGS[rule]
     tokens, kinds = _vocabulary(file)
-    config: dict[str, Any] = _special_tokens(fields, tokens)
-    config["add_bos_token"] = fields.boolean("ggml.add_bos_token", splitting.adds_bos)
-    config["add_eos_token"] = fields.boolean("ggml.add_eos_token", False)
-    if fields.values.get("chat_template") is not None:
-        config["chat_template"] = fields.text("chat_template")
+    config = _config(fields, tokens, adds_bos=splitting.adds_bos, adds_eos=False)
     merges = file.strings("tokenizer.ggml.merges") or []
     check_num_values(file.path, len(tokens) + 2 * len(merges), max_values)
     return _backend(file, tokens, kinds, splitting, merges), config
+
+
+def _sentencepiece(
+    file: GGUFFile, fields: Fields, model: int, max_values: int
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    tokens, kinds = _vocabulary(file)
+    scores = file.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise file.error(f"tokenizer.ggml.scores must have a score for each of the {len(tokens)} tokens")
+    check_num_values(file.path, 2 * len(tokens), max_values)
+    table = file.numbers("tokenizer.ggml.precompiled_charsmap") or []
+    try:
+        charsmap = bytes(int(value) & 255 for value in table)
+    except (ValueError, OverflowError):
+        raise file.error("tokenizer.ggml.precompiled_charsmap must hold bytes") from None
+    pieces = SentencePieces(
+        tokens,
+        [float(score) for score in scores],
+        [int(kind) for kind in kinds],
+        model=model,
+        charsmap=charsmap,
+        adds_space=fields.boolean("ggml.add_space_prefix", True),
+        joins_spaces=fields.boolean("ggml.remove_extra_whitespaces", False),
+    )
+    config = _config(fields, tokens, adds_bos=model == BPE, adds_eos=model == UNIGRAM)
+    try:
+        return sentencepiece_backend(pieces), config
+    except ModelLoadError as error:
+        raise file.error(error.message) from None
+
+
+def _config(fields: Fields, tokens: list[str], *, adds_bos: bool, adds_eos: bool) -> dict[str, Any]:
+    """What a tokenizer_config.json would say. adds_bos, adds_eos: where the file does not."""
+    config: dict[str, Any] = _special_tokens(fields, tokens)
+    config["add_bos_token"] = fields.boolean("ggml.add_bos_token", adds_bos)
+    config["add_eos_token"] = fields.boolean("ggml.add_eos_token", adds_eos)
+    if fields.values.get("chat_template") is not None:
+        config["chat_template"] = fields.text("chat_template")
+    return config
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int | float]]:

@@ -33,8 +33,13 @@ def check_charsmaps(content: bytes) -> None:
             table = base64.b64decode(match[1].replace(b"\\/", b"/"), validate=True)
         except binascii.Error as error:
             raise ModelLoadError(f"its precompiled_charsmap is no base64: {error}") from None
-        if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
-            raise ModelLoadError("its precompiled_charsmap is shorter than it says")
+        check_charsmap(table)
+
+
+def check_charsmap(table: bytes) -> None:
+    """Raises ModelLoadError for a table of characters that says it is longer than it is."""
+    if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
+        raise ModelLoadError("its precompiled_charsmap is shorter than it says")
 
 
 def check_growth(backend: tokenizers.Tokenizer) -> None:

@@ -1,10 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory.
-
-Transformers is imported only for a directory whose tokenizer no other code can read (`tokenizer.model` alone).
-"""
+"""Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face directory."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +18,8 @@ from quire.tokenization.detokenizer import IncrementalDetokenizer, decode_tokens
 from quire.tokenization.gguf import read_gguf_tokenizer
 from quire.tokenization.pieces import REPLACEMENT, LocalPieces, compile_pieces
 from quire.tokenization.pipeline_checks import check_charsmaps, check_growth
+from quire.tokenization.ranked_bpe import added_tokens, read_tekken, read_tiktoken
+from quire.tokenization.sentencepiece import BPE, read_sentencepiece, sentencepiece_backend, special_pieces
 from quire.tokenization.vocabulary_limits import check_num_values, count_values, max_values
 from quire.utils.gguf import GGUFFile, find_gguf
 from quire.utils.model_files import file_bytes, read_model_file
@@ -33,7 +33,9 @@ MAX_TEMPLATE_BYTES = 2**18
 MAX_TOKEN_ID = 2**24
 MAX_SENTENCEPIECE_BYTES = 2**24
 """Four times those of the largest vocabulary (Gemma's has 4 MB)."""
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+TEKKEN_FILE, TIKTOKEN_FILE = "tekken.json", "tiktoken.model"
+OTHER_FILES = (TEKKEN_FILE, TIKTOKEN_FILE, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""What a directory without tokenizer.json may have: Mistral's, Kimi's, and sentencepiece's."""
 MAX_REASON = 300
 """Characters of what the library says."""
 SAMPLE = "The quick brown fox, 42 naïve cafés; \n\tdef f(x): return x"
@@ -166,8 +168,10 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab
     elif _is_there(path / "vocab.json") and _is_there(path / "merges.txt"):
         with _refusing(path, "holds no tokenizer: vocab.json and merges.txt are not readable"):
             backend = _byte_level_bpe(path, config, special_tokens, limit)
-    elif any(_is_there(path / name) for name in SENTENCEPIECE_FILES):
-        backend = _convert_with_transformers(path)
+    elif (found := next((name for name in OTHER_FILES if _is_there(path / name)), None)) is not None:
+        backend, own = _read_other(path / found, config, limit)
+        config = own | config
+        special_tokens = _special_tokens(own) | special_tokens
     elif (gguf := path if path.is_file() else find_gguf(path)) is not None:
         with GGUFFile(gguf) as file, _refusing(gguf, "holds a tokenizer that cannot be used"):
             backend, own = read_gguf_tokenizer(file, limit)
@@ -175,8 +179,9 @@ def load_tokenizer(path_or_id: str | Path, revision: str | None = None, *, vocab
         special_tokens = _special_tokens(own) | special_tokens
     else:
         raise ModelLoadError(
-            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, tokenizer.model, *.gguf);"
-            " name one with the option tokenizer, or set skip_tokenizer_init to work on token ids"
+            f"{path} has no tokenizer (looked for tokenizer.json, vocab.json with merges.txt, *.gguf, "
+            f"{', '.join(OTHER_FILES)}); name one with the option tokenizer, or set skip_tokenizer_init to work on "
+            "token ids"
         )
     templates = _chat_templates(path, config)
     with _refusing(path, "has a tokenizer that cannot be used"):
@@ -245,23 +250,28 @@ def _byte_level_bpe(
     return backend
 
 
-def _convert_with_transformers(path: Path) -> tokenizers.Tokenizer:
-    """sentencepiece models: Transformers knows how to turn each family's into a `tokenizers` pipeline."""
-    for name in SENTENCEPIECE_FILES:
-        if (size := file_bytes(path / name) or 0) > MAX_SENTENCEPIECE_BYTES:
-            raise ModelLoadError(f"{path / name} has {size} bytes: such a file may have {MAX_SENTENCEPIECE_BYTES}")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ModelLoadError(
-            f"{path} has no tokenizer.json; its sentencepiece model needs `pip install transformers sentencepiece`"
-        ) from None
-    with _refusing(path, "has no tokenizer.json, and Transformers cannot read this tokenizer"):
-        converted = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    backend = getattr(converted, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelLoadError(f"{path} has no tokenizer.json, and Transformers cannot convert its tokenizer to one")
-    return backend
+def _read_other(file: Path, config: dict[str, Any], limit: int) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """One of OTHER_FILES, and what a tokenizer_config.json would say of it."""
+    if file.name == TEKKEN_FILE:
+        content = _read_vocabulary(file, limit)
+        with _refusing(file, "is not a readable tokenizer"):
+            return read_tekken(json.loads(content), file)
+    content = read_model_file(file, MAX_SENTENCEPIECE_BYTES)
+    with _refusing(file, "is not a readable tokenizer"):
+        if file.name == TIKTOKEN_FILE:
+            check_num_values(file, 2 * content.count(b"\n"), limit)
+            return read_tiktoken(content, file, config), {"add_bos_token": False}
+        model = read_sentencepiece(content, file)
+        check_num_values(file, 2 * len(model.pieces), limit)
+        backend = sentencepiece_backend(model)
+        for token_id, text in sorted(added_tokens(config, file).items()):
+            backend.add_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+            if backend.token_to_id(text) != token_id:
+                raise ModelLoadError(f"{file}: {shown(text)} cannot have the id {token_id} of added_tokens_decoder")
+        return backend, special_pieces(model) | {
+            "add_bos_token": model.model == BPE,
+            "add_eos_token": model.model != BPE,
+        }
 
 
 def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:

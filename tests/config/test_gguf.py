@@ -174,7 +174,7 @@ def both(*changes: Change) -> Change:
 
 FACTORS = tensor("rope_freqs.weight", (4,))
 WRONG: dict[str, tuple[Change, str]] = {
-    "architecture": (key("general.architecture", "gemma3"), r"general.architecture 'gemma3' is not supported \(known"),
+    "architecture": (key("general.architecture", "rwkv6"), r"general.architecture 'rwkv6' is not supported \(known"),
     "no architecture": (without("general.architecture"), "the key 'general.architecture' is missing"),
     "architecture not text": (key("general.architecture", 3), "general.architecture must be a string"),
     "split": (key("split.count", 2), "one part of a model that is split over several files"),

@@ -56,7 +56,10 @@ def greedy(num_tokens: int, **params: Any) -> SamplingParams:
 
 def continuation(reference: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Transformers' own greedy tokens."""
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
-        output = reference.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+        output = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

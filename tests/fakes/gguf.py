@@ -17,12 +17,13 @@ CODES = {
     INT64: "q", FLOAT64: "d",
 }  # fmt: skip
 TYPE_NUMBERS = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
-    "BF16": 30,
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
 BLOCKS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144),
-    "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "Q5_K": (256, 176), "Q6_K": (256, 210), "Q2_K": (256, 84), "Q3_K": (256, 110), "IQ4_NL": (32, 18),
+    "MXFP4": (32, 17),
 }  # fmt: skip
 """Values and bytes of a block."""
 
@@ -158,8 +159,40 @@ def q6_k(block: bytes, i: int) -> float:
     return half(block, 208) * scale * (low + 16 * high - 32)
 
 
+def two_bits(packed: bytes, i: int) -> int:
+    return packed[i // 128 * 32 + i % 32] >> i % 128 // 32 * 2 & 3
+
+
+def q2_k(block: bytes, i: int) -> float:
+    both = block[i // 16]
+    return half(block, 80) * (both & 15) * two_bits(block[16:80], i) - half(block, 82) * (both >> 4)
+
+
+def q3_k(block: bytes, i: int) -> float:
+    group, packed = i // 16, block[96:108]
+    low = packed[group] & 15 if group < 8 else packed[group - 8] >> 4
+    scale = low + 16 * (packed[8 + group % 4] >> group // 4 * 2 & 3) - 32
+    quantum = two_bits(block[32:96], i) - (0 if block[i % 32] >> i // 32 & 1 else 4)
+    return half(block, 108) * scale * quantum
+
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def iq4_nl(block: bytes, i: int) -> float:
+    return half(block, 0) * TABLE[nibble(block[2 + i % 16], i >= 16)]
+
+
+def mxfp4(block: bytes, i: int) -> float:
+    bits = nibble(block[1 + i % 16], i >= 16)
+    exponent, mantissa = bits >> 1 & 3, bits & 1
+    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return (-size if bits >> 3 else size) * 2.0 ** (block[0] - 127)
+
+
 WEIGHT: Mapping[str, Callable[[bytes, int], float]] = {
     "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+    "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": iq4_nl, "MXFP4": mxfp4,
 }  # fmt: skip
 
 

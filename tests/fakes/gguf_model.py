@@ -26,6 +26,12 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""What has another name in Gemma's files; norms are stored with the 1 that is added to them."""
 MIXED = {
     "token_embd": "Q4_K",
     "output": "Q6_K",
@@ -50,13 +56,14 @@ WIDE = {
 """Sizes that blocks of 256 divide."""
 
 
-def short_name(name: str) -> str:
+def short_name(name: str, architecture: str) -> str:
     """A Hugging Face tensor's name in GGUF."""
+    names = NAMES | GEMMA if architecture.startswith("gemma") else NAMES
     module, suffix = name.rsplit(".", 1)
     if module.startswith("model.layers."):
         index, rest = module.removeprefix("model.layers.").split(".", 1)
-        return f"blk.{index}.{NAMES[rest]}.{suffix}"
-    return f"{NAMES[module]}.{suffix}"
+        return f"blk.{index}.{names[rest]}.{suffix}"
+    return f"{names[module]}.{suffix}"
 
 
 def pairs_together(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -88,12 +95,14 @@ def to_gguf(
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        short = short_name(name)
+        short = short_name(name, architecture)
         kind = short.split(".")[-2]
         type_name = (types or {}).get(kind, "F32") if weight.dim() == 2 else "F32"
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(kind)
         moves = architecture == "llama" and heads is not None
         placed = pairs_together(weight, heads) if moves else weight
+        if architecture.startswith("gemma") and kind.endswith("_norm"):
+            placed = placed + 1.0
         data = quantize(type_name, placed.float())
         assert type_name not in BLOCKS or weight.shape[-1] % BLOCKS[type_name][0] == 0
         writer.tensors[short] = StoredTensor(TYPE_NUMBERS[type_name], tuple(weight.shape), data)
@@ -112,7 +121,7 @@ def metadata(model: PreTrainedModel, architecture: str) -> dict[str, Typed]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]),
     }
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None:

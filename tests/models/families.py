@@ -7,17 +7,25 @@ from collections.abc import Callable
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.models.dense_families import DENSE_FAMILIES
@@ -71,6 +79,38 @@ def qwen3(**options: object) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**SMALL, "head_dim": 16, **options}))
 
 
+TWO_LAYERS = {"num_hidden_layers": 2}
+
+
+def mixtral(num_experts: int, num_active: int, **options: object) -> PreTrainedModel:
+    experts = {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": num_active,
+        "intermediate_size": 36,
+    } | TWO_LAYERS
+    return MixtralForCausalLM(MixtralConfig(**{**SMALL, **experts, **options}))
+
+
+ROUTED = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_hidden_layers": 2}
+
+
+def qwen2_moe(**options: object) -> PreTrainedModel:
+    shared = {"shared_expert_intermediate_size": 28}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**SMALL, **ROUTED, **shared, **options}))
+
+
+def qwen3_moe(**options: object) -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **ROUTED, "head_dim": 16, **options}))
+
+
+def gpt_oss(**options: object) -> PreTrainedModel:
+    sizes = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36, "head_dim": 16}
+    yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rotation = yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    options = {"sliding_window": 18, "rope_parameters": rotation, **options}
+    return GptOssForCausalLM(GptOssConfig(**{**SMALL, **TWO_LAYERS, **sizes, **options}))
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": gpt2,
     "gpt2-variant": lambda: gpt2(
@@ -106,5 +146,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         attention_bias=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "mixtral": lambda: mixtral(5, 2),
+    "mixtral-one-expert": lambda: mixtral(1, 1, sliding_window=24, tie_word_embeddings=True),
+    "mixtral-all-experts": lambda: mixtral(3, 3),
+    "qwen2-moe": lambda: qwen2_moe(mlp_only_layers=[1]),
+    "qwen2-moe-renormalised": lambda: qwen2_moe(norm_topk_prob=True, qkv_bias=False, decoder_sparse_step=2),
+    "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
+    "gpt-oss": lambda: gpt_oss(swiglu_limit=0.8),
     **DENSE_FAMILIES,
 }

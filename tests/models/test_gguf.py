@@ -23,17 +23,18 @@ from quire.models.loader import load_model
 from quire.quantization.integer_weight import IntegerWeight
 from tests.fakes.gguf import BLOCKS, TYPE_NUMBERS, GGUFWriter, StoredTensor, dequantize, typed
 from tests.fakes.gguf_model import MIXED, WIDE, halves_apart, metadata, rope_divisors, save_stored, to_gguf
+from tests.models.dense_families import gemma2, gemma3
 from tests.models.families import llama, mistral, qwen2, qwen3, rope
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize
 
 HALF_PLACES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,),
+    "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "MXFP4": (),
 }  # fmt: skip
 """Where a block has half-precision numbers."""
 STORED = {
     "Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32), "Q8_0": (8, 32), "Q4_K": (4, 32),
-    "Q5_K": (8, 32), "Q6_K": (8, 16),
+    "Q5_K": (8, 32), "Q6_K": (8, 16), "Q2_K": (4, 16), "Q3_K": (8, 16), "IQ4_NL": (8, 32), "MXFP4": (8, 32),
 }  # fmt: skip
 """Bits and group size of the integer weight."""
 PROMPTS = random_prompts([5, 1, 23, 12], 97)
@@ -195,8 +196,14 @@ PLAIN_MODELS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "mistral-window": ("llama", lambda: mistral(sliding_window=20)),
     "qwen2": ("qwen2", qwen2),
     "qwen3-biases": ("qwen3", lambda: qwen3(attention_bias=True)),
+    "gemma2": ("gemma2", lambda: gemma2(query_pre_attn_scalar=40)),
+    "gemma3": ("gemma3", lambda: gemma3(query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE)),
     "linear": ("llama", lambda: rope("linear", factor=4.0)),
     "yarn": ("qwen2", lambda: qwen2(rope_parameters=YARN)),
+}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -221,9 +228,13 @@ def test_llama3_frequencies_come_as_divisors(tmp_path: Path) -> None:
 def add_extras(writer: GGUFWriter, architecture: str, model: PreTrainedModel) -> None:
     """What goes beyond the sizes."""
     keys: dict[str, object] = {}
-    if getattr(model.config, "sliding_window", None) and architecture == "llama":
+    if getattr(model.config, "sliding_window", None) and architecture in ("llama", "gemma2", "gemma3"):
         keys["attention.sliding_window"] = model.config.sliding_window
-    settings = model.config.rope_parameters
+    if architecture == "gemma2":
+        keys |= {name: getattr(model.config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if architecture == "gemma3":
+        keys["attention.sliding_window_pattern"] = 3
+    settings = model.config.rope_parameters.get("full_attention", model.config.rope_parameters)
     if settings["rope_type"] != "default":
         keys |= {"rope.scaling.type": settings["rope_type"], "rope.scaling.factor": settings["factor"]}
     if settings["rope_type"] == "yarn":

@@ -84,7 +84,7 @@ def test_a_tensor_of_the_language_model_is_missed(reference: PreTrainedModel, tm
     ("change", "message"),
     [
         ({"model_type": "new"}, "unknown architecture 'LlavaForConditionalGeneration'"),
-        ({"model_type": "deepseek_v2"}, "cannot run DeepseekV2ForCausalLM yet"),
+        ({"model_type": "kimi_linear"}, "KimiLinearForCausalLM keeps states"),
         ({"num_attention_heads": 5}, "text_config: hidden_size .48. must be a multiple"),
     ],
 )

@@ -11,11 +11,12 @@ import torch
 from quire.attention.native_backend import NativeAttention
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
+from quire.kernels.cpu.recorder import SMALLEST_PROGRAM
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.layers.batch import ForwardBatch
 from quire.models.loader import load_model
-from quire.models.native import SMALLEST_PROGRAM, NativeModel
+from quire.models.native import NativeModel
 from quire.worker.block_tables import BlockTables, TableShape
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_tensors import allocate_pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +15,7 @@ from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.disk import FakeDisk
 from tests.fakes.transfers import copies, disk_orders
-from tests.scheduler.test_state_machine import EngineMachine
+from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
 """Ten full blocks of four tokens, all but the last one's hits."""
@@ -347,33 +347,21 @@ class TierMachine(EngineMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(6, 24),
-        num_host_blocks=st.integers(1, 60),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-        max_prefill_chunk=st.sampled_from([None, 1, 5]),
-        queue_depth=st.sampled_from([1, 2]),
-        preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        **{**ENGINES, "num_blocks": st.integers(6, 24), "num_host_blocks": st.integers(1, 60)},
         delay=st.integers(0, 6),
         seed=st.integers(0, 1000),
         failing=st.sampled_from([0, 2, 3]),
         limit=st.sampled_from([15, 10**9]),
     )
-    def start(self, delay: int, seed: int, failing: int, limit: int, **options) -> None:  # type: ignore[no-untyped-def]
-        self.config = make_config(max_model_len=64, offload=True, **options)
+    def start(self, delay: int, seed: int, failing: int, limit: int, **options: Any) -> None:
+        self.config = engine_config(offload=True, **options)
         self.disk_options = {
             "delay": delay,
             "limit": limit,
             "fails": lambda key: failing > 0 and sum(key[1]) % failing == 0,
         }
         self.disk = FakeDisk(seed=seed, **self.disk_options)
-        self.driver = CoreDriver(self.config, disk=self.disk)
-        self.requests: dict[str, dict] = {}
-        self.aborted: set[tuple[str, int | None]] = set()
-        self.prefixes: list[str] = []
-        self.max_pins = 1 + seed % 2
+        self.drive(CoreDriver(self.config, disk=self.disk), 1 + seed % 2)
 
     @rule(data=st.data())
     def lose_a_file(self, data: st.DataObject) -> None:
@@ -388,8 +376,7 @@ class TierMachine(EngineMachine):
         self.take_stock()
         self.driver.core.shutdown()
         self.disk = FakeDisk(self.disk.files, seed=seed, **self.disk_options)
-        self.driver = CoreDriver(self.config, disk=self.disk)
-        self.requests, self.aborted, self.prefixes = {}, set(), []
+        self.drive(CoreDriver(self.config, disk=self.disk), self.max_pins)
         self.totals["restarts"] += 1
 
     @rule(count=st.integers(1, 6))

@@ -15,7 +15,7 @@ from quire.request import FinishReason, Sequence
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.drafts import RandomDrafts, make_drafting_driver
 from tests.fakes.traffic import DraftingEpisode, run_traffic
-from tests.scheduler.test_state_machine import EngineMachine
+from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 
 class OwnDrafts:
@@ -149,25 +149,13 @@ class DraftingMachine(EngineMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(6, 60),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-        max_prefill_chunk=st.sampled_from([None, None, 5]),
-        queue_depth=st.sampled_from([1, 2, 3, 4]),
+        **{**ENGINES, "max_prefill_chunk": st.sampled_from([None, None, 5])},
         enable_prefix_caching=st.booleans(),
-        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
-        num_host_blocks=st.sampled_from([3, 20, 200]),
         max_drafts=st.integers(1, 6),
         seed=st.integers(0, 1000),
     )
-    def start(self, max_drafts: int, seed: int, **options) -> None:  # type: ignore[no-untyped-def]
-        self.max_pins = seed % 3
-        self.driver = make_drafting_driver(make_config(max_model_len=64, **options), RandomDrafts(seed, max_drafts))
-        self.requests: dict[str, dict] = {}
-        self.aborted: set[tuple[str, int | None]] = set()
-        self.prefixes: list[str] = []
+    def start(self, max_drafts: int, seed: int, **options: Any) -> None:
+        self.drive(make_drafting_driver(engine_config(**options), RandomDrafts(seed, max_drafts)), seed % 3)
 
     def take_stock(self) -> None:
         super().take_stock()

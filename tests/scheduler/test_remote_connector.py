@@ -4,7 +4,7 @@ core with a network that delays, loses, reorders and repeats."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +16,7 @@ from quire.errors import UserError
 from quire.scheduler.gates import LOAD_SECONDS
 from tests.fakes.core import CoreDriver, generate_alone, make_config
 from tests.fakes.remote import FakeRemote, remote_scheduler
-from tests.scheduler.test_state_machine import EngineMachine
+from tests.scheduler.test_state_machine import ENGINES, EngineMachine, engine_config
 
 PROMPT = [(7 * i) % 90 + 1 for i in range(41)]
 """Ten full blocks of four tokens, all but the last one's hits."""
@@ -305,36 +305,23 @@ class RemoteMachine(EngineMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(6, 40),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-        max_prefill_chunk=st.sampled_from([None, 1, 5]),
-        queue_depth=st.sampled_from([1, 2]),
-        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
-        num_host_blocks=st.sampled_from([3, 20, 200]),
+        **{**ENGINES, "num_blocks": st.integers(6, 40)},
         delay=st.integers(0, 6),
         seed=st.integers(0, 1000),
         lost=st.sampled_from([0.0, 0.1]),
         fails=st.sampled_from([0.0, 0.1, 0.5]),
         repeats=st.sampled_from([0.0, 0.5]),
     )
-    def start(self, num_host_blocks: int, delay, seed: int, lost, fails, repeats, **options) -> None:  # type: ignore[no-untyped-def]
-        if options["preemption_mode"] != "recompute":
-            options["num_host_blocks"] = num_host_blocks
-        self.config = make_config(max_model_len=64, **options)
+    def start(self, delay: int, seed: int, lost: float, fails: float, repeats: float, **options: Any) -> None:
+        self.config = engine_config(**options)
         self.remote_options = {"delay": delay, "lost": lost, "fails": fails, "repeats": repeats}
         self.remote = FakeRemote(seed=seed, **self.remote_options)
         self.sends = seed % 4 > 0
         self.begin()
 
     def begin(self) -> None:
-        self.driver = CoreDriver(self.config, remote=self.remote, make_scheduler=remote_scheduler(sends=self.sends))
-        self.requests: dict[str, dict] = {}
-        self.aborted: set[tuple[str, int | None]] = set()
-        self.prefixes: list[str] = []
-        self.max_pins = 1
+        make_scheduler = remote_scheduler(sends=self.sends)
+        self.drive(CoreDriver(self.config, remote=self.remote, make_scheduler=make_scheduler), max_pins=1)
 
     @rule(data=st.data())
     def lose_a_block(self, data: st.DataObject) -> None:

@@ -8,7 +8,7 @@ equals that of a lone run in an engine without a cache.
 from __future__ import annotations
 
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import msgspec
@@ -21,14 +21,36 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.config.engine import EngineConfig
 from quire.request import FinishReason
 from tests.fakes.core import CoreDriver, generate_alone, make_config, pool_alone
 
 _PREFIXES = [[(11 * family + 3 * i) % 90 + 1 for i in range(40)] for family in range(3)]
 _STOP_TOKENS = [5, 17, 40]
 
-MAX_EXAMPLES = 50
+MAX_EXAMPLES = 80
 STEPS_PER_EXAMPLE = 100
+
+
+ENGINES = {
+    "num_blocks": st.integers(6, 60),
+    "block_size": st.sampled_from([1, 2, 4, 8]),
+    "windows": st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
+    "max_num_seqs": st.integers(1, 6),
+    "max_num_batched_tokens": st.integers(6, 40),
+    "max_prefill_chunk": st.sampled_from([None, 1, 5]),
+    "queue_depth": st.sampled_from([1, 2, 3, 4]),
+    "preemption_mode": st.sampled_from(["recompute", "swap", "swap", "auto"]),
+    "num_host_blocks": st.sampled_from([3, 20, 200]),
+}
+"""Options of the engines that every machine draws; `engine_config` takes them."""
+
+
+def engine_config(num_host_blocks: int, **options: Any) -> EngineConfig:
+    """An engine as a machine has drawn it. Only one that swaps has a host pool, or one with a disk behind it."""
+    if options["preemption_mode"] != "recompute" or options.get("offload"):
+        options["num_host_blocks"] = num_host_blocks
+    return make_config(max_model_len=64, **options)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -36,24 +58,18 @@ class EngineMachine(RuleBasedStateMachine):
     """Statistics of all machines that were driven to their end."""
 
     @initialize(
-        num_blocks=st.integers(6, 60),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        windows=st.sampled_from([(None,), (None, None), (5, 5), (None, 7), (None, 5, 5), (3, 9)]),
-        max_num_seqs=st.integers(1, 6),
-        max_num_batched_tokens=st.integers(6, 40),
-        max_prefill_chunk=st.sampled_from([None, 1, 5]),
-        queue_depth=st.sampled_from([1, 2, 3, 4]),
+        **ENGINES,
         priority_seconds=st.sampled_from([0.02, 10.0]),
         max_pins=st.sampled_from([0, 1, 2, 3]),
         enable_prefix_caching=st.booleans(),
-        preemption_mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
-        num_host_blocks=st.sampled_from([3, 20, 200]),
     )
-    def start(self, num_host_blocks: int, max_pins: int, **options) -> None:  # type: ignore[no-untyped-def]
+    def start(self, max_pins: int, **options: Any) -> None:
+        self.drive(CoreDriver(engine_config(**options)), max_pins)
+
+    def drive(self, driver: CoreDriver, max_pins: int) -> None:
+        """Drive an engine that has no requests yet. max_pins: prefixes that may be registered at a time."""
+        self.driver = driver
         self.max_pins = max_pins
-        if options["preemption_mode"] != "recompute":
-            options["num_host_blocks"] = num_host_blocks
-        self.driver = CoreDriver(make_config(max_model_len=64, **options))
         self.requests: dict[str, dict] = {}
         self.aborted: set[tuple[str, int | None]] = set()
         self.prefixes: list[str] = []

@@ -87,20 +87,6 @@ def test_stated_bos_and_eos_flags_decide(tmp_path: Path, flags: dict[str, bool],
     assert tokenizer.encode("the") == [token for number in expected for token in (the if number == 5 else [number])]
 
 
-def test_a_sentencepiece_model_is_left_to_transformers(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"not a sentencepiece model")
-    with pytest.raises(ModelLoadError, match="Transformers cannot read this tokenizer") as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_sentencepiece_model_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"anything")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelLoadError, match="pip install transformers"):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": {"type": "BPE"}}', "[1, 2]"])
 def test_a_corrupt_tokenizer_is_one_clear_line(directory: Path, content: str) -> None:
     (directory / "tokenizer.json").write_text(content)

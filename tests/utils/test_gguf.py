@@ -151,7 +151,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "sizes that overflow": (aligned(header(1, 0, entry("t", [2**63, 2], 0, 0)), bytes(64)), "truncated"),
     "a large size": (aligned(header(1, 0, entry("t", [17], 0, 0)), bytes(64)), "truncated"),
     "part of a block": (header(1, 0, entry("t", [48, 2], 8, 0) + bytes(64)), r"Q8_0 cannot have the shape \[2, 48\]"),
-    "unread type": (header(1, 0, entry("t", [256], 10, 0) + bytes(64)), "'t' is stored as Q2_K, which is not supp"),
+    "unread type": (header(1, 0, entry("t", [256], 15, 0) + bytes(64)), "'t' is stored as Q8_K, which is not supp"),
     "unknown type": (header(1, 0, entry("t", [256], 4711, 0) + bytes(64)), "stored as the unknown type 4711"),
     "off the alignment": (header(1, 0, entry("t", [4], 0, 8) + bytes(64)), "lies at 8, which is no multiple"),
     "offset": (aligned(header(1, 0, entry("t", [4], 0, 2**64 - 32)), bytes(64)), "truncated"),

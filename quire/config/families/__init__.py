@@ -33,8 +33,8 @@ _ALIASES = {alias: family for family in FAMILIES.values() for alias in (family.m
 _OTHER = Family(
     "",
     hidden_size=("hidden_size", "n_embd", "d_model"),
-    num_layers=("num_hidden_layers", "n_layer", "num_layers"),
-    num_heads=("num_attention_heads", "n_head"),
+    num_layers=("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    num_heads=("num_attention_heads", "n_head", "n_heads"),
     num_kv_heads=("num_key_value_heads", "num_kv_heads"),
     max_positions=("max_position_embeddings", "n_positions", "max_seq_len"),
     intermediate=("intermediate_size_mlp", "ffn_dim", "n_inner", "intermediate_size"),

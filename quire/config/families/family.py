@@ -39,13 +39,21 @@ class GGUFNames:
     """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
     rotated pair side by side, where Hugging Face has them half a head apart. windowed: the class of a model with a
     sliding window, where files have the same architecture for it; "": the window is not supported.
-    top, layer: tensors outside and inside the layers, and what Hugging Face calls them."""
+    top, layer: tensors outside and inside the layers, and what Hugging Face calls them. activation: of the MLP, which
+    files do not say. norm_offset: what a file's weights of norms have more than Hugging Face's. caps: keys of soft
+    caps, in the metadata and in config.json. largest: number of layers of the size of model whose scores are divided by
+    the root of its hidden size for each head, not of a head's width (Gemma's 27B); 0: no size is.
+    """
 
     architecture: str
     top: Mapping[str, str]
     layer: Mapping[str, str]
     interleaved: bool = False
     windowed: str = ""
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    caps: tuple[str, ...] = ()
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,8 @@ class Family:
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_shared_gate: a gate over the shared expert.
+    has_sinks: an attention sink for each head. has_experts: the engine runs its mixtures of experts. has_shared_gate: a
+    gate over the shared expert.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -110,6 +119,7 @@ class Family:
     position_rows: int | None = None
     expert_bias: bool = False
     has_sinks: bool = False
+    has_experts: bool = False
     has_shared_gate: bool = False
     shares_expert: bool = False
     sparse_from: int = 0
@@ -276,7 +286,7 @@ class Family:
     def _experts(self, fields: Fields, num_layers: int) -> tuple[Experts | None, tuple[bool, ...]]:
         """What the family calls its experts, and which layers have them."""
         num_experts = first(fields, "n_routed_experts", "num_local_experts", "num_experts", default=0)
-        if not num_experts or self.is_runnable:
+        if not num_experts or (self.is_runnable and not self.has_experts):
             return None, (False,) * num_layers
         active = first(fields, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
         if active > num_experts:

@@ -1,8 +1,26 @@
 """Gemma 1 to 3: large heads, and from the second on four norms a layer and windows in most layers."""
 
-from quire.config.families.family import NEVER, Family
+from dataclasses import replace
+
+from quire.config.families.family import NEVER, Family, GGUFNames
+from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
 from quire.config.rope import RopeDefaults
 
+_GGUF_TOP = {name: place for name, place in GGUF_TOP.items() if name != "output"}
+_GGUF_LAYER = GGUF_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF = GGUFNames(
+    "gemma3",
+    _GGUF_TOP,
+    _GGUF_LAYER,
+    windowed="Gemma3ForCausalLM",
+    activation="gelu_pytorch_tanh",
+    norm_offset=1.0,
+    largest=62,
+)
 FAMILIES = (
     Family(
         "gemma",
@@ -29,6 +47,13 @@ FAMILIES = (
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        gguf=replace(
+            _GGUF,
+            architecture="gemma2",
+            windowed="Gemma2ForCausalLM",
+            caps=("attn_logit_softcapping", "final_logit_softcapping"),
+            largest=46,
+        ),
     ),
     Family(
         "gemma3_text",
@@ -51,5 +76,6 @@ FAMILIES = (
             "sliding_window": 4096,
             "max_position_embeddings": 131_072,
         },
+        gguf=_GGUF,
     ),
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quire.config.families.family import NEVER, Family
+from quire.config.rope import RopeDefaults
 
 _MISTRAL = Family("", query_bias=NEVER, output_bias=NEVER, mlp_bias=NEVER, windows="everywhere")
 FAMILIES = (
@@ -13,5 +14,12 @@ FAMILIES = (
         is_runnable=True,
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),
-    replace(_MISTRAL, model_type="mixtral", architectures=("MixtralForCausalLM",)),
+    replace(
+        _MISTRAL,
+        model_type="mixtral",
+        architectures=("MixtralForCausalLM",),
+        is_runnable=True,
+        has_experts=True,
+        rope=RopeDefaults(theta=1_000_000.0),
+    ),
 )

@@ -17,6 +17,8 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         ("Qwen2MoeForCausalLM",),
+        is_runnable=True,
+        has_experts=True,
         query_bias=Bias("qkv_bias", True),
         output_bias=NEVER,
         mlp_bias=NEVER,
@@ -33,5 +35,13 @@ FAMILIES = (
         windows="qwen",
         gguf=GGUFNames("qwen3", GGUF_TOP, GGUF_LAYER),
     ),
-    Family("qwen3_moe", ("Qwen3MoeForCausalLM",), mlp_bias=NEVER, head_norms="head", windows="qwen"),
+    Family(
+        "qwen3_moe",
+        ("Qwen3MoeForCausalLM",),
+        is_runnable=True,
+        has_experts=True,
+        mlp_bias=NEVER,
+        head_norms="head",
+        windows="qwen",
+    ),
 )

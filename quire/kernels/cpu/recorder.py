@@ -24,6 +24,8 @@ ROW_ALIGNMENT = 16
 """Rows begin at multiples of this many elements: a cache line."""
 ARENA = 0
 """The area that placeholders live in; areas from 1 on are given to `RecordedProgram.run`."""
+SMALLEST_PROGRAM = 64
+"""Rows. Programs are made for powers of two of rows, so that memory follows what is used."""
 GATHER = "gather"
 """The kernel behind which a program runs over the rows that are read."""
 
@@ -150,8 +152,11 @@ class Recorder:
         self.calls.append(Call("torch", buffers, {}, out, function=function))
         return out
 
-    def finish_program(self, result: Buffer, runtime: NativeRuntime, max_rows: int) -> RecordedProgram:
-        """Place the buffers and build the programs. result: kept whole to the end of a run."""
+    def finish_program(
+        self, result: Buffer, runtime: NativeRuntime, max_rows: int, scratch: Scratch | None = None
+    ) -> RecordedProgram:
+        """Place the buffers and build the programs. result: kept whole to the end of a run. scratch: working memory of
+        the kernels, shared with other programs (None: of its own)."""
         elements = place_buffers(self.calls, result)
         segments: list[Segment] = []
         absent = _native.Ref()
@@ -171,7 +176,7 @@ class Recorder:
             }
             refs[call.output] = _ref(call.out, max_rows, call.first_column)
             getattr(program, call.kernel)(**call.constants, **refs)
-        return RecordedProgram(segments, result, elements, max_rows, self.keep)
+        return RecordedProgram(segments, result, elements, max_rows, self.keep, scratch or Scratch())
 
     def _output(self, width: int, buffers: dict[str, Buffer | None] | None) -> Buffer:
         for buffer in (buffers or {}).values():
@@ -187,6 +192,11 @@ class Segment:
     program: _native.Program | None
     call: Call
     is_gathered: bool
+
+
+def rounded_rows(num_rows: int) -> int:
+    """Rows that a program for `num_rows` is made for."""
+    return max(SMALLEST_PROGRAM, 1 << (num_rows - 1).bit_length())
 
 
 def place_buffers(calls: Sequence[Call], result: Buffer) -> int:
@@ -233,20 +243,46 @@ def _ref(buffer: Buffer, max_rows: int, first_column: int) -> _native.Ref:
     return _native.Ref(area=buffer.area, offset=first * FLOAT_BYTES, stride=buffer.stride)
 
 
+class Scratch:
+    """Working memory of kernels, which one program at a time uses."""
+
+    def __init__(self) -> None:
+        self._memory = allocate(0)
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have at least as much."""
+        if num_bytes > len(self._memory):
+            self._memory = allocate(num_bytes)
+
+    def release(self) -> None:
+        """Free the memory. Programs that use it must be recorded again."""
+        self._memory = allocate(0)
+
+
 class RecordedProgram:
     """Programs and calls of torch over one arena. Not for two runs at a time."""
 
     def __init__(
-        self, segments: Sequence[Segment], result: Buffer, elements: int, max_rows: int, keep: Sequence[object]
+        self,
+        segments: Sequence[Segment],
+        result: Buffer,
+        elements: int,
+        max_rows: int,
+        keep: Sequence[object],
+        scratch: Scratch,
     ) -> None:
         self.max_rows = max_rows
         self._segments = list(segments)
         self._keep = list(keep)
         self._arena = allocate(elements * max_rows * FLOAT_BYTES)
         programs = [segment.program for segment in segments if segment.program is not None]
-        self._scratch = allocate(max((program.scratch_bytes for program in programs), default=0))
+        scratch.reserve(max((program.scratch_bytes for program in programs), default=0))
+        self._scratch = scratch
         self._areas = [self._arena.data_ptr() if elements else 0]
-        self._scratch_address = self._scratch.data_ptr()
         if result.area == ARENA:
             self._result = self._rows(result, ())
 
@@ -278,7 +314,7 @@ class RecordedProgram:
                     position_address,
                     plans,
                     areas,
-                    self._scratch_address,
+                    self._scratch.address,
                     read_address,
                     num_read,
                     states,

@@ -57,6 +57,42 @@ def _q5_1(blocks: Bytes) -> Parts:
     return _five_bits(blocks[:, 4:8], blocks[:, 8:]), _halves(blocks, 0), _halves(blocks, 2)
 
 
+def _q2_k(blocks: Bytes) -> Parts:
+    """16 groups of 16: a byte for each with four bits of scale below four of subtrahend, 64 bytes of values, and the
+    halves that all scales and all subtrahends are multiplied by. Each half of the values has 32 of the bytes, its
+    quarters two bits after another of them."""
+    grid = blocks[:, :16]
+    scales, offsets = _halves(blocks, 80) * (grid & 15), -_halves(blocks, 82) * (grid >> 4)
+    return _quarters(blocks[:, 16:80]), scales, offsets
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    """16 groups of 16. 32 bytes of third bits (bit r of byte i is that of value i of run r of 32), 64 bytes of lower
+    two bits as in Q2_K, 12 bytes of scales in six bits, 32 too large, and a half. Values are 4 too large.
+
+    The scales' lower four bits are the low and then the high halves of eight bytes, the upper two are in the last four:
+    those of four groups after another in two bits after another.
+    """
+    runs = np.arange(8, dtype=np.uint8)[:, None]
+    third = (blocks[:, None, :32] >> runs & 1).reshape(-1, 256)
+    values = (_quarters(blocks[:, 32:96]) | third << 2).view(np.int8) - np.int8(4)
+    upper = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3).reshape(-1, 16)
+    scales = (_split_halves(blocks[:, 96:104]) | upper << 4).view(np.int8) - np.int8(32)
+    return values, _halves(blocks, 108) * scales, None
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    """Scale, and 16 bytes as in Q4_0 of places in a table of values."""
+    return _NONLINEAR[_split_halves(blocks[:, 2:])], _halves(blocks, 0), None
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    """A byte e, the scale 2 ** (e - 128), and 16 bytes as in Q4_0 of floating-point numbers of four bits (sign, two of
+    exponent, one of mantissa), here in halves. The OCP's microscaling formats, version 1.0."""
+    scales = np.ldexp(np.float32(1.0), blocks[:, :1].astype(np.int32) - 128)
+    return _FLOAT4_HALVES[_split_halves(blocks[:, 1:])], scales.astype(np.float32), None
+
+
 def _q4_k(blocks: Bytes) -> Parts:
     """Eight groups of 32. Scales and offsets as `_group_grid` says, and 128 bytes: in each run of 32, one group in the
     low halves and the next in the high halves."""
@@ -86,6 +122,12 @@ def _q6_k(blocks: Bytes) -> Parts:
     upper = blocks[:, 128:192].reshape(count, 2, 1, 32) >> np.array([0, 2, 4, 6], dtype=np.uint8)[:, None] & 3
     values = (lower | upper << 4).reshape(count, 256).view(np.int8) - np.int8(32)
     return values, blocks[:, 192:208].view(np.int8) * _halves(blocks, 208), None
+
+
+def _quarters(packed: Bytes) -> Bytes:
+    """[n, 64] -> [n, 256]: of each 32 bytes the lowest two bits, then the next two, and so on."""
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return (packed.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
 
 
 def _halves(blocks: Bytes, start: int) -> npt.NDArray[np.float32]:
@@ -123,13 +165,19 @@ def _group_grid(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.
     return _halves(blocks, 0) * scales, -_halves(blocks, 2) * subtrahends
 
 
+_NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+_FLOAT4_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 FORMATS: Mapping[str, BlockFormat] = {
     "Q4_0": BlockFormat(4, 32, _q4_0),
     "Q4_1": BlockFormat(4, 32, _q4_1),
     "Q5_0": BlockFormat(8, 32, _q5_0),
     "Q5_1": BlockFormat(8, 32, _q5_1),
     "Q8_0": BlockFormat(8, 32, _q8_0),
+    "Q2_K": BlockFormat(4, 16, _q2_k),
+    "Q3_K": BlockFormat(8, 16, _q3_k),
     "Q4_K": BlockFormat(4, 32, _q4_k),
     "Q5_K": BlockFormat(8, 32, _q5_k),
     "Q6_K": BlockFormat(8, 16, _q6_k),
+    "IQ4_NL": BlockFormat(8, 32, _iq4_nl),
+    "MXFP4": BlockFormat(8, 32, _mxfp4),
 }

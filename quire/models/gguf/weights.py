@@ -64,7 +64,9 @@ def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTen
         rows = _halves_apart(rows, num_heads, entry.name)
     dtype = _PLAIN_DTYPES.get(entry.type.name)
     if dtype is not None:
-        return torch.from_numpy(rows).view(dtype).view(entry.shape)
+        plain = torch.from_numpy(rows).view(dtype).view(entry.shape)
+        is_norm = entry.name.endswith("_norm.weight") and layout.names.norm_offset
+        return plain.float() - layout.names.norm_offset if is_norm else plain
     try:
         weight = _integer_weight(rows, entry.type)
     except ModelLoadError as error:

@@ -1,0 +1,357 @@
+// Mixtures of experts: the products of all experts that rows chose, each over its own rows.
+//
+// Pairs of a row and an expert are sorted by expert. In the first product threads take panels of all these experts, one
+// after the other, and pack an expert's rows for themselves; its results lie pair by pair. In the second product a
+// thread takes columns of the output, for which it adds up the experts in the order of their numbers: no two threads
+// write to one place, and the order of a row's sum depends on its own experts alone.
+#pragma once
+
+#include "linear_driver.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+// Calls use(method) with the method that multiplies this weight.
+template <class Use>
+QUIRE_INLINE void with_method(const PackedWeight& weight, MatmulPrecision precision, const Use& use);
+
+// The pairs of one expert.
+struct ExpertRows {
+  int64_t expert;
+  int64_t first;       // of the sorted pairs
+  int64_t count;
+  int64_t block;       // tiles that the first product packs at once
+  int64_t first_item;  // of the first product: blocks x panels
+  int64_t first_tile;  // of the second product's packed tiles
+};
+
+// What the threads share of a step: in shared scratch.
+struct ExpertPlan {
+  int64_t num_active = 0;
+  int64_t num_items = 0;
+  int64_t num_tiles = 0;
+  int64_t longest = 1;
+};
+
+struct ExpertMemory {
+  ExpertPlan* plan;
+  ExpertRows* active;
+  int32_t* pairs;      // sorted by expert: row * top_k + place
+  float* inner;        // [pairs, inner_stride]: the first product's results
+  std::byte* packed;   // of them, tile by tile
+  std::byte* own;      // of each thread: packed rows of the first product, and rows to pack
+  int64_t inner_stride;
+  int64_t tile_bytes;  // of the second product
+  int64_t own_bytes;
+  int64_t gathered;    // where the rows to pack begin in a thread's part
+  std::size_t bytes;
+};
+
+int64_t expert_block(int64_t tile_bytes) {
+  const int64_t block = kBlockBytes / tile_bytes;
+  return block < 2 ? 2 : block;
+}
+
+// Where everything lies in shared scratch that begins at `base`, for at most `rows` rows.
+inline ExpertMemory expert_memory(const ExpertsArgs& args, int64_t rows, int threads, std::byte* base) {
+  const ExpertTable& table = *args.table;
+  const int64_t count = static_cast<int64_t>(table.down.size()), pairs = rows * args.top_k;
+  int64_t fewest_rows = kTileRows, own = 0, tile_bytes = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
+      const int64_t bytes = Method::layout(table.gate_up[i]).bytes, packed = expert_block(bytes) * bytes;
+      own = packed > own ? packed : own;
+    });
+    with_method(table.down[i], args.precision, [&]<class Method>(Method) {
+      const int64_t bytes = Method::layout(table.down[i]).bytes;
+      tile_bytes = bytes > tile_bytes ? bytes : tile_bytes;
+      fewest_rows = Method::kRows < fewest_rows ? Method::kRows : fewest_rows;
+    });
+  }
+  const int64_t tiles = pairs / fewest_rows + (count < pairs ? count : pairs);
+  const int64_t size = rounded_up(table.down[0].out_features, 16);
+  ExpertMemory memory;
+  memory.inner_stride = rounded_up(table.down[0].in_features, 16);
+  memory.tile_bytes = tile_bytes;
+  memory.gathered = rounded_up(own, 64);
+  memory.own_bytes = memory.gathered + kTileRows * size * 4;
+  std::byte* at = base;
+  const auto take = [&at](int64_t bytes) {
+    std::byte* begin = at;
+    at += rounded_up(bytes, 64);
+    return begin;
+  };
+  memory.plan = reinterpret_cast<ExpertPlan*>(take(sizeof(ExpertPlan)));
+  memory.active = reinterpret_cast<ExpertRows*>(take(count * static_cast<int64_t>(sizeof(ExpertRows))));
+  memory.pairs = reinterpret_cast<int32_t*>(take(pairs * 4));
+  memory.inner = reinterpret_cast<float*>(take(pairs * memory.inner_stride * 4));
+  memory.packed = take(tiles * tile_bytes);
+  memory.own = take(threads * memory.own_bytes);
+  memory.bytes = static_cast<std::size_t>(at - base);
+  return memory;
+}
+
+// Numbers of experts are whole: what is none (of a row of NaN) becomes one.
+QUIRE_INLINE int64_t expert_number(float value, int64_t count) {
+  const int64_t number = value >= 0.0f ? static_cast<int64_t>(value) : 0;
+  return number < count ? number : count - 1;
+}
+
+template <class Method>
+Plan expert_tiles(const PackedWeight& weight, int64_t rows) {
+  Plan plan = make_plan<Method>(weight, rows);
+  plan.shared = false;
+  return plan;
+}
+
+// By one thread: sorts the pairs, rows ascending for each expert, and lays out the work.
+inline void plan_experts(const ExpertsArgs& args, const Step& step, const ExpertMemory& memory) {
+  const ExpertTable& table = *args.table;
+  const int64_t count = static_cast<int64_t>(table.down.size()), top_k = args.top_k;
+  const float* routing = step.at(args.routing);
+  ExpertPlan& plan = *memory.plan = ExpertPlan{};
+  for (int64_t i = 0; i < count; ++i) memory.active[i].count = 0;
+  for (int64_t row = 0; row < step.rows; ++row)
+    for (int64_t place = 0; place < top_k; ++place)
+      ++memory.active[expert_number(routing[row * args.routing.stride + place], count)].count;
+  int64_t first = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    memory.active[i].first = first;
+    first += memory.active[i].count;
+    if (args.counts) args.counts[i] += memory.active[i].count;
+  }
+  for (int64_t row = 0; row < step.rows; ++row)
+    for (int64_t place = 0; place < top_k; ++place) {
+      ExpertRows& chosen = memory.active[expert_number(routing[row * args.routing.stride + place], count)];
+      memory.pairs[chosen.first++] = static_cast<int32_t>(row * top_k + place);
+    }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t own = memory.active[i].count;
+    if (own == 0) continue;
+    ExpertRows& rows = memory.active[plan.num_active++];  // no later than i
+    rows = {i, memory.active[i].first - own, own, 0, plan.num_items, plan.num_tiles};
+    with_method(table.gate_up[i], args.precision, [&]<class Method>(Method) {
+      const Plan tiles = expert_tiles<Method>(table.gate_up[i], own);
+      const int64_t longest = expert_block(tiles.tile_bytes), blocks = (tiles.tiles + longest - 1) / longest;
+      rows.block = (tiles.tiles + blocks - 1) / blocks;
+      plan.num_items += blocks * tiles.panels;
+      plan.longest = tiles.panels > plan.longest ? tiles.panels : plan.longest;
+    });
+    with_method(table.down[i], args.precision, [&]<class Method>(Method) {
+      plan.num_tiles += expert_tiles<Method>(table.down[i], own).tiles;
+    });
+  }
+}
+
+// Packs tiles first .. end of an expert's rows for the first product.
+template <class Method>
+void pack_expert(const ExpertsArgs& args, const Step& step, const ExpertMemory& memory, const ExpertRows& own,
+                 const Plan& plan, int64_t first, int64_t end, std::byte* mine) {
+  const PackedWeight& weight = args.table->gate_up[own.expert];
+  const float *x = step.at(args.x), *routing = step.at(args.routing);
+  const int64_t size = weight.in_features, stride = rounded_up(size, 16);
+  float* gathered = reinterpret_cast<float*>(mine + memory.gathered);
+  for (int64_t tile = first; tile < end; ++tile, mine += plan.tile_bytes) {
+    const int64_t row = first_row_of(plan, own.count, tile), rows = first_row_of(plan, own.count, tile + 1) - row;
+    const int32_t* pairs = memory.pairs + own.first + row;
+    if (rows == 1 && !args.weighs_input) {
+      Method::pack(weight, x + pairs[0] / args.top_k * args.x.stride, args.x.stride, 1, mine);
+      continue;
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = pairs[r] / args.top_k;
+      const float* from = x + token * args.x.stride;
+      float* to = gathered + r * stride;
+      std::memcpy(to, from, static_cast<std::size_t>(size) * sizeof(float));
+      if (args.weighs_input) {
+        const float share = routing[token * args.routing.stride + args.top_k + pairs[r] % args.top_k];
+        for (int64_t k = 0; k < size; ++k) to[k] *= share;
+      }
+    }
+    Method::pack(weight, gathered, stride, rows, mine);
+  }
+}
+
+// What follows the sums of gate and up: up to 16 columns of each row.
+inline void finish_gate(const ExpertsArgs& args, const float* bias, const float* sums, const float* row_scales,
+                        int64_t rows, float* out, int64_t stride, int64_t width) {
+  const bool is_cut = args.limit > 0;
+  const vf limit = broadcast(args.limit);
+  for (int64_t r = 0; r < rows; ++r, out += stride) {
+    const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
+    for (int64_t c = 0; c < kPanel / 2 && c < width; c += kLanes) {
+      vf gate = load(sums + r * kPanel + c) * scale, up = load(sums + r * kPanel + kPanel / 2 + c) * scale;
+      if (bias) gate += load(bias + c), up += load(bias + kPanel / 2 + c);
+      if (is_cut) {
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        up += 1.0f;
+      }
+      const vf value = activate(gate, args.activation) * up;
+      if (width - c >= kLanes)
+        store(out + c, value);
+      else
+        store_some(out + c, value, width - c);
+    }
+  }
+}
+
+inline const std::byte* panel_of(const PackedWeight& weight, int64_t panel) {
+  return static_cast<const std::byte*>(weight.data) + panel * panel_bytes(weight);
+}
+
+// inner[pair] = activation(gate) * up of the pair's row and expert.
+inline void first_product(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory) {
+  const ExpertTable& table = *args.table;
+  const ExpertPlan& plan = *memory.plan;
+  std::byte* mine = memory.own + team.index() * memory.own_bytes;
+  const int64_t width = table.down[0].in_features;
+  Runs runs(team, plan.num_items, plan.longest);
+  int64_t at = 0, packed_at = -1, packed_tile = -1;
+  bool is_cold = true;
+  for (int64_t item = runs.next(); item >= 0; item = runs.next()) {
+    while (at + 1 < plan.num_active && memory.active[at + 1].first_item <= item) ++at;
+    const ExpertRows& own = memory.active[at];
+    const PackedWeight& weight = table.gate_up[own.expert];
+    const float* biases = table.gate_up_bias.empty() ? nullptr : table.gate_up_bias[own.expert];
+    with_method(weight, args.precision, [&]<class Method>(Method) {
+      const Plan tiles = expert_tiles<Method>(weight, own.count);
+      const int64_t panel = (item - own.first_item) % tiles.panels;
+      const int64_t first = (item - own.first_item) / tiles.panels * own.block;
+      const int64_t end = first + own.block < tiles.tiles ? first + own.block : tiles.tiles;
+      if (packed_at != at || packed_tile != first) {
+        pack_expert<Method>(args, step, memory, own, tiles, first, end, mine);
+        packed_at = at, packed_tile = first;
+      }
+      const int64_t ahead = runs.ahead();
+      int64_t next = at;
+      while (next + 1 < plan.num_active && memory.active[next + 1].first_item <= ahead) ++next;
+      const PackedWeight& after = table.gate_up[memory.active[next].expert];
+      const int64_t there = ahead < 0 ? panel : (ahead - memory.active[next].first_item) % num_panels(after);
+      is_cold |= end - first == 1;
+      multiply_panel<Method>(
+          weight, tiles, own.count, mine, panel, panel_of(after, there), is_cold, first, end, [](int64_t, int64_t) {},
+          [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+            finish_gate(args, biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows,
+                        memory.inner + (own.first + row) * memory.inner_stride + panel * (kPanel / 2),
+                        memory.inner_stride, width - panel * (kPanel / 2));
+          });
+      is_cold = false;
+    });
+  }
+}
+
+inline void pack_inner(const ExpertsArgs& args, Team& team, const ExpertMemory& memory) {
+  const ExpertPlan& plan = *memory.plan;
+  int64_t at = 0;
+  for (int64_t tile = team.take(); tile < plan.num_tiles; tile = team.take()) {
+    while (at + 1 < plan.num_active && memory.active[at + 1].first_tile <= tile) ++at;
+    const ExpertRows& own = memory.active[at];
+    const PackedWeight& weight = args.table->down[own.expert];
+    with_method(weight, args.precision, [&]<class Method>(Method) {
+      const Plan tiles = expert_tiles<Method>(weight, own.count);
+      const int64_t row = first_row_of(tiles, own.count, tile - own.first_tile);
+      const int64_t rows = first_row_of(tiles, own.count, tile - own.first_tile + 1) - row;
+      Method::pack(weight, memory.inner + (own.first + row) * memory.inner_stride, memory.inner_stride, rows,
+                   memory.packed + tile * memory.tile_bytes);
+    });
+  }
+}
+
+// Adds one tile's results to the rows of the output that they belong to.
+inline void add_results(const ExpertsArgs& args, const Step& step, const int32_t* pairs, const float* bias,
+                        const float* sums, const float* row_scales, int64_t rows, int64_t column, int64_t width) {
+  const float* routing = step.at(args.routing);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = pairs[r] / args.top_k;
+    const float given = routing[token * args.routing.stride + args.top_k + pairs[r] % args.top_k];
+    const vf share = broadcast(args.weighs_input ? 1.0f : given);
+    const vf scale = broadcast(row_scales ? row_scales[r] : 1.0f);
+    float* out = step.at(args.out) + token * args.out.stride + column;
+    for (int64_t c = 0; c < kPanel && c < width; c += kLanes) {
+      vf value = load(sums + r * kPanel + c) * scale;
+      if (bias) value += load(bias + c);
+      if (width - c >= kLanes)
+        store(out + c, fma(value, share, load(out + c)));
+      else
+        store_some(out + c, fma(value, share, load_some(out + c, width - c)), width - c);
+    }
+  }
+}
+
+// Columns first .. end of the output before any expert is added.
+inline void begin_columns(const ExpertsArgs& args, const Step& step, int64_t first, int64_t end) {
+  float* out = step.at(args.out);
+  const float* residual = step.at(args.residual);
+  if (residual == out) return;
+  const auto bytes = static_cast<std::size_t>(end - first) * sizeof(float);
+  for (int64_t row = 0; row < step.rows; ++row) {
+    float* to = out + row * args.out.stride + first;
+    if (residual)
+      std::memcpy(to, residual + row * args.residual.stride + first, bytes);
+    else
+      std::memset(to, 0, bytes);
+  }
+}
+
+// out += what the experts give, by columns.
+inline void second_product(const ExpertsArgs& args, const Step& step, Team& team, const ExpertMemory& memory) {
+  const ExpertTable& table = *args.table;
+  const ExpertPlan& plan = *memory.plan;
+  const int64_t size = table.down[0].out_features, panels = num_panels(table.down[0]);
+  // Of a prompt, so few that their part of the output stays in the L2 cache while the experts are added.
+  const int64_t widest = kBlockBytes * 4 / (step.rows * kPanel * 4);
+  Runs runs(team, panels, widest < 1 ? 1 : widest > 16 ? 16 : widest);
+  bool is_cold = true;
+  int64_t from, to;
+  while (runs.next_range(&from, &to)) {
+    begin_columns(args, step, from * kPanel, to * kPanel < size ? to * kPanel : size);
+    for (int64_t at = 0; at < plan.num_active; ++at) {
+      const ExpertRows& own = memory.active[at];
+      const PackedWeight& weight = table.down[own.expert];
+      const float* biases = table.down_bias.empty() ? nullptr : table.down_bias[own.expert];
+      with_method(weight, args.precision, [&]<class Method>(Method) {
+        Plan tiles = expert_tiles<Method>(weight, own.count);
+        const int64_t block = expert_block(tiles.tile_bytes);
+        tiles.tile_bytes = memory.tile_bytes;
+        for (int64_t first = 0; first < tiles.tiles; first += block) {
+          const int64_t end = first + block < tiles.tiles ? first + block : tiles.tiles;
+          for (int64_t panel = from; panel < to; ++panel) {
+            const bool is_last = panel + 1 == to, stays = !is_last || end < tiles.tiles;
+            const int64_t next = stays || at + 1 == plan.num_active ? at : at + 1;
+            const PackedWeight& after = table.down[memory.active[next].expert];
+            is_cold |= end - first == 1;
+            multiply_panel<Method>(
+                weight, tiles, own.count, memory.packed + (own.first_tile + first) * memory.tile_bytes, panel,
+                panel_of(after, is_last ? from : panel + 1), is_cold, first, end, [](int64_t, int64_t) {},
+                [&](const float* sums, const float* row_scales, int64_t row, int64_t rows) {
+                  add_results(args, step, memory.pairs + own.first + row,
+                              biases ? biases + panel * kPanel : nullptr, sums, row_scales, rows, panel * kPanel,
+                              size - panel * kPanel);
+                });
+            is_cold = false;
+          }
+        }
+      });
+    }
+  }
+}
+
+inline void experts(const ExpertsArgs& args, const Step& step, Team& team) {
+  if (step.rows == 0) return;
+  const ExpertMemory memory = expert_memory(args, step.rows, team.count(), step.shared_scratch);
+  if (team.index() == 0) plan_experts(args, step, memory);
+  team.barrier();
+  first_product(args, step, team, memory);
+  team.barrier();
+  pack_inner(args, team, memory);
+  team.barrier();
+  second_product(args, step, team, memory);
+}
+
+inline std::size_t experts_scratch(const ExpertsArgs& args, int64_t rows, int threads) {
+  return expert_memory(args, rows, threads, nullptr).bytes;
+}
+
+}  // namespace
+}  // namespace quire::QUIRE_ISA

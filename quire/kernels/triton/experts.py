@@ -1,0 +1,216 @@
+"""Mixtures of experts: products of rows with the matrix of the expert that each row chose.
+
+Limits: the weights' bytes of all chosen experts for few rows, 2 M N K operations for many. Pairs of a row and an
+expert are sorted by expert on the device, in tiles of which each belongs to one expert. Grids are sized for the most
+tiles that there can be and those beyond the last return at once, so the host never waits for what was chosen. Every
+result is added up from the first k to the last, in tiles that depend on the matrix alone: a row's bits do not depend
+on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activation import KINDS, activate
+from quire.kernels.triton.matmul import tiles_for
+from quire.kernels.triton.runtime import blocks_of, dot, launch, narrow
+
+COLUMNS = 1024
+"""Elements of a row that one program of `combine` adds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """pairs: [P] int32, numbers row * top_k + place of the pairs, sorted by expert. tiles: [M, 3] int32, of each tile
+    its expert (-1: it is none), its first pair in that order and the end of its expert's."""
+
+    pairs: torch.Tensor
+    tiles: torch.Tensor
+
+
+def sort_by_expert(routing: torch.Tensor, num_experts: int, block_m: int) -> ExpertTiles:
+    """routing: [T, 2 * top_k] float32, of `layers/experts.py:route`. block_m: pairs of a tile."""
+    top_k = routing.shape[1] // 2
+    ordered, pairs = routing[:, :top_k].flatten().long().sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=routing.device)
+    starts = torch.searchsorted(ordered, experts)
+    tile_ends = ((starts.diff() + block_m - 1) // block_m).cumsum(0)
+    num_tiles = len(pairs) // block_m + min(num_experts, len(pairs))
+    tile = torch.arange(num_tiles, device=routing.device)
+    expert = torch.searchsorted(tile_ends, tile, right=True)
+    known = expert.clamp(max=num_experts - 1)
+    within = tile - torch.where(known > 0, tile_ends[known - 1], 0)
+    tiles = torch.stack(
+        (torch.where(expert < num_experts, expert, -1), starts[known] + within * block_m, starts[known + 1])
+    )
+    return ExpertTiles(pairs.int(), tiles.t().int().contiguous())
+
+
+@triton.jit
+def _experts_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    pairs,
+    tiles,
+    shares,
+    n,
+    x_stride,
+    shares_stride,
+    limit,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    WEIGHS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """FIRST: gate and up of the rows of x, activation(gate) * up to the pair's row of out. Else: the pair's row of x
+    through down, to the pair's row of out, which is float32. WEIGHS: the pair's share multiplies what it reads (FIRST)
+    or writes."""
+    tile = tl.program_id(0)
+    expert = tl.load(tiles + 3 * tile).to(tl.int64)
+    if expert >= 0:
+        places = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+        end = tl.load(tiles + 3 * tile + 2)
+        row_inside = places < end
+        # Rows and columns beyond the end repeat the last: nothing out of range is read, and they are not stored.
+        pair = tl.load(pairs + tl.minimum(places, end - 1)).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_inside = columns < n
+        column = tl.minimum(columns, n - 1).to(tl.int64)
+        share = tl.load(shares + (pair // TOP_K) * shares_stride + pair % TOP_K)
+        x_rows = x + ((pair // TOP_K) if FIRST else pair)[:, None] * x_stride
+        rows = 2 * n if FIRST else n
+        own = weight + expert * rows * K + column[None, :] * K
+        first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        second = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            ks = start + tl.arange(0, BLOCK_K)
+            a = tl.load(x_rows + ks[None, :], mask=ks[None, :] < K, other=0.0)
+            if FIRST and WEIGHS:
+                a = narrow(a.to(tl.float32) * share[:, None], x.dtype.element_ty)
+            inside = ks[:, None] < K
+            first = dot(a, tl.load(own + ks[:, None], mask=inside, other=0.0), first)
+            if FIRST:
+                second = dot(a, tl.load(own + n * K + ks[:, None], mask=inside, other=0.0), second)
+        if HAS_BIAS:
+            first += tl.load(bias + expert * rows + column).to(tl.float32)[None, :]
+            if FIRST:
+                second += tl.load(bias + expert * rows + n + column).to(tl.float32)[None, :]
+        if FIRST:
+            if HAS_LIMIT:
+                first = tl.minimum(first, limit)
+                second = tl.minimum(tl.maximum(second, -limit), limit) + 1.0
+            first = activate(first, KIND) * second
+        elif WEIGHS:
+            first = first * share[:, None]
+        to = out + pair[:, None] * n + columns[None, :]
+        tl.store(to, narrow(first, out.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    results, residual, out, width, residual_stride, TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[row] = residual[row] + the row's results, added in the order of the experts."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in range(TOP_K):
+        total += tl.load(results + (row * TOP_K + place) * width + columns, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, narrow(total, out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """gate_up: [E, 2 * intermediate, size], gate above up; down: [E, size, intermediate]; biases [E, 2 * intermediate]
+    and [E, size], or None. All of one dtype, contiguous."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def apply_experts(
+    matrices: ExpertMatrices,
+    x: torch.Tensor,
+    routing: torch.Tensor,
+    residual: torch.Tensor | None,
+    activation: str,
+    limit: float | None,
+    weighs_input: bool,
+) -> torch.Tensor:
+    """residual + the weighted sum of what each row's experts give for x. x, residual: [T, size] in the matrices' dtype.
+    routing: [T, 2 * top_k] float32. activation, limit, weighs_input: as `layers/experts.py` has them."""
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return x.new_empty(0, size)
+    num_experts, _, intermediate = matrices.down.shape
+    top_k = routing.shape[1] // 2
+    tiles = tiles_for(size, x.dtype)
+    order = sort_by_expert(routing, num_experts, tiles.block_m)
+    inner = torch.empty(num_rows * top_k, intermediate, dtype=x.dtype, device=x.device)
+    results = torch.empty(num_rows * top_k, size, dtype=torch.float32, device=x.device)
+    shares = routing[:, top_k:]
+    for source, weight, bias, out, is_first in (
+        (x, matrices.gate_up, matrices.gate_up_bias, inner, True),
+        (inner, matrices.down, matrices.down_bias, results, False),
+    ):
+        assert weight.is_contiguous(), "the experts' matrices lie one after the other"
+        assert source.stride(1) == 1, "the elements of a row lie side by side"
+        launch(
+            _experts_kernel,
+            (len(order.tiles), blocks_of(out.shape[1], tiles.block_n)),
+            source,
+            weight,
+            bias,
+            out,
+            order.pairs,
+            order.tiles,
+            shares,
+            out.shape[1],
+            source.stride(0),
+            shares.stride(0),
+            limit or 0.0,
+            K=source.shape[1],
+            TOP_K=top_k,
+            FIRST=is_first,
+            WEIGHS=weighs_input == is_first,
+            HAS_BIAS=bias is not None,
+            HAS_LIMIT=limit is not None,
+            KIND=KINDS[activation],
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    launch(
+        _combine_kernel,
+        (num_rows, blocks_of(size, COLUMNS)),
+        results,
+        residual,
+        out,
+        size,
+        0 if residual is None else residual.stride(0),
+        TOP_K=top_k,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=COLUMNS,
+        num_warps=4,
+    )
+    return out

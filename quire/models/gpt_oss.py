@@ -1,0 +1,33 @@
+"""GPT-OSS: attention with sinks and biases, a window in every other layer, experts with biases and limits."""
+
+from __future__ import annotations
+
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.experts import Gating, Routing
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape
+from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike
+
+ALPHA = 1.702
+"""The gate's activation is x * sigmoid(ALPHA x), which `kernels/activation.py` calls quick_gelu."""
+NAMES = ExpertNames(
+    router="router", fused_gate_up="gate_up_proj", fused_down="down_proj", transposed=True, interleaved=True
+)
+
+
+class GptOssLayer(LlamaLayer):
+    def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
+        fields, experts = model_fields(config), config.shape.layers[layer].experts
+        if experts is None:
+            raise fields.error("num_local_experts is missing: every layer of this architecture has experts")
+        if fields.number("swiglu_alpha", ALPHA) != ALPHA:
+            raise fields.error(f"swiglu_alpha must be {ALPHA}: other activations of gates are not computed")
+        gating = Gating("quick_gelu", fields.number("swiglu_limit", 7.0))
+        shape = MixtureShape(config.hidden_size, experts.intermediate, bias=True, router_bias=True)
+        block = MixtureOfExperts(shape, Routing(experts.num_experts, experts.num_active), gating, context)
+        return block, prefixed("mlp", block.slots(NAMES))
+
+
+class GptOssForCausalLM(LlamaLike):
+    layer_class = GptOssLayer

@@ -1,0 +1,56 @@
+"""LLaMA-like models whose MLPs are mixtures of experts, in all layers or in some: Mixtral, Qwen 2 and 3 MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quire.config.hf_config import model_fields
+from quire.config.hf_json import Fields
+from quire.config.model import ModelConfig
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.experts import Gating, Routing
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
+from quire.models.decoder import FeedForward, LlamaLayer, LlamaLike, read_activation
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """prefix: of the mixture's tensors inside a layer. renormalises: whether the weights of the chosen add up to 1.
+    gates_shared: the shared expert has a gate."""
+
+    prefix: str
+    names: ExpertNames
+    renormalises: Callable[[Fields], bool]
+    gates_shared: bool = False
+
+
+_MIXTURES: Mapping[str, _Mixture] = {
+    "MixtralForCausalLM": _Mixture("block_sparse_moe", ExpertNames(gate="w1", up="w3", down="w2"), lambda fields: True),
+    "Qwen2MoeForCausalLM": _Mixture(
+        "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False), gates_shared=True
+    ),
+    "Qwen3MoeForCausalLM": _Mixture("mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False)),
+}
+
+
+class MixtureLayer(LlamaLayer):
+    """A layer of LLaMA's with experts where the model's shape has some."""
+
+    def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
+        experts = config.shape.layers[layer].experts
+        if experts is None:
+            return super().make_mlp(config, context, layer)
+        mixture, activation, size = _MIXTURES[config.architecture], read_activation(config), config.hidden_size
+        shared, width = None, experts.shared_intermediate
+        if width:
+            shared = SharedExpert(size, width, activation, is_gated=mixture.gates_shared, context=context)
+        renormalise = mixture.renormalises(model_fields(config))
+        routing = Routing(experts.num_experts, experts.num_active, renormalise=renormalise)
+        shape = MixtureShape(size, experts.intermediate)
+        block = MixtureOfExperts(shape, routing, Gating(activation), context, shared)
+        return block, prefixed(mixture.prefix, block.slots(mixture.names))
+
+
+class MixtureLlama(LlamaLike):
+    layer_class = MixtureLayer

@@ -1,0 +1,208 @@
+"""Tokenizers of sentencepiece: from a `tokenizer.model`, or from the vocabulary that a GGUF file has of one.
+
+Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 2, Gemma), Unigram takes the pieces
+whose scores add up to the most (T5). The `tokenizers` library computes both. Its BPE takes a list of pairs, the best
+first: they are the ways in which a piece is two others, in the order of the pieces' scores. (sentencepiece prefers the
+first of two places where the same piece can be made; the list prefers one of the pairs. That makes a difference only
+where both overlap, inside runs of one repeated text.)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from quire.errors import ModelLoadError
+from quire.tokenization.pipeline_checks import check_charsmap
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Kinds of pieces."""
+BPE, UNIGRAM = 2, 1
+"""Kinds of models, as TrainerSpec.model_type numbers them."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What stands for a space inside a piece."""
+MAX_PIECES = 2**21
+LONGEST_PIECE = 512
+"""Characters of a piece; every way to cut it in two is tried."""
+
+
+@dataclass(frozen=True)
+class SentencePieces:
+    """pieces, scores, kinds: by id. model: BPE or UNIGRAM. charsmap: the compiled table of a normalizer, b"": none.
+    adds_space: a space is put before a text. joins_spaces: several spaces become one, those at the ends go."""
+
+    pieces: Sequence[str]
+    scores: Sequence[float]
+    kinds: Sequence[int]
+    model: int = BPE
+    charsmap: bytes = b""
+    adds_space: bool = True
+    joins_spaces: bool = False
+
+
+def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
+    """The pipeline that splits and joins texts as sentencepiece does. Raises ModelLoadError for a model that is
+    contradictory, and whatever the library raises for one that it cannot use."""
+    pieces, kinds = model.pieces, model.kinds
+    if not len(pieces) == len(model.scores) == len(kinds) <= MAX_PIECES:
+        raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")
+    backend = tokenizers.Tokenizer(_bpe(model) if model.model == BPE else _unigram(model))
+    backend.normalizer = _normalizer(model)
+    if model.adds_space and model.model == UNIGRAM:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.adds_space:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    for kind, special in ((CONTROL, True), (UNKNOWN, True), (USER_DEFINED, False)):
+        texts = [piece for piece, own in zip(pieces, kinds, strict=True) if own == kind and piece]
+        if kind == USER_DEFINED:
+            texts = [text.replace(SPACE, " ") for text in texts]
+        backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
+    return backend
+
+
+def special_pieces(model: SentencePieces) -> dict[str, str]:
+    """What a tokenizer_config.json would call the pieces that have a part of their own, by their usual names."""
+    usual = {"<s>": "bos_token", "<bos>": "bos_token", "</s>": "eos_token", "<eos>": "eos_token", "<pad>": "pad_token"}
+    kinds = zip(model.pieces, model.kinds, strict=True)
+    return {usual[piece]: piece for piece, kind in kinds if kind == CONTROL and piece in usual}
+
+
+def _vocabulary(model: SentencePieces) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for piece_id, (piece, kind) in enumerate(zip(model.pieces, model.kinds, strict=True)):
+        text = piece.replace(SPACE, " ") if kind == USER_DEFINED else piece
+        if text in vocabulary:
+            raise ModelLoadError(
+                f"the piece {text[:LONGEST_PIECE]!r} is there twice, as {vocabulary[text]} and {piece_id}"
+            )
+        vocabulary[text] = piece_id
+    return vocabulary
+
+
+def _bpe(model: SentencePieces) -> models.BPE:
+    vocabulary = _vocabulary(model)
+    pairs: list[tuple[float, int, int]] = []
+    for piece, score, kind in zip(model.pieces, model.scores, model.kinds, strict=True):
+        if kind not in (NORMAL, UNUSED):
+            continue
+        if len(piece) > LONGEST_PIECE:
+            raise ModelLoadError(f"a piece has {len(piece)} characters, more than {LONGEST_PIECE}")
+        for cut in range(1, len(piece)):
+            left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+            if left is not None and right is not None:
+                pairs.append((-score, left, right))
+    pairs.sort()
+    texts = {piece_id: text for text, piece_id in vocabulary.items()}
+    return models.BPE(
+        vocab=vocabulary,
+        merges=[(texts[left], texts[right]) for _, left, right in pairs],
+        unk_token=_unknown(model),
+        fuse_unk=True,
+        byte_fallback=BYTE in model.kinds,
+    )
+
+
+def _unigram(model: SentencePieces) -> models.Unigram:
+    _vocabulary(model)
+    unknown = _unknown(model)
+    scored = list(zip(model.pieces, model.scores, strict=True))
+    unknown_id = None if unknown is None else list(model.pieces).index(unknown)
+    return models.Unigram(scored, unk_id=unknown_id, byte_fallback=BYTE in model.kinds)
+
+
+def _unknown(model: SentencePieces) -> str | None:
+    found = (piece for piece, kind in zip(model.pieces, model.kinds, strict=True) if kind == UNKNOWN)
+    return next(found, None)
+
+
+def _normalizer(model: SentencePieces) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        check_charsmap(model.charsmap)
+        steps.append(normalizers.Precompiled(model.charsmap))
+    if model.joins_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if model.model == BPE and model.adds_space:
+        steps.append(normalizers.Prepend(SPACE))
+    if model.model == BPE or not model.adds_space:
+        steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(steps)
+
+
+def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:
+    """A `tokenizer.model`: the protocol buffer ModelProto of sentencepiece. Raises ModelLoadError."""
+    pieces: list[str] = []
+    scores: list[float] = []
+    kinds: list[int] = []
+    trainer: dict[int, bytes | int] = {}
+    normalizer: dict[int, bytes | int] = {}
+    try:
+        for number, value in _fields(content):
+            if number == 1 and isinstance(value, bytes):
+                piece = dict(_fields(value))
+                text, score = piece.get(1, b""), piece.get(2, bytes(4))
+                if not isinstance(text, bytes) or not isinstance(score, bytes):
+                    raise ValueError("a piece without text or score")
+                pieces.append(text.decode())
+                scores.append(struct.unpack("<f", score)[0])
+                kinds.append(int(piece.get(3, NORMAL)))
+            elif number == 2 and isinstance(value, bytes):
+                trainer = dict(_fields(value))
+            elif number == 3 and isinstance(value, bytes):
+                normalizer = dict(_fields(value))
+    except (ValueError, IndexError, struct.error) as error:
+        raise ModelLoadError(f"{file} is not a sentencepiece model: {error}") from None
+    kind = trainer.get(3, UNIGRAM)
+    if not pieces or kind not in (BPE, UNIGRAM):
+        raise ModelLoadError(
+            f"{file}: {len(pieces)} pieces and model type {kind!r}; BPE and Unigram models are supported"
+        )
+    charsmap = normalizer.get(2, b"")
+    return SentencePieces(
+        pieces,
+        scores,
+        kinds,
+        model=int(kind),
+        charsmap=charsmap if isinstance(charsmap, bytes) else b"",
+        adds_space=bool(normalizer.get(3, 1)),
+        joins_spaces=bool(normalizer.get(4, 1)),
+    )
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """Numbers and values of a message's fields: whole numbers, and bytes of everything else."""
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        kind = key & 7
+        if kind == 0:
+            value, position = _varint(data, position)
+            yield key >> 3, value
+            continue
+        if kind not in (1, 2, 5):
+            raise ValueError(f"a field of the wire type {kind}")
+        length = {1: 8, 5: 4}.get(kind, 0)
+        if kind == 2:
+            length, position = _varint(data, position)
+        if length > len(data) - position:
+            raise ValueError("a field reaches beyond the end")
+        yield key >> 3, data[position : position + length]
+        position += length
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number in groups of seven bits, the lowest first, and the position behind it."""
+    value = 0
+    for place in range(10):
+        byte = data[position + place]
+        value |= (byte & 127) << 7 * place
+        if byte < 128:
+            return value, position + place + 1
+    raise ValueError("a number of more than ten bytes")
