@@ -436,10 +436,10 @@ void prepare(const AttentionArgs& args, const Step& step, Team& team) {
   const AttentionPlan& plan = *step.attention[args.group];
   float* qkv = step.at(args.qkv);
   const float* rotation = args.rotary_dim > 0 ? step.at(args.rotation) : nullptr;
-  const int64_t query_width = args.num_heads * args.head_dim, kv_width = 2 * args.num_kv_heads * args.head_dim;
+  const int64_t kv_width = args.writes ? 2 * args.num_kv_heads * args.head_dim : 0;
   for (int64_t t = team.take(); t < step.rows; t = team.take()) {
     float* row = qkv + t * args.qkv.stride;
-    if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width, kv_width);
+    if (t + kRowsAhead < step.rows) prefetch_floats(row + kRowsAhead * args.qkv.stride + query_width(args), kv_width);
     prepare_row(args, row, rotation ? rotation + t * args.rotation.stride : nullptr, plan.slots[t]);
   }
 }

@@ -68,9 +68,9 @@ struct AttentionItem {
 // One KV group's view of a step: `num_sequences` sequences that own the rows between successive query starts.
 // Arrays belong to the caller and outlive the step.
 struct AttentionPlan {
-  // Constant for a group of layers. window: 0: all.
+  // Constant for a group of layers. window: 0: all. latent: the kernels of latent.cpp run over it, with their items.
   AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads, int64_t window,
-                int threads);
+                int threads, bool latent = false);
 
   // Cut a step into items. Throws std::invalid_argument for starts that fall, slots or blocks that do not exist and
   // tables that are too narrow: whatever a kernel will read or write lies in the pool afterwards. Allocates only when
@@ -80,11 +80,16 @@ struct AttentionPlan {
 
   bool fits(const AttentionArgs& args) const noexcept {
     return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads &&
-           args.num_kv_heads == num_kv_heads && args.window == window;
+           args.num_kv_heads == num_kv_heads && args.window == window && !latent;
+  }
+  bool fits(const LatentArgs& args) const noexcept {
+    return args.block_size == block_size && args.num_blocks == num_blocks && args.num_heads == num_heads && latent;
   }
 
   int64_t block_size, num_blocks, num_heads, num_kv_heads, window;
   int threads;
+  bool latent;
+  int64_t item_rows, row_padding, most_partial_rows;
 
   int64_t rows = 0;
   int64_t num_sequences = 0;

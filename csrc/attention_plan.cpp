@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "bindings.h"
 #include "block_copy.h"
+#include "latent.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,13 +45,17 @@ int64_t checked_block_bytes(int64_t block_size, int64_t num_kv_heads, int64_t he
 }  // namespace
 
 AttentionPlan::AttentionPlan(int64_t block_size, int64_t num_blocks, int64_t num_heads, int64_t num_kv_heads,
-                             int64_t window, int threads)
+                             int64_t window, int threads, bool latent)
     : block_size(block_size),
       num_blocks(num_blocks),
       num_heads(num_heads),
       num_kv_heads(num_kv_heads),
       window(window),
-      threads(threads) {
+      threads(threads),
+      latent(latent),
+      item_rows(latent ? kLatentRows : kItemRows),
+      row_padding(latent ? kLatentPadding : 1),
+      most_partial_rows(latent ? kMaxLatentPartialRows : kMaxPartialRows) {
   check_block_shape(block_size, num_kv_heads);
   if (num_blocks < 1 || num_heads < 1 || num_heads % num_kv_heads != 0 || window < 0 || threads < 1)
     throw std::invalid_argument("attention over no blocks, uneven groups of heads, a negative window or no threads");
@@ -111,17 +116,17 @@ void AttentionPlan::check(int64_t table_width) const {
                                   " is not one of " + std::to_string(num_slots));
 }
 
-// Items of all keys of at most kItemRows rows.
+// Items of all keys of at most item_rows rows.
 void AttentionPlan::cut() {
   const int64_t group = num_heads / num_kv_heads;
   whole_.clear();
   for (int64_t s = 0; s < num_sequences; ++s) {
     const int64_t total = (query_start[s + 1] - query_start[s]) * group, start = start_positions[s];
-    for (int64_t first = 0; first < total; first += kItemRows) {
+    for (int64_t first = 0; first < total; first += item_rows) {
       AttentionItem item;
       item.sequence = static_cast<int32_t>(s);
       item.first_row = first;
-      item.rows = static_cast<int32_t>(std::min(kItemRows, total - first));
+      item.rows = static_cast<int32_t>(std::min(item_rows, total - first));
       const int64_t low = window > 0 ? std::max<int64_t>(0, start + first / group - window + 1) : 0;
       const int64_t high = start + (first + item.rows - 1) / group;
       item.first_split = low / kSplitKeys;
@@ -140,18 +145,19 @@ void AttentionPlan::split() {
   for (AttentionItem& item : whole_) {
     const int64_t splits = item.last_split - item.first_split;
     const int64_t pieces = threads == 1 ? 1 : std::min(splits, (item.cost + most - 1) / most);
-    if (pieces < 2 || (partial_rows + splits * item.rows) * num_kv_heads > kMaxPartialRows) {
+    const int64_t rows = (item.rows + row_padding - 1) / row_padding * row_padding;
+    if (pieces < 2 || (partial_rows + splits * rows) * num_kv_heads > most_partial_rows) {
       items_.push_back(item);
       continue;
     }
     item.partial = partial_rows;
-    partial_rows += splits * item.rows;
+    partial_rows += splits * rows;
     merges_.push_back(item);
     for (int64_t i = 0; i < pieces; ++i) {
       AttentionItem piece = item;
       piece.first_split = item.first_split + splits * i / pieces;
       piece.last_split = item.first_split + splits * (i + 1) / pieces;
-      piece.partial += (piece.first_split - item.first_split) * item.rows;
+      piece.partial += (piece.first_split - item.first_split) * rows;
       piece.cost = item.cost / pieces;
       items_.push_back(piece);
     }
@@ -162,8 +168,8 @@ void AttentionPlan::split() {
 
 void bind_attention(nb::module_& module) {
   nb::class_<AttentionPlan>(module, "AttentionPlan")
-      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int>(), "block_size"_a, "num_blocks"_a,
-           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a)
+      .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool>(), "block_size"_a, "num_blocks"_a,
+           "num_heads"_a, "num_kv_heads"_a, "window"_a, "threads"_a, "latent"_a = false)
       .def(
           "set",
           [](AttentionPlan& plan, int64_t num_sequences, uintptr_t query_start, uintptr_t start_positions,

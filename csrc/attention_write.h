@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "vector_math.h"
+#include "head_rows.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -19,21 +19,6 @@ void norm_head(float* head, const float* weight, float epsilon, int64_t depth) {
   const float scale = 1.0f / __builtin_sqrtf(sum_lanes(squares) / static_cast<float>(depth) + epsilon);
   for (int64_t d = 0; d < whole; d += kLanes) store(head + d, load(head + d) * scale * load(weight + d));
   for (int64_t d = whole; d < depth; ++d) head[d] = head[d] * scale * weight[d];
-}
-
-// Turns the pairs (d, d + half) of the first 2 half elements. turn: [half] cosines, then sines.
-void rotate_head(float* head, const float* turn, int64_t half) {
-  int64_t d = 0;
-  for (; d + kLanes <= half; d += kLanes) {
-    const vf x = load(head + d), y = load(head + half + d), cosine = load(turn + d), sine = load(turn + half + d);
-    store(head + d, fma(x, cosine, -(y * sine)));
-    store(head + half + d, fma(y, cosine, x * sine));
-  }
-  for (; d < half; ++d) {
-    const float x = head[d], y = head[half + d], cosine = turn[d], sine = turn[half + d];
-    head[d] = fma(x, cosine, -(y * sine));
-    head[half + d] = fma(y, cosine, x * sine);
-  }
 }
 
 // Rounds a head to 8 bits and returns its scale: the largest size / 127. A head with an element that is not finite
@@ -74,12 +59,6 @@ bool round_head_e4m3(const float* head, int64_t depth, uint8_t* to) {
       if (d + i < depth) to[d + i] = static_cast<uint8_t>(codes[i]);
   }
   return sum_lanes(poison) == 0.0f;
-}
-
-void narrow_head(const float* head, int64_t depth, uint16_t* to) {
-  int64_t d = 0;
-  for (; d + kLanes <= depth; d += kLanes) store_bf16(to + d, load(head + d));
-  for (; d < depth; ++d) to[d] = to_bf16(head[d]);
 }
 
 // A head's elements in words of p: its d-th word `stride` words after the one before.
@@ -135,18 +114,21 @@ void write_head(const AttentionArgs& args, const float* key, const float* value,
   }
 }
 
+// Elements of the query heads of a row, where there are some.
+constexpr int64_t query_width(const AttentionArgs& args) { return args.attends ? args.num_heads * args.head_dim : 0; }
+
 // One row of the projections' output: query heads are changed in place, key and value heads go to `slot`.
 void prepare_row(const AttentionArgs& args, float* row, const float* turn, int64_t slot) {
   const int64_t depth = args.head_dim, half = args.rotary_dim / 2;
   const int64_t share = head_bytes(args.block_size, depth, args.cache);
   std::byte* block = args.pages + slot / args.block_size * args.block_bytes;
-  float* keys = row + args.num_heads * depth;
+  float* keys = row + query_width(args);
   float* values = keys + args.num_kv_heads * depth;
-  for (int64_t h = 0; h < args.num_heads; ++h) {
+  for (int64_t h = 0; args.attends && h < args.num_heads; ++h) {
     if (args.query_norm != nullptr) norm_head(row + h * depth, args.query_norm, args.norm_epsilon, depth);
     if (turn != nullptr) rotate_head(row + h * depth, turn, half);
   }
-  for (int64_t h = 0; h < args.num_kv_heads; ++h) {
+  for (int64_t h = 0; args.writes && h < args.num_kv_heads; ++h) {
     if (args.key_norm != nullptr) norm_head(keys + h * depth, args.key_norm, args.norm_epsilon, depth);
     if (turn != nullptr) rotate_head(keys + h * depth, turn, half);
     write_head(args, keys + h * depth, values + h * depth, block + h * share, slot % args.block_size);

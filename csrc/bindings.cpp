@@ -152,7 +152,7 @@ void bind_program(nb::module_& module) {
           [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
              int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
              float scale, float soft_cap, int64_t window, uintptr_t sinks, uintptr_t query_norm, uintptr_t key_norm,
-             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out) {
+             float norm_epsilon, int64_t rotary_dim, const Ref& rotation, const Ref& qkv, const Ref& out, bool writes) {
             AttentionArgs args;
             args.group = group;
             args.cache = cache;
@@ -174,11 +174,46 @@ void bind_program(nb::module_& module) {
             args.rotation = rotation;
             args.qkv = qkv;
             args.out = out;
+            args.writes = writes;
+            args.attends = out.present();
             program.add(args);
           },
           "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a,
           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "soft_cap"_a, "window"_a, "sinks"_a, "query_norm"_a,
-          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+          "key_norm"_a, "norm_epsilon"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a, "writes"_a = true)
+      .def(
+          "latent",
+          [](Program& program, int32_t group, CacheType cache, uintptr_t pages, int64_t block_bytes,
+             int64_t num_blocks, int64_t block_size, int64_t num_heads, int64_t rank, int64_t rope_dim, float scale,
+             const Ref& rotation, const Ref& query, const Ref& turned_query, const Ref& latent, const Ref& turned_key,
+             const Ref& out) {
+            LatentArgs args;
+            args.group = group;
+            args.cache = cache;
+            args.pages = reinterpret_cast<std::byte*>(pages);
+            args.block_bytes = block_bytes;
+            args.num_blocks = num_blocks;
+            args.block_size = block_size;
+            args.num_heads = num_heads;
+            args.rank = rank;
+            args.rope_dim = rope_dim;
+            args.scale = scale;
+            args.rotation = rotation;
+            args.query = query;
+            args.turned_query = turned_query;
+            args.latent = latent;
+            args.turned_key = turned_key;
+            args.out = out;
+            program.add(args);
+          },
+          "group"_a, "cache"_a, "pages"_a, "block_bytes"_a, "num_blocks"_a, "block_size"_a, "num_heads"_a, "rank"_a,
+          "rope_dim"_a, "scale"_a, "rotation"_a, "query"_a, "turned_query"_a, "latent"_a, "turned_key"_a, "out"_a)
+      .def(
+          "heads",
+          [](Program& program, std::vector<PackedWeight> weights, const Ref& x, const Ref& out) {
+            program.add(HeadsArgs{std::make_shared<const std::vector<PackedWeight>>(std::move(weights)), x, out});
+          },
+          "weights"_a, "x"_a, "out"_a)
       .def(
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,

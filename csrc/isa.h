@@ -19,6 +19,7 @@ struct Kernels {
   LinearKernels linear;
   LayerKernels layers;
   AttentionKernels attention;
+  LatentKernels latent;
   StateKernels states;
   SamplingKernels sampling;
   LimitKernels limits;

@@ -99,6 +99,16 @@ struct LinearArgs {
   MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
 };
 
+// out = each head's columns of x times its own matrix, side by side: [rows, heads * in] -> [rows, heads * out].
+struct HeadsArgs {
+  std::shared_ptr<const std::vector<PackedWeight>> weights;  // of one shape, not gated, at most kMaxHeadFeatures inputs
+  Ref x;
+  Ref out;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+};
+
+inline constexpr int64_t kMaxHeadFeatures = 2048;
+
 // The matrices of a layer's experts. gate_up: gated, `intermediate` wide each; biases as LinearArgs has them, or empty.
 struct ExpertTable {
   std::vector<PackedWeight> gate_up;
@@ -127,6 +137,7 @@ struct LinearKernels {
   void (*linear)(const LinearArgs&, const Step&, Team&);
   // Bytes of shared scratch for at most `rows` rows.
   std::size_t (*linear_scratch)(const LinearArgs&, int64_t rows);
+  void (*heads)(const HeadsArgs&, const Step&, Team&);
   void (*experts)(const ExpertsArgs&, const Step&, Team&);
   std::size_t (*experts_scratch)(const ExpertsArgs&, int64_t rows, int threads);
 };
@@ -228,8 +239,11 @@ struct AttentionArgs {
   const float* key_norm = nullptr;
   float norm_epsilon = 0;
   int64_t rotary_dim = 0;  // 0: no rotation
+  bool writes = true;      // keys and values, to the rows' slots
+  bool attends = true;     // over what the pages then hold
   Ref rotation;            // as RotationArgs::out
-  Ref qkv;                 // [rows, (num_heads + 2 num_kv_heads) * head_dim]; query heads are changed in place
+  Ref qkv;                 // [rows, num_heads * head_dim if it attends + 2 num_kv_heads * head_dim if it writes]: query,
+                           // key and value heads, changed in place
   Ref out;                 // [rows, num_heads * head_dim]
 };
 
@@ -239,6 +253,37 @@ struct AttentionKernels {
   // Then attend. (A barrier lies between the two.)
   void (*attend)(const AttentionArgs&, const Step&, Team&);
   std::size_t (*attend_scratch)(const AttentionArgs&, int64_t rows, int threads);
+};
+
+// -- latent attention (latent.cpp) ----------------------------------------------------------------------------------
+
+// One layer's latents in the KV pool; see latent.h for what a page looks like.
+struct LatentArgs {
+  int32_t group = 0;  // which of Step::attention
+  CacheType cache = CacheType::kF32;
+  MatmulPrecision precision = MatmulPrecision::kFloat32;  // the program's
+  std::byte* pages = nullptr;
+  int64_t block_bytes = 0;
+  int64_t num_blocks = 0;
+  int64_t block_size = 0;
+  int64_t num_heads = 0;
+  int64_t rank = 0;      // elements of the compressed part, which is the value
+  int64_t rope_dim = 0;  // of the rotated part, which follows it in a key
+  float scale = 1;
+  Ref rotation;          // as RotationArgs::out, of rope_dim elements; absent: nothing is rotated
+  Ref query;             // [rows, num_heads * rank]
+  Ref turned_query;      // [rows, num_heads * rope_dim]; changed in place
+  Ref latent;            // [rows, rank]
+  Ref turned_key;        // [rows, rope_dim]; changed in place
+  Ref out;               // [rows, num_heads * rank]
+};
+
+struct LatentKernels {
+  // Rotate, and write the rows' vectors to their slots.
+  void (*prepare)(const LatentArgs&, const Step&, Team&);
+  // Then attend. (A barrier lies between the two.)
+  void (*attend)(const LatentArgs&, const Step&, Team&);
+  std::size_t (*attend_scratch)(const LatentArgs&, int threads);
 };
 
 // -- layers that keep a state (linear_state.cpp) --------------------------------------------------------------------

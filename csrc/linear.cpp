@@ -2,6 +2,7 @@
 #include "linear_bf16.h"
 #include "linear_driver.h"
 #include "linear_experts.h"
+#include "linear_heads.h"
 #include "linear_tiles.h"
 
 namespace quire::QUIRE_ISA {
@@ -18,11 +19,18 @@ struct Panels {
 };
 
 template <class Use>
-QUIRE_INLINE void with_method(const PackedWeight& weight, [[maybe_unused]] MatmulPrecision precision, const Use& use) {
+QUIRE_INLINE void with_method([[maybe_unused]] const PackedWeight& weight, [[maybe_unused]] MatmulPrecision precision,
+                              const Use& use) {
 #if defined(QUIRE_BF16_DOT)
   if (multiplies_bf16(weight, precision)) return use(Bf16Pairs{});
 #endif
   return use(Panels{});
+}
+
+void heads(const HeadsArgs& args, const Step& step, Team& team) {
+  run_heads(args, step, team, [](const LinearArgs& own, const Step& part, std::byte* packed) {
+    with_method(own.weight, own.precision, [&]<class Method>(Method) { run_head<Method>(own, part, packed); });
+  });
 }
 
 #if defined(QUIRE_BF16_DOT)
@@ -40,6 +48,6 @@ constexpr auto linear_scratch = scratch_for<Panels>;
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch, experts, experts_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, heads, experts, experts_scratch};
 
 }  // namespace quire::QUIRE_ISA

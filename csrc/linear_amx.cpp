@@ -153,6 +153,8 @@ std::size_t linear_scratch(const LinearArgs& args, int64_t rows) {
   return with > without ? with : without;
 }
 
+void heads(const HeadsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.heads(args, step, team); }
+
 void experts(const ExpertsArgs& args, const Step& step, Team& team) { QUIRE_BELOW::kLinear.experts(args, step, team); }
 
 std::size_t experts_scratch(const ExpertsArgs& args, int64_t rows, int threads) {
@@ -162,6 +164,6 @@ std::size_t experts_scratch(const ExpertsArgs& args, int64_t rows, int threads) 
 }  // namespace
 
 extern const LinearKernels kLinear;
-const LinearKernels kLinear = {linear, linear_scratch, experts, experts_scratch};
+const LinearKernels kLinear = {linear, linear_scratch, heads, experts, experts_scratch};
 
 }  // namespace quire::QUIRE_ISA

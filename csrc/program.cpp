@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "latent.h"
 #include "linear_state.h"
 
 namespace quire {
@@ -18,6 +19,15 @@ void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
   if (!outside) return;
   throw std::invalid_argument(args.by_position ? "a position lies outside the table of positions"
                                                : "a token id lies outside the embedding");
+}
+
+// Throws unless the step has a plan for a layer's group, of these rows and this memory.
+template <class Args>
+void refuse_foreign_plan(const Args& args, const Step& step) {
+  if (args.group < 0 || args.group >= step.num_attention) throw std::invalid_argument("no plan for a KV group");
+  const AttentionPlan* plan = step.attention[args.group];
+  if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
+    throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
 }
 
 // Throws unless the rows that are read ascend inside the step: a gather moves them where they lie.
@@ -118,19 +128,40 @@ void Program::add(AttentionArgs args) {
   args.precision = precision_;
   attention_.push_back(args);
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.prepare, args});
+  if (!args.attends) return;
   ops_.emplace_back(Call<AttentionArgs>{kernels_.attention.attend, args});
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
+}
+
+void Program::add(LatentArgs args) {
+  require_all_rows();
+  const int64_t width = args.rank + args.rope_dim;
+  if (args.rank < 8 || args.rank % 8 != 0 || args.rank > kMaxLatentRank || args.rope_dim < 0 ||
+      args.rope_dim % 2 != 0 || width > kMaxLatentWidth || args.cache == CacheType::kI8)
+    throw std::invalid_argument("latents of a width or type that the kernels do not compute");
+  args.precision = precision_;
+  latent_.push_back(args);
+  ops_.emplace_back(Call<LatentArgs>{kernels_.latent.prepare, args});
+  ops_.emplace_back(Call<LatentArgs>{kernels_.latent.attend, args});
+  scratch_bytes_ = std::max(scratch_bytes_, kernels_.latent.attend_scratch(args, pool_->threads()));
+}
+
+void Program::add(HeadsArgs args) {
+  if (args.weights->empty()) throw std::invalid_argument("no heads");
+  const PackedWeight& first = args.weights->front();
+  for (const PackedWeight& weight : *args.weights)
+    if (weight.in_features != first.in_features || weight.out_features != first.out_features || weight.gated ||
+        weight.in_features > kMaxHeadFeatures)
+      throw std::invalid_argument("matrices of heads that differ in shape, are gated or take too many inputs");
+  args.precision = precision_;
+  ops_.emplace_back(Call<HeadsArgs>{kernels_.linear.heads, std::move(args)});
 }
 
 void Program::run(const Step& step) {
   if (step.rows < 0 || step.rows > max_rows_) throw std::invalid_argument("more rows than the program was made for");
   if (step.rows == 0) return;
-  for (const AttentionArgs& args : attention_) {
-    if (args.group < 0 || args.group >= step.num_attention) throw std::invalid_argument("no plan for a KV group");
-    const AttentionPlan* plan = step.attention[args.group];
-    if (plan == nullptr || plan->rows != step.rows || !plan->fits(args))
-      throw std::invalid_argument("a KV group's plan is not for these rows and this memory");
-  }
+  for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
+  for (const LatentArgs& args : latent_) refuse_foreign_plan(args, step);
   for (const auto& [layer, bytes] : states_)
     if (step.states == nullptr || step.states->rows != step.rows || !step.states->has(layer, bytes))
       throw std::invalid_argument("the plan of states is not for these rows and this memory");

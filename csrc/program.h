@@ -21,6 +21,10 @@ class Program {
   void add(const NormArgs& args);
   void add(const RotationArgs& args);
   void add(AttentionArgs args);
+  // Throws std::invalid_argument for a rank or width that the kernels have no room for.
+  void add(LatentArgs args);
+  // Throws std::invalid_argument for matrices of different shapes or of too many inputs.
+  void add(HeadsArgs args);
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
@@ -48,7 +52,8 @@ class Program {
     Args args;
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
-                          Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>, Call<ExpertsArgs>,
+                          Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
+                          Call<ExpertsArgs>,
                           Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
 
   void require_all_rows() const;
@@ -63,6 +68,7 @@ class Program {
   std::vector<Op> ops_;
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
+  std::vector<LatentArgs> latent_;
   std::vector<EmbedArgs> embeddings_;
   // Layer and bytes of a page that a kernel of a state needs.
   std::vector<std::pair<int64_t, int64_t>> states_;

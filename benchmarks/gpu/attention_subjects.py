@@ -21,7 +21,7 @@ from quire.kernels.triton.attention_tiles import DeviceLimits
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.device import DeviceRotation
+from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 
 

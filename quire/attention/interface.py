@@ -1,7 +1,7 @@
 """The interface between the worker and the attention back ends: a step's batch, and the calls of a back end.
 
 The worker builds one AttentionBatch a step; a back end plans once (`plan`) and then attends once per layer
-(`AttentionStep.attend`), so that whatever depends only on lengths and tables is computed once a step.
+(`AttentionStep`), so that whatever depends only on lengths and tables is computed once a step.
 """
 
 from __future__ import annotations
@@ -86,14 +86,19 @@ class PlannedStep(Protocol):
 
 
 class AttentionStep(PlannedStep, Protocol):
-    """One step of a back end that attends at once, over the KV pool."""
+    """One step of a back end that computes at once, over the KV pool."""
 
-    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v ([T, num_kv_heads, head_dim] and [T, num_kv_heads, value_width]) to their slots, then attend.
+    def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v ([T, num_kv_heads, head_dim] and [T, num_kv_heads, value_width]) to their slots."""
+        ...
 
-        q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype. Causal: a token sees positions
-        up to its own, of its own sequence only, read through the block table.
-        """
+    def write_latent(self, layer: int, latent: torch.Tensor) -> None:
+        """Write vectors that all heads read, [T, width], to their slots."""
+        ...
+
+    def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        """q: [T, num_heads, head_dim]. Returns [T, num_heads, value_width] in q's dtype. Causal: a token sees positions
+        up to its own, of its own sequence only, read through the block table; all of them are written."""
         ...
 
 
@@ -101,5 +106,5 @@ class AttentionBackend(Protocol):
     """Plans the attention of a step. Made with the pool's tensors; owns no memory."""
 
     def plan(self, batch: AttentionBatch) -> PlannedStep:
-        """What a model's forward pass takes: an AttentionStep, or what the back end's own operations know."""
+        """What a model's forward pass takes: a AttentionStep, or what the back end's own operations know."""
         ...

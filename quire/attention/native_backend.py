@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.latent import LatentShape
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.paged_attention import CACHE_TYPES, AttentionPlans
 from quire.kv_cache.layout import KVCacheLayout
@@ -39,7 +40,29 @@ class NativeAttention:
 
     def layer_constants(self, layer: LayerAttention) -> dict[str, Any]:
         """What `_native.Program.attention` takes of a layer besides its buffers."""
-        group, page = self._page_of_layer[layer.layer]
+        return {
+            **self._page_constants(layer.layer),
+            "num_heads": layer.num_heads,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_dim": layer.head_dim,
+            "scale": layer.scale,
+            "soft_cap": layer.soft_cap or 0.0,
+            "window": layer.window or 0,
+            "sinks": 0 if layer.sinks is None else layer.sinks.data_ptr(),
+        }
+
+    def latent_constants(self, shape: LatentShape) -> dict[str, Any]:
+        """What `_native.Program.latent` takes of a layer besides its buffers."""
+        return {
+            **self._page_constants(shape.layer),
+            "num_heads": shape.num_heads,
+            "rank": shape.rank,
+            "rope_dim": shape.rope_dim,
+            "scale": shape.scale,
+        }
+
+    def _page_constants(self, layer: int) -> dict[str, Any]:
+        group, page = self._page_of_layer[layer]
         pages, kernel_blocks = self._pages[page], self._layout.kernel_blocks(self._layout.token_groups[group])
         return {
             "group": group,
@@ -48,13 +71,6 @@ class NativeAttention:
             "block_bytes": pages.stride(0) // kernel_blocks,
             "num_blocks": self._layout.num_blocks * kernel_blocks,
             "block_size": self._layout.block_size,
-            "num_heads": layer.num_heads,
-            "num_kv_heads": layer.num_kv_heads,
-            "head_dim": layer.head_dim,
-            "scale": layer.scale,
-            "soft_cap": layer.soft_cap or 0.0,
-            "window": layer.window or 0,
-            "sinks": 0 if layer.sinks is None else layer.sinks.data_ptr(),
         }
 
 

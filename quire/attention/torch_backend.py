@@ -21,7 +21,8 @@ class TorchAttention:
     zero) for positions beyond a sequence's blocks.
 
     pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], or, where values are of another width,
-    [num_blocks, block_size, num_kv_heads, head_dim + value_width], in the kernels' blocks.
+    [num_blocks, block_size, num_kv_heads, head_dim + value_width], or of latents [num_blocks, block_size, width], in
+    the kernels' blocks.
     """
 
     def __init__(self, layout: KVCacheLayout, pages: Mapping[int, torch.Tensor]) -> None:
@@ -47,13 +48,21 @@ class TorchAttentionStep:
         self._key_rows = [reference.key_rows(slots, block_size) for slots in batch.slot_mapping]
         self._lists: dict[tuple[int, int, int, int, int | None], list[TileList]] = {}
 
-    def attend(self, layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def write_kv(self, layer: LayerAttention, k: torch.Tensor, v: torch.Tensor) -> None:
         group, pages = self._layers[layer.layer]
         if pages.dim() == 4:  # keys and values of different widths, side by side
             rows = pages.view(-1, *pages.shape[2:])
             reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1))
         else:
             reference.write_kv(pages, self._key_rows[group], k, v)
+
+    def write_latent(self, layer: int, latent: torch.Tensor) -> None:
+        group, pages = self._layers[layer]
+        rows = pages.view(-1, latent.shape[1])
+        rows.index_copy_(0, self._batch.slot_mapping[group], latent.to(rows.dtype))
+
+    def attend_cached(self, layer: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        group, pages = self._layers[layer.layer]
         out = q.new_empty(len(q), layer.num_heads, layer.value_width)
         for tiles in self._tile_lists(group, layer):
             attended = _attend(tiles, layer, pages, q)
@@ -128,7 +137,7 @@ def _attend_chunk(
     """Each item by itself: its queries over its keys."""
     groups, dim = layer.num_kv_heads, layer.head_dim
     num_items, rows = len(chunk.tiles), tiles.rows
-    key, value = _gather(pages, chunk.key_rows, groups, dim)
+    key, value = _gather(pages, chunk.key_rows, layer)
     key = key.view(num_items * groups, KEY_TILE, dim)
     value = value.view(num_items * groups, KEY_TILE, layer.value_width)
     query = queries.index_select(0, chunk.tiles).view(num_items * groups, rows, dim)
@@ -149,15 +158,17 @@ def _attend_chunk(
     )
 
 
-def _gather(pages: torch.Tensor, key_rows: torch.Tensor, groups: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(pages: torch.Tensor, key_rows: torch.Tensor, layer: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some rows and all heads, float32: [items, groups, KEY_TILE, width], flat but for the width."""
-    vectors = pages.view(-1, pages.shape[-1])
+    vectors, groups = pages.view(-1, pages.shape[-1]), layer.num_kv_heads
     heads = torch.arange(groups)[:, None]
-    if pages.dim() == 4:
+    if pages.dim() < 5:
         block_size = pages.shape[1]
         slots = key_rows - key_rows.div(2 * block_size, rounding_mode="floor") * block_size
         both = vectors.index_select(0, (slots * groups + heads).view(-1)).float()
-        return both[:, :dim].contiguous(), both[:, dim:].contiguous()
+        if pages.dim() == 3:
+            return both, both[:, : layer.value_width].contiguous()
+        return both[:, : layer.head_dim].contiguous(), both[:, layer.head_dim :].contiguous()
     index = (key_rows * groups + heads).view(-1)
     # A value lies block_size rows behind its key: the same index, seen from that much further on.
     values = vectors[pages.shape[2] * groups :].index_select(0, index)

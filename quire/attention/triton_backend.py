@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.attention.latent import LatentShape
+from quire.attention.triton_latent import DeviceLatents
 from quire.kernels.triton.attention_tiles import (
     MIDDLE_ROWS,
     SMALL_ROWS,
@@ -33,7 +35,7 @@ class TritonAttention:
     """Attention on a device's pool. Holds the scratch for splits, which all layers of a shape and all graphs share.
 
     pages: by layer, [num_blocks, 2, block_size, num_kv_heads, head_dim] of bfloat16, float16 or float32, on the device,
-    in the kernels' blocks.
+    in the kernels' blocks; of latents [num_blocks, block_size, width].
     num_heads: query heads of every layer; dtype: of activations. max_num_seqs, max_model_len: the largest batch that
     the scratch must serve. batch_invariant: a row's bits depend on its own sequence alone, since tiles and splits are
     of one size and at fixed positions; otherwise both are chosen for speed.
@@ -55,8 +57,12 @@ class TritonAttention:
         self.scratch: dict[HeadShape, SplitScratch] = {}
         self._limits = limits
         self._batch_invariant = batch_invariant
+        self.latents = DeviceLatents(num_heads, dtype, max_num_seqs, max_model_len, limits)
         for index, group in enumerate(layout.token_groups):
             for layer in group.layers:
+                if group.spec.kind == "latent":
+                    self.latents.add(layer, index, pages[layer])
+                    continue
                 _, _, _, num_kv_heads, head_dim = pages[layer].shape
                 # Of two dtypes, both are multiplied in float32.
                 itemsize = dtype.itemsize if dtype == pages[layer].dtype else 4
@@ -133,6 +139,8 @@ class _LayerKernels:
         self.heads = heads
         self.group, self.shape, self.pages = layer
         self.prepare = HeadPreparation(heads, layer.pages).run
+        self.prepare_queries = HeadPreparation(heads, layer.pages, writes=False).run
+        self.write = HeadPreparation(heads, layer.pages, attends=False).run
         self._scratch = scratch
         self._varlen: dict[Tiles, VarlenAttention] = {}
         self._split: dict[tuple[Tiles, int], SplitAttention] = {}
@@ -170,16 +178,47 @@ class TritonAttentionStep:
         out: [T, num_heads * head_dim] of any float dtype, or None for a new tensor of qkv's. Padding rows are not
         written. Causal: a token sees positions up to its own, of its own sequence.
         """
-        shape = heads.shape
         layer = self._backend.layer(heads)
-        if out is None:
-            out = torch.empty(qkv.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
         layer.prepare(qkv, rotation, self._batch.slot_mapping[layer.group])
+        return self._attend(layer, qkv, out)
+
+    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None) -> None:
+        """The first half of `attend`. key_value: [T, 2 num_kv_heads * head_dim], contiguous, used up."""
+        layer = self._backend.layer(heads)
+        layer.write(key_value, rotation, self._batch.slot_mapping[layer.group])
+
+    def attend_cached(
+        self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half. query: [T, num_heads * head_dim], contiguous, used up."""
+        layer = self._backend.layer(heads)
+        layer.prepare_queries(query, rotation, self._batch.slot_mapping[layer.group])
+        return self._attend(layer, query, out)
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `CacheOperations.attend_latent`. inputs: contiguous. out: [T, num_heads * rank] or None: a new tensor."""
+        kernels, group = self._backend.latents.layer(shape)
+        out = torch.empty_like(inputs[0]) if out is None else out
+        kernels.run(inputs, rotation, out, self._batch, group)
+        return out
+
+    def _attend(self, layer: _LayerKernels, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """query: [T, at least num_heads * head_dim], heads first."""
+        shape = layer.heads.shape
+        if out is None:
+            size = (query.shape[0], shape.num_heads * shape.head_dim)
+            out = torch.empty(size, dtype=query.dtype, device=query.device)
         kind = layer.shape, shape.window
         if kind not in self._kernels:
             self._kernels[kind] = self._backend.kernels(self._batch, *kind)
         tiles, split = self._kernels[kind]
-        work = PagedAttention(qkv, layer.pages, out, self._batch, layer.group, shape)
+        work = PagedAttention(query, layer.pages, out, self._batch, layer.group, shape)
         if split is not None:
             layer.split(split).run(work, split)
         if tiles is not None:

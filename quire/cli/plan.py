@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.cli.checkpoint import read_checkpoint
 from quire.cli.engine_flags import add_engine_flags, engine_options
+from quire.cli.kv_waste import as_table, hybrid_models, kv_waste
 from quire.cli.memory_plan import Concurrency, MemoryPlan, plan_devices, plan_engine, pool_bytes
 from quire.cli.parser import Parser, given
 from quire.cli.simulate import DEFAULTS, engine_settings
@@ -19,7 +20,7 @@ from quire.cli.speed_plan import Decoding, Speed, bandwidth_alone, bounds, predi
 from quire.config.families import RUNNABLE
 from quire.config.hf_config import find_model, read_config
 from quire.config.model import DTYPE_BYTES
-from quire.config.options import EngineOptions
+from quire.config.options import BUNDLED_MODEL, EngineOptions
 from quire.config.parallel import ParallelConfig
 from quire.config.resolve import CPU_DEFAULTS, resolve
 from quire.errors import ConfigError, UserError
@@ -71,6 +72,9 @@ def build_parser() -> Parser:
         "--tokens", metavar="N", type=int, action="append", default=[], help="length to report; may be repeated"
     )
     group.add_argument("--json", action="store_true", help="print JSON instead of text")
+    group.add_argument(
+        "--kv-waste", action="store_true", help="print what of the KV pool no layer can write (default: hybrid models)"
+    )
     add_engine_flags(parser, skip=IRRELEVANT_OPTIONS)
     return parser
 
@@ -79,6 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     namespace = build_parser().parse(arguments)
     options = engine_options(namespace)
     layout = ParallelConfig(tp=namespace.tp, pp=namespace.pp)
+    if namespace.kv_waste:
+        print(_kv_waste(namespace, options, layout))
+        return 0
     target = _target(namespace)
     if target.is_profile or layout.devices_per_replica > 1 or not _runs_here(options):
         chosen = given(namespace, EngineOptions, skip=NOT_SCHEDULING)
@@ -102,6 +109,14 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(as_text(report))
     return 0
+
+
+def _kv_waste(namespace: argparse.Namespace, options: EngineOptions, layout: ParallelConfig) -> str:
+    """The table of the model that was given, or of those that mix kinds of layers."""
+    models = hybrid_models() if options.model == BUNDLED_MODEL else [options.model]
+    kv_dtype = "bfloat16" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    cache = engine_settings(given(namespace, EngineOptions, skip=NOT_SCHEDULING), USUAL_ON_CPUS)
+    return as_table(kv_waste(models, kv_dtype, layout, cache.block_size, cache.state_snapshot_interval))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SUBCOMMANDS: Mapping[str, str] = {"calibrate": "quire.cli.calibrate"}
 SCHEDULING = (
     "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "queue_depth",
     "scheduling_policy", "priority_seconds", "kv_cache_memory", "gpu_memory_utilization", "num_blocks_override",
-    "enable_prefix_caching", "preemption_mode", "swap_space",
+    "enable_prefix_caching", "state_snapshot_interval", "preemption_mode", "swap_space",
 )  # fmt: skip
 """The engine's options that matter to scheduling ..."""
 OTHERS = tuple(name for name in EngineOptions.__struct_fields__ if name not in SCHEDULING)
@@ -186,6 +186,7 @@ def engine_settings(chosen: Mapping[str, Any], usual: Mapping[str, Any] = DEFAUL
         gpu_memory_utilization=cache.memory_utilization,
         num_blocks_override=cache.num_blocks_override,
         enable_prefix_caching=cache.enable_prefix_caching,
+        state_snapshot_interval=cache.state_snapshot_interval,
         preemption_mode=scheduler.preemption_mode,
         swap_space=cache.swap_space or SWAP_SPACE,
     )

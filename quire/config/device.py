@@ -10,6 +10,20 @@ CUDA_GRAPHS = ("none", "full", "piecewise", "full_and_piecewise")
 NATIVE_HEAD_MULTIPLE, NATIVE_HEAD_LIMIT = 8, 256
 """Head sizes that the native kernels compute: multiples of the first up to the second."""
 
+NATIVE_RANK_LIMIT, NATIVE_LATENT_LIMIT = 512, 640
+"""Elements of the compressed part of a latent, and of all of it, that the native kernels have room for."""
+
+
+def why_no_latents(rank: int, rope_dim: int) -> str | None:
+    """Why the native kernels do not compute latents of `rank` compressed and `rope_dim` rotated elements; None: they
+    do."""
+    if rank % NATIVE_HEAD_MULTIPLE or rank > NATIVE_RANK_LIMIT or rope_dim % 2 or rank + rope_dim > NATIVE_LATENT_LIMIT:
+        return (
+            f"latents of {rank} + {rope_dim} elements are not a multiple of {NATIVE_HEAD_MULTIPLE} up to "
+            f"{NATIVE_RANK_LIMIT} and an even number, {NATIVE_LATENT_LIMIT} together, as its kernels need"
+        )
+    return None
+
 
 @dataclass(frozen=True)
 class DeviceConfig:

@@ -62,7 +62,7 @@ def load_model_config(
         raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
     if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
-        rope = read_rope(fields, shape.attention.key_dim, ARCHITECTURES[architecture].rope)
+        rope = read_rope(fields, shape.attention.rotated_dim, ARCHITECTURES[architecture].rope)
         longest, usual = rope.longest, rope.usual_length
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(

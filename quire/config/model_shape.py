@@ -64,6 +64,16 @@ class AttentionShape:
     conv_inputs: int = 0
 
     @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that rotary positions can turn."""
+        return self.latent_dim - self.latent_rank if self.kind == "latent" else self.key_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements that attention gives for a head: for "latent", before values are expanded."""
+        return self.latent_rank if self.kind == "latent" else self.value_dim
+
+    @property
     def reach(self) -> int | None:
         """Positions that a token reads; None: all. A state stands for all earlier ones and is read as one position."""
         return 1 if self.kind == "state" else self.window

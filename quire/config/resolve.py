@@ -8,11 +8,17 @@ from pathlib import Path
 from quire import envs
 from quire.config.cache import CacheConfig
 from quire.config.checks import choice, positive
-from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, DeviceConfig, has_native_kernels
+from quire.config.device import (
+    NATIVE_HEAD_LIMIT,
+    NATIVE_HEAD_MULTIPLE,
+    DeviceConfig,
+    has_native_kernels,
+    why_no_latents,
+)
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config, stored_dtype
 from quire.config.load import LoadConfig
-from quire.config.model import ModelConfig
+from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
 from quire.config.quantization import ROUNDED, QuantizationConfig
@@ -140,6 +146,11 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     )
     if is_accelerated:
         return "triton", triton_model(options, model)
+    if CACHE_DTYPE_BYTES.get(cache) == 1 and model.shape.attention.kind == "latent":
+        raise ConfigError(
+            f"kv_cache_dtype={cache!r} is not available for latent attention yet: choose auto, float32 or bfloat16",
+            param="kv_cache_dtype",
+        )
     reason = _why_not_native(model)
     if options.tensor_parallel_size > 1:
         reason = f"tensor_parallel_size={options.tensor_parallel_size} runs on plain torch operators so far"
@@ -210,6 +221,9 @@ def _quantization(options: EngineOptions, model: ModelConfig, backend: str) -> Q
 def _why_not_native(model: ModelConfig) -> str | None:
     if not has_native_kernels():
         return "this installation was built without the native CPU kernels"
+    attention = model.shape.attention
+    if attention.kind == "latent":
+        return why_no_latents(attention.latent_rank, attention.rotated_dim)
     if model.head_dim % NATIVE_HEAD_MULTIPLE or model.head_dim > NATIVE_HEAD_LIMIT:
         return (
             f"heads of {model.head_dim} are no multiple of {NATIVE_HEAD_MULTIPLE} up to {NATIVE_HEAD_LIMIT}, as its "

@@ -19,6 +19,7 @@ BACKENDS = ("auto", "native", "torch", "triton")
 CPU_BACKENDS = ("native", "torch")
 UNFENCED_CAPABILITY = (10, 0)
 """From here on products read what asynchronous copies have not brought yet, unless a fence makes them wait."""
+DEVICE_RANK_LIMIT = 512
 DEVICE_HEAD_LIMIT = 256
 """Largest head that the Triton kernels hold in registers."""
 
@@ -66,6 +67,13 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             "bfloat16 or float16, or device='cpu'",
             param="kv_cache_dtype",
         )
+    attention = model.shape.attention
+    if attention.kind == "latent" and attention.latent_rank > DEVICE_RANK_LIMIT:
+        raise ConfigError(
+            f"attention_backend='triton' is not possible: latents of {attention.latent_rank} elements are larger than "
+            f"its kernels hold ({DEVICE_RANK_LIMIT})",
+            param="attention_backend",
+        )
     if model.head_dim > DEVICE_HEAD_LIMIT:
         raise ConfigError(
             f"attention_backend='triton' is not possible: heads of {model.head_dim} are larger than its kernels hold "
@@ -79,22 +87,19 @@ def graph_options(
     options: EngineOptions, scheduler: SchedulerConfig, device: str, model: ModelConfig
 ) -> tuple[str, tuple[int, ...]]:
     """DeviceConfig's `cuda_graphs` and `cuda_graph_sizes`. Raises ConfigError for options that contradict one another,
-    or ask for graphs on a CPU, or of modelling code that was not written for them."""
+    or ask for graphs on a CPU, or of layers that cannot be captured."""
     asked = choice("cuda_graphs", options.cuda_graphs, ("auto", *CUDA_GRAPHS))
     if options.enforce_eager and asked not in ("auto", "none"):
         raise ConfigError(f"enforce_eager and cuda_graphs={asked!r} contradict each other", param="enforce_eager")
-    kind = asked
+    kind, why_not = asked, _why_no_graphs(model)
     if options.enforce_eager:
         kind = "none"
     elif asked == "auto":
-        kind = "full_and_piecewise" if device == "cuda" and model.impl == "quire" else "none"
+        kind = "full_and_piecewise" if device == "cuda" and why_not is None else "none"
     if kind != "none" and device != "cuda":
         raise ConfigError(f"cuda_graphs={asked!r} needs device='cuda'", param="cuda_graphs")
-    if kind != "none" and model.impl != "quire":
-        message = (
-            f"{model.architecture} runs through Transformers, whose code cannot be captured: leave cuda_graphs out"
-        )
-        raise ConfigError(message, param="cuda_graphs")
+    if kind != "none" and why_not is not None:
+        raise ConfigError(f"{model.architecture} {why_not}: leave cuda_graphs out", param="cuda_graphs")
     sizes = options.cuda_graph_sizes
     if kind == "none":
         if sizes is not None:
@@ -103,6 +108,14 @@ def graph_options(
     if sizes is None:
         return kind, default_ladder(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return kind, checked_sizes(sizes, scheduler.max_num_batched_tokens)
+
+
+def _why_no_graphs(model: ModelConfig) -> str | None:
+    if model.impl != "quire":
+        return "runs through Transformers, whose code cannot be captured"
+    if any(layer.attention.kind == "state" for layer in model.shape.layers):
+        return "has layers with states, whose operations wait for the host and cannot be captured"
+    return None
 
 
 def check_batch_invariant(options: EngineOptions, device: str) -> bool:

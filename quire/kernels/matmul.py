@@ -28,3 +28,15 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     for piece, rows in zip(out.split(ROWS), x.split(ROWS), strict=True):
         piece.copy_(F.linear(rows, weight, bias))
     return out[:num_rows]
+
+
+def row_head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x: [T, H * K], weight: [H, N, K] -> [T, H * N]: each head's columns times its own matrix. Row t depends on x[t]
+    alone, bit by bit."""
+    heads, width = weight.shape[:2]
+    out = x.new_empty(x.shape[0], heads, width)
+    for piece, rows in zip(out.split(ROWS), x.split(ROWS), strict=True):
+        padded = F.pad(rows, (0, 0, 0, ROWS - rows.shape[0])).unflatten(1, (heads, -1))
+        product = torch.bmm(padded.transpose(0, 1).contiguous(), weight.transpose(1, 2))
+        piece.copy_(product[:, : rows.shape[0]].transpose(0, 1))
+    return out.flatten(1)

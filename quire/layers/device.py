@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
+from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 
@@ -21,27 +21,7 @@ class DeviceLayers:
     batch_invariant: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRotation:
-    """cos and sin of one step's positions, times the magnitude: [T, rotary_dim / 2] float32 each. Element i of a head's
-    first half turns with element i of the second by angle i."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class DeviceAttentionStep(Protocol):
-    """One step of the device's attention back end, as `attend` takes it."""
-
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Head norms, rotation, the write to the pages and attention. qkv: [T, (num_heads + 2 num_kv_heads) *
-        head_dim]; used up. Returns [T, num_heads * head_dim], `out` when given."""
-        ...
-
-
-class DeviceOperations(SharedOperations):
+class DeviceOperations(DeviceCacheOperations, SharedOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -54,11 +34,6 @@ class DeviceOperations(SharedOperations):
 
     def rotation(self, frequencies: RotaryFrequencies, positions: torch.Tensor) -> DeviceRotation:
         return DeviceRotation(*rotation_angles(positions, frequencies.inverse_frequencies, frequencies.magnitude))
-
-    def attend(
-        self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, step: DeviceAttentionStep
-    ) -> torch.Tensor:
-        return step.attend(heads, qkv, rotation, None)
 
     def check_heads(self, heads: HeadWeights) -> None:
         require_equal_widths(heads, "triton")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from quire.attention.native_backend import NativeAttention
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
 from quire.layers.experts import Routing
+from quire.layers.native_cache import NativeCacheOperations, address_of
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 
-class NativeOperations(NativeStates):
+class NativeOperations(NativeCacheOperations, NativeStates):
     """Instance of Operations over a recorder's placeholders. The step that `attend` takes is the back end itself:
     a program is recorded for the memory of one pool."""
 
@@ -25,8 +23,8 @@ class NativeOperations(NativeStates):
             "norm",
             x.width,
             buffers={"x": x},
-            weight=_address(weights.weight),
-            bias=_address(weights.bias),
+            weight=address_of(weights.weight),
+            bias=address_of(weights.bias),
             epsilon=weights.epsilon,
             subtract_mean=weights.centred,
             width=x.width,
@@ -41,8 +39,8 @@ class NativeOperations(NativeStates):
             in_place=True,
             first_column=start,
             buffers={"x": x},
-            weight=_address(weights.weight),
-            bias=_address(weights.bias),
+            weight=address_of(weights.weight),
+            bias=address_of(weights.bias),
             epsilon=weights.epsilon,
             subtract_mean=weights.centred,
             width=weights.size,
@@ -56,23 +54,9 @@ class NativeOperations(NativeStates):
         return positions.recorder.call(
             "rotation",
             rotary_dim,
-            inverse_frequencies=_address(frequencies.inverse_frequencies),
+            inverse_frequencies=address_of(frequencies.inverse_frequencies),
             rotary_dim=rotary_dim,
             magnitude=frequencies.magnitude,
-        )
-
-    def attend(self, heads: HeadWeights, qkv: Buffer, rotation: Buffer | None, step: NativeAttention) -> Buffer:
-        shape, norm = heads.shape, heads.query_norm
-        qkv.recorder.keep.append(heads)
-        return qkv.recorder.call(
-            "attention",
-            shape.num_heads * shape.head_dim,
-            buffers={"qkv": qkv, "rotation": rotation},
-            **step.layer_constants(shape),
-            query_norm=0 if heads.query_norm is None else _address(heads.query_norm.weight),
-            key_norm=0 if heads.key_norm is None else _address(heads.key_norm.weight),
-            norm_epsilon=0.0 if norm is None else norm.epsilon,
-            rotary_dim=0 if rotation is None else rotation.width,
         )
 
     def check_heads(self, heads: HeadWeights) -> None:
@@ -108,7 +92,7 @@ class NativeOperations(NativeStates):
             sigmoid=routing.scoring == "sigmoid",
             renormalise=routing.renormalise,
             factor=routing.factor,
-            bias=_address(routing.bias),
+            bias=address_of(routing.bias),
             num_groups=routing.num_groups,
             top_groups=routing.top_groups,
             group_best=routing.group_best,
@@ -131,11 +115,3 @@ def _elementwise(kind: _native.Elementwise, x: Buffer, y: Buffer | None, factor:
     return x.recorder.call(
         "elementwise", x.width, over=x, buffers={"x": x, "y": y}, kind=kind, factor=factor, width=x.width
     )
-
-
-def _address(vector: torch.Tensor | None) -> int:
-    if vector is None:
-        return 0
-    assert vector.dtype == torch.float32, "kernels take float32 vectors"
-    assert vector.is_contiguous(), "in one piece"
-    return vector.data_ptr()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
+from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
 from quire.layers.rotation import Rotation
 from quire.layers.states import StateOperations, TorchStates
@@ -19,7 +20,7 @@ from quire.parallel.interface import ProcessGroup
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.recorder import Buffer
-    from quire.layers.device import DeviceRotation
+    from quire.layers.device_cache import DeviceRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
 class Operations(
+    CacheOperations[ValueT, RotationT, StepT_contra],
     ExpertOperations[ValueT],
     StateOperations[ValueT],
     Protocol[ValueT, IndicesT_contra, RowsT_contra, RotationT, StepT_contra],
@@ -172,7 +174,7 @@ class SharedOperations(TorchExpertOperations, TorchStates):
         return group.all_gather(x, dim=1)
 
 
-class TorchOperations(SharedOperations):
+class TorchOperations(TorchCacheOperations, SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
@@ -199,18 +201,9 @@ class TorchOperations(SharedOperations):
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Rotation | None, step: AttentionStep
     ) -> torch.Tensor:
-        shape = heads.shape
-        num_turned = shape.num_heads + shape.num_kv_heads
-        parts = qkv.split((num_turned * shape.head_dim, shape.num_kv_heads * shape.value_width), dim=1)
-        turned = parts[0].unflatten(1, (num_turned, shape.head_dim))
-        value = parts[1].unflatten(1, (shape.num_kv_heads, shape.value_width))
-        if heads.query_norm is not None and heads.key_norm is not None:
-            query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-            turned = torch.cat((self.norm(heads.query_norm, query), self.norm(heads.key_norm, key)), dim=1)
-        if rotation is not None:
-            turned = rotation.apply(turned)
-        query, key = turned.split((shape.num_heads, shape.num_kv_heads), dim=1)
-        return step.attend(shape, query, key, value).flatten(1)
+        width = heads.shape.num_heads * heads.shape.head_dim
+        self.write_kv(heads, qkv[:, width:], rotation, step)
+        return self.attend_cached(heads, qkv[:, :width], rotation, step)
 
     def check_heads(self, heads: HeadWeights) -> None:
         """All are computed."""

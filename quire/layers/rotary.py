@@ -97,14 +97,17 @@ def _yarn(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
 
 
 def _yarn_magnitude(config: RopeConfig, factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return magnitude(config.mscale) / magnitude(config.mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_factor(factor, config.mscale) / yarn_factor(factor, config.mscale_all_dim)
+    return yarn_factor(factor, 1.0)
+
+
+def yarn_factor(factor: float, weight: float) -> float:
+    """What YaRN multiplies queries and keys with in a context `factor` times the trained one. weight: the model's own
+    (`mscale`, `mscale_all_dim`)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:

@@ -96,7 +96,12 @@ def fill_slots(
         _check(name, tensor, slot)
         if slot_name in loaded:
             raise ModelLoadError(f"tensor {name!r} occurs twice")
-        slot.load(tensor)
+        try:
+            slot.load(tensor)
+        except ModelLoadError as error:
+            raise ModelLoadError(
+                error.message if name in error.message else f"tensor {name!r}: {error.message}"
+            ) from None
         loaded.add(slot_name)
     missing = [name for name in slots if name not in loaded]
     if missing:

@@ -19,6 +19,8 @@ def model_architectures() -> Registry:
     return Registry(
         "model architecture",
         {
+            "DeepseekV2ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
+            "DeepseekV3ForCausalLM": "quire.models.deepseek:DeepseekForCausalLM",
             "GPT2LMHeadModel": "quire.models.gpt2:GPT2LMHeadModel",
             "Gemma2ForCausalLM": "quire.models.gemma:gemma2",
             "Gemma3ForCausalLM": "quire.models.gemma:gemma3",

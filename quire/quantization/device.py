@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.embedding import embedding
 from quire.kernels.triton.experts import ExpertMatrices, apply_experts
-from quire.kernels.triton.matmul import matmul
+from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.layers.experts import ExpertWeights
 from quire.quantization.unquantized import PlainParameters, PlainStack, UnquantizedLinear
 
@@ -35,6 +37,14 @@ class DeviceLinear(UnquantizedLinear):
         self, parameters: PlainParameters, indices: torch.Tensor, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
         return embedding(parameters.weight, indices, onto)
+
+    def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(stack, PlainStack), "made by create_stack"
+        weight = stack.weights
+        if self._batch_invariant:
+            return head_matmul(x, weight)
+        product = torch.bmm(x.unflatten(1, (len(weight), -1)).transpose(0, 1), weight.transpose(1, 2))
+        return product.transpose(0, 1).flatten(1)
 
     def apply_experts(
         self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None

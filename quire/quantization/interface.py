@@ -50,7 +50,8 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         ...
 
     def create_stack(self, shape: LinearShape, count: int) -> Sequence[Parameters]:
-        """Room for `count` matrices of one shape, each to be loaded by itself, that `apply_experts` computes as one."""
+        """Room for `count` matrices of one shape, each to be loaded by itself, that `apply_experts` or
+        `apply_heads` computes as one."""
         ...
 
     def load_rows(
@@ -61,12 +62,17 @@ class LinearMethod(Protocol[ValueT, IndicesT_contra]):
         ...
 
     def apply(self, parameters: Parameters, x: ValueT, residual: ValueT | None = None) -> ValueT:
-        """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's result
-        depends on that row alone. The residual is used up: the result may be written over it."""
+        """x: [T, in_features] -> [T, shape.width] in x's dtype: residual + activation(x W^T + bias). A row's
+        result depends on that row alone. The residual is used up: the result may be written over it."""
         ...
 
     def lookup(self, parameters: Parameters, indices: IndicesT_contra, onto: ValueT | None = None) -> ValueT:
         """Rows of the matrix: [T] int64 -> [T, in_features], added to `onto` (which is used up) when given."""
+        ...
+
+    def apply_heads(self, stack: Sequence[Parameters], x: ValueT) -> ValueT:
+        """x: [T, heads * in_features] -> [T, heads * out_features]: each head's columns times its own matrix of a stack
+        without biases and activations. A row's result depends on that row alone."""
         ...
 
     def apply_experts(

@@ -160,6 +160,16 @@ class PackedLinear:
             accumulate=onto is not None,
         )
 
+    def apply_heads(self, stack: Sequence[PackedParameters], x: Buffer) -> Buffer:
+        matrices = [_loaded(parameters) for parameters in stack]
+        x.recorder.keep.append(stack)
+        return x.recorder.call(
+            "heads",
+            len(stack) * stack[0].shape.out_features,
+            buffers={"x": x},
+            weights=[matrix.as_native() for matrix in matrices],
+        )
+
     def apply_experts(
         self, weights: ExpertWeights, x: Buffer, routing: Buffer, residual: Buffer | None = None
     ) -> Buffer:
@@ -206,9 +216,9 @@ class PackedLinear:
     def _quantized(self, tensor: torch.Tensor) -> QuantizedWeight:
         weight_format = self._format
         if not weight_format.small_floats:
-            return quantize_rows(tensor, weight_format.bits, weight_format.group_size, name="weight")
+            return quantize_rows(tensor, weight_format.bits, weight_format.group_size)
         quantize = quantize_float8 if weight_format.bits == EIGHT_BITS else quantize_mxfp4
-        return quantize(tensor, name="weight")
+        return quantize(tensor)
 
     def _pack(self, parameters: PackedParameters) -> None:
         shape = parameters.shape

@@ -39,12 +39,13 @@ def fitting_group_size(in_features: int, requested: int) -> int:
     )
 
 
-def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str) -> IntegerWeight:
+def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, name: str | None = None) -> IntegerWeight:
     """Quantise [N, K] of any floating dtype.
 
     8 bits: symmetric, one scale for each group by its largest magnitude (group_size None: each row). 4 bits: a scale
     and an offset for each group of `fitting_group_size(K, group_size)`, chosen to keep the squared error small.
-    name: of the tensor, for errors. Raises ModelLoadError for infinities, NaN and sizes that do not fit.
+    name: of the tensor, for errors (None: the caller names it). Raises ModelLoadError for infinities, NaN and sizes
+    that do not fit.
     """
     assert tensor.dim() == 2, "only matrices are quantised"
     assert bits == 8 or group_size is not None, "4-bit weights are quantised in groups"
@@ -63,7 +64,7 @@ def quantize_rows(tensor: torch.Tensor, bits: int, group_size: int | None, *, na
                 offsets[start:stop] = offset.view(stop - start, -1)
         return IntegerWeight(values, bits, size, scales, offsets)
     except ModelLoadError as error:
-        raise ModelLoadError(f"tensor {name!r}: {error.message}") from None
+        raise ModelLoadError(error.message if name is None else f"tensor {name!r}: {error.message}") from None
 
 
 def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 SIGN_CODE = 8
 
 
-def quantize_float8(tensor: torch.Tensor, *, name: str) -> Float8Weight:
+def quantize_float8(tensor: torch.Tensor, *, name: str | None = None) -> Float8Weight:
     """[N, K] of any floating dtype, with a scale for each row by its largest magnitude. name: of the tensor, for
     errors. Raises ModelLoadError for infinities and NaN."""
     rows, columns = tensor.shape
@@ -32,7 +32,7 @@ def quantize_float8(tensor: torch.Tensor, *, name: str) -> Float8Weight:
     return Float8Weight(values, scales, columns)
 
 
-def quantize_mxfp4(tensor: torch.Tensor, *, name: str) -> Float4Weight:
+def quantize_mxfp4(tensor: torch.Tensor, *, name: str | None = None) -> Float4Weight:
     """[N, K] of any floating dtype in groups of 32 (the last may be shorter). The exponent of a group is that of its
     largest magnitude, or the next one where that leaves a smaller squared error: the first cuts off what is above 6.
     name: of the tensor, for errors. Raises ModelLoadError for infinities and NaN."""
@@ -74,9 +74,10 @@ def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, to
     return (codes + SIGN_CODE * (x < 0)).to(torch.uint8), error
 
 
-def _finite(block: torch.Tensor, name: str) -> torch.Tensor:
+def _finite(block: torch.Tensor, name: str | None) -> torch.Tensor:
     """As float32."""
     wide = block.float()
     if not bool(torch.isfinite(wide).all()):
-        raise ModelLoadError(f"tensor {name!r}: holds infinities or NaN, which cannot be quantised")
+        named = "" if name is None else f"tensor {name!r}: "
+        raise ModelLoadError(f"{named}holds infinities or NaN, which cannot be quantised")
     return wide

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.matmul import row_linear
+from quire.kernels.matmul import row_head_linear, row_linear
 from quire.layers.experts import ExpertWeights, experts
 from quire.quantization.integer_weight import WeightTensor, copy_into
 from quire.quantization.interface import LinearShape
@@ -91,6 +91,10 @@ class UnquantizedLinear:
     ) -> torch.Tensor:
         rows = F.embedding(indices, parameters.weight)
         return rows if onto is None else onto + rows
+
+    def apply_heads(self, stack: Sequence[PlainParameters], x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(stack, PlainStack), "made by create_stack"
+        return row_head_linear(x, stack.weights)
 
     def apply_experts(
         self, weights: ExpertWeights, x: torch.Tensor, routing: torch.Tensor, residual: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from quire.clock import VirtualClock
-from quire.errors import QuireError, UserError
+from quire.errors import QuireError
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.sizing import MemoryProfile
 from quire.kv_cache.spec import LayerSpec
@@ -71,10 +71,7 @@ class SimulatedExecutor:
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def load_model(self) -> list[LayerSpec]:
-        specs = device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
-        if not all(spec.token_bytes for spec in specs):
-            raise UserError("layers that keep a state can be planned, but not simulated yet", param="model")
-        return specs
+        return device_specs(self._cost.shape, self._cost.precision.kv, self._cost.layout)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """The device's memory without the weights, and an estimate of the activations. A run sizes its pool before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.model_shape import DTYPE_BYTES, ModelShape
 from quire.config.parallel import ParallelConfig
 from quire.errors import InsufficientMemoryError
@@ -62,9 +63,11 @@ def pool_bytes(cost: CostModel, num_blocks: int, block_size: int) -> int:
     return num_blocks * block_bytes(*_groups(cost, block_size))
 
 
-def most_useful_bytes(cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+def most_useful_bytes(
+    cost: CostModel, max_num_seqs: int, max_model_len: int, block_size: int, snapshot_interval: int
+) -> int:
     """Bytes that `max_num_seqs` sequences of full length use: the engine takes no more (quire/kv_cache/sizing.py)."""
-    groups, _ = _groups(cost, block_size)
+    groups, _ = _groups(cost, block_size, snapshot_interval)
     return pool_bytes(cost, most_useful_blocks(groups, max_num_seqs, max_model_len), block_size)
 
 
@@ -74,5 +77,7 @@ def device_specs(shape: ModelShape, dtype: str, layout: ParallelConfig) -> list[
     return [layer_spec(layer.attention, size, num_ranks=layout.tp) for layer in stage]
 
 
-def _groups(cost: CostModel, block_size: int) -> tuple[tuple[KVGroup, ...], int]:
-    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout), block_size)
+def _groups(
+    cost: CostModel, block_size: int, snapshot_interval: int = SNAPSHOT_INTERVAL
+) -> tuple[tuple[KVGroup, ...], int]:
+    return group_layers(device_specs(cost.shape, cost.precision.kv, cost.layout), block_size, snapshot_interval)

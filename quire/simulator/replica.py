@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quire.clock import Clock, VirtualClock
-from quire.config.cache import CacheConfig
+from quire.config.cache import SNAPSHOT_INTERVAL, CacheConfig
 from quire.config.device import DeviceConfig
 from quire.config.engine import EngineConfig
 from quire.config.load import LoadConfig
@@ -99,6 +99,7 @@ class EngineSettings:
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     num_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    state_snapshot_interval: int = SNAPSHOT_INTERVAL
     preemption_mode: str = "recompute"
     swap_space: int = SWAP_SPACE
     seed: int = 0
@@ -121,6 +122,7 @@ class EngineSettings:
                 memory_utilization=self.gpu_memory_utilization,
                 num_blocks_override=self.num_blocks_override,
                 enable_prefix_caching=self.enable_prefix_caching,
+                state_snapshot_interval=self.state_snapshot_interval,
                 swap_space=0 if self.preemption_mode == "recompute" else self.swap_space,
             ),
             scheduler=SchedulerConfig(
@@ -151,7 +153,9 @@ class EngineSettings:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
         )
-        return min(left, most_useful_bytes(cost, self.max_num_seqs, longest, self.block_size))
+        return min(
+            left, most_useful_bytes(cost, self.max_num_seqs, longest, self.block_size, self.state_snapshot_interval)
+        )
 
 
 def _model_config(shape: ModelShape, max_model_len: int, cost: CostModel) -> ModelConfig:

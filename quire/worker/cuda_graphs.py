@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from quire.attention.device_batch import DeviceBatch
+from quire.attention.latent import LatentShape
 from quire.attention.states import StateBackend
 from quire.layers.batch import ForwardBatch
 from quire.layers.operations import HeadWeights
@@ -225,12 +226,10 @@ class _FullPass:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """One layer's attention between two pieces, on memory that the pieces share."""
+    """A call of the back end's step between two pieces, on memory that the pieces share."""
 
-    heads: HeadWeights
-    qkv: torch.Tensor
-    rotation: Any
-    out: torch.Tensor
+    method: str
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ class _PiecewisePass:
         step = self.backend.plan(batch)
         for graph, call in zip(self.graphs, self.calls, strict=True):
             graph.replay()
-            step.attend(call.heads, call.qkv, call.rotation, call.out)
+            getattr(step, call.method)(*call.args)
         self.last.replay()
 
 
@@ -268,17 +267,40 @@ class _Pieces:
     def attend(
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.graphs.append(self._capture.end_capture())
         out = self._attended[: qkv.shape[0]]
-        self.calls.append(_AttentionCall(heads, self._capture.borrow(qkv), _borrowed(self._capture, rotation), out))
-        self._capture.begin_capture()
+        self._between("attend", heads, qkv, rotation, out)
         return out
+
+    def write_kv(self, heads: HeadWeights, key_value: torch.Tensor, rotation: Any) -> None:
+        self._between("write_kv", heads, key_value, rotation)
+
+    def attend_cached(
+        self, heads: HeadWeights, query: torch.Tensor, rotation: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self._attended[: query.shape[0]]
+        self._between("attend_cached", heads, query, rotation, out)
+        return out
+
+    def attend_latent(
+        self, shape: LatentShape, inputs: tuple[torch.Tensor, ...], rotation: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self._attended[: inputs[0].shape[0]]
+        self._between("attend_latent", shape, inputs, rotation, out)
+        return out
+
+    def _between(self, method: str, layer: Any, *args: Any) -> None:
+        """End a piece with this call's input and begin the next. layer: its constants, which are kept as they are."""
+        self.graphs.append(self._capture.end_capture())
+        self.calls.append(_AttentionCall(method, (layer, *(_borrowed(self._capture, value) for value in args))))
+        self._capture.begin_capture()
 
 
 def _borrowed(capture: GraphCapture, value: Any) -> Any:
-    """`value` with its tensors borrowed: a tensor, a dataclass of them, or something else."""
+    """`value` with its tensors borrowed: a tensor, a tuple or dataclass of them, or something else."""
     if isinstance(value, torch.Tensor):
         return capture.borrow(value)
+    if isinstance(value, tuple):
+        return tuple(_borrowed(capture, each) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{each.name: _borrowed(capture, getattr(value, each.name)) for each in fields(value)})
     return value

@@ -90,7 +90,9 @@ class Pool:
                 [getattr(self.histories[s], name)[self.computed[s] : self.computed[s] + n] for s, n in work]
             )
 
-        out = self.backend.plan(batch).attend(self.layer, rows("q"), rows("k"), rows("v"))
+        planned = self.backend.plan(batch)
+        planned.write_kv(self.layer, rows("k"), rows("v"))
+        out = planned.attend_cached(self.layer, rows("q"))
         for sequence, count in work:
             self.computed[sequence] += count
         return list(out.split([count for _, count in work]))

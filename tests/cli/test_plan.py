@@ -404,7 +404,7 @@ def test_a_table_narrower_than_the_layers_is_counted_as_it_is(
     assert found["weight_bytes"] == int(1000 * 32 + rest * (1 + 4 / 64))
 
 
-def test_a_model_whose_layers_keep_a_state_is_planned_and_not_simulated_yet(
+def test_a_model_whose_layers_keep_a_state_is_planned_and_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
@@ -417,5 +417,15 @@ def test_a_model_whose_layers_keep_a_state_is_planned_and_not_simulated_yet(
     assert 0 <= found["kv_padding"] <= 0.12
     assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 0
     assert "KV padding" in capsys.readouterr().out
-    assert main(["simulate", "--model", str(tmp_path), "--gpu", "h100", "--workload", "alpaca", "--rate", "1"]) == 2
-    assert "can be planned, but not simulated yet" in capsys.readouterr().err
+    simulation = ["--workload", "alpaca", "--rate", "1", "--num-requests", "3"]
+    assert main(["simulate", "--model", str(tmp_path), "--gpu", "h100", *simulation]) == 0
+    assert "KV blocks" in capsys.readouterr().out
+
+
+def test_what_of_the_pool_no_layer_can_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--kv-waste"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| gemma-3-27b | 52 sliding, 10 full | sliding 16, full 16 | 11.4 | 11.4 | 5.8 | 0.6 |" in lines
+    assert main(["plan", "--kv-waste", "--tp", "8", "--state-snapshot-interval", "2000", "qwen3-next-80b-a3b"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    assert line.startswith("| qwen3-next-80b-a3b | 36 state, 12 full | state 3,712, full 464 |")

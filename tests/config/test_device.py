@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from quire.config.device import LARGEST_SIZE, default_ladder
 from quire.config.engine import EngineConfig
 from quire.config.options import EngineOptions
 from quire.config.resolve import resolve
+from quire.config.resolve_device import graph_options
 from quire.errors import ConfigError
+from quire.simulator.shape import find_shape
 from tests.config.test_resolve import GPTQ, change
 
 H200 = CudaDevice("NVIDIA H200", 141 * 10**9, (9, 0), 132)
@@ -199,6 +202,15 @@ def test_kinds_of_graphs(model: str, machine: Machine, options: dict[str, Any], 
     device = resolved(model, **options).device
     assert device.cuda_graphs == kind
     assert bool(device.cuda_graph_sizes) == (kind != "none")
+
+
+def test_layers_with_states_have_no_graphs(model: str, machine: Machine) -> None:
+    machine()
+    config = resolved(model)
+    stateful = replace(config.model, shape=find_shape("qwen3-next-80b-a3b"))
+    assert graph_options(EngineOptions(), config.scheduler, "cuda", stateful) == ("none", ())
+    with pytest.raises(ConfigError, match="layers with states"):
+        graph_options(EngineOptions(cuda_graphs="full"), config.scheduler, "cuda", stateful)
 
 
 @pytest.mark.parametrize(

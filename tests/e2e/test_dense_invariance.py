@@ -1,4 +1,5 @@
-"""Gemma's and OLMo's layers in the engine: the same bits whatever else happens to a request, on every back end."""
+"""Gemma's and OLMo's layers, and mixtures of experts, in the engine: the same bits whatever else happens to a request,
+on every back end."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ VARIANTS = [
     Variant("gemma3", {"dtype": "bfloat16", "num_threads": 2}),
     Variant("olmo3", {"kv_cache_dtype": "int8"}),
     Variant("glm4-biases", {"attention_backend": "torch"}),
+    Variant("gpt-oss", {"num_threads": 2}),
+    Variant("qwen2-moe", {"attention_backend": "torch"}),
+    Variant("qwen3-moe", {"quantization": "w8a8", "num_threads": 2}),
 ]
 PROMPTS = random_prompts([37, 1, 22, 16, 30, 5], 97, seed=3)
 SHORT = msgspec.structs.replace(GREEDY, max_tokens=20)
@@ -47,7 +51,7 @@ def test_alone_in_chunks_and_in_other_blocks(model: Variant, together: list[obje
 
 
 def test_preempted(model: Variant, together: list[object]) -> None:
-    num_blocks = 12 if model.family.startswith("glm") else 20  # one group of blocks, or two
+    num_blocks = 12 if model.family.startswith(("glm", "qwen")) else 20  # one group of blocks, or two
     outputs, stats = generate(model, PROMPTS, SHORT, num_blocks_override=num_blocks, enable_prefix_caching=False)
     assert stats["preemptions_total"] > 0
     assert exact(outputs) == together

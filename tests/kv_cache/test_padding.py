@@ -1,29 +1,42 @@
-"""The layouts of published models waste little. `quire plan MODEL --gpu GPU` prints them."""
+"""The layouts of published models waste little. `quire plan --kv-waste` prints what."""
 
 from __future__ import annotations
 
 import pytest
 
+from quire.cli.kv_waste import hybrid_models, kv_waste
+from quire.config.cache import SNAPSHOT_INTERVAL
 from quire.config.parallel import ParallelConfig
-from quire.kv_cache.coordinator import padding
-from quire.kv_cache.layout import block_bytes, group_layers
+from quire.kv_cache.layout import group_layers
 from quire.simulator.memory import device_specs
 from quire.simulator.shape import built_in, find_shape
 
-EQUAL = ("gemma-2-9b", "gemma-3-27b", "gpt-oss-120b", "llama-4-scout", "deepseek-v3", "llama-3-8b")
-STATES = ("qwen3-next-80b-a3b", "qwen3.5-27b", "kimi-linear-48b-a3b")
+EQUAL = (
+    "gemma-2-9b",
+    "gemma-3-27b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "llama-4-scout",
+    "deepseek-v3",
+    "kimi-k2",
+    "llama-3-8b",
+)
+STATES = ("qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b", "kimi-linear-48b-a3b")
 
 
-@pytest.mark.parametrize("name", built_in())
 @pytest.mark.parametrize("tp", [1, 8])
-def test_at_most_twelve_per_cent_of_the_blocks_are_padding(name: str, tp: int) -> None:
-    specs = device_specs(find_shape(name), "bfloat16", ParallelConfig(tp=tp))
+def test_at_most_twelve_per_cent_of_the_pool_are_padding(tp: int) -> None:
+    """Of every built-in shape: the whole pool is blocks of sequences of one length."""
     for block_size in (16, 32):
-        groups, layers_per_group = group_layers(specs, block_size)
-        assert sorted(layer for group in groups for layer in group.layers) == list(range(len(specs)))
-        assert all(group.block_size % block_size == 0 for group in groups)
-        for num_tokens in (1, 1024, 8192, 131_072):
-            assert 0 <= padding(groups, block_bytes(groups, layers_per_group), num_tokens) <= 0.12
+        for waste in kv_waste(list(built_in()), "bfloat16", ParallelConfig(tp=tp), block_size, SNAPSHOT_INTERVAL):
+            assert all(0 <= share <= 0.12 for share in waste.shares), waste.model
+            num_layers = len(find_shape(waste.model).layers)
+            assert sorted(layer for group in waste.groups for layer in group.layers) == list(range(num_layers))
+            assert all(group.block_size % block_size == 0 for group in waste.groups)
+
+
+def test_the_table_has_the_models_that_mix_kinds() -> None:
+    assert {*EQUAL, *STATES} - {"llama-3-8b"} <= set(hybrid_models())
 
 
 @pytest.mark.parametrize("name", EQUAL)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.attention.latent import LatentShape
 from quire.attention.torch_backend import TorchAttention, TorchAttentionStep
 from quire.config.hf_config import load_model_config
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.layers.device import DeviceLayers, DeviceRotation
+from quire.layers.device import DeviceLayers
+from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, TorchOperations
 from quire.layers.rotation import Rotation
 from quire.models.decoder import Decoder
@@ -36,11 +38,24 @@ class PlainAttention:
         self, heads: HeadWeights, qkv: torch.Tensor, rotation: DeviceRotation | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         assert out is None
-        plain = None
-        if rotation is not None:
-            cos, sin = rotation.cos.to(qkv.dtype), rotation.sin.to(qkv.dtype)
-            plain = Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
-        return TorchOperations().attend(heads, qkv, plain, self.step)
+        return TorchOperations().attend(heads, qkv, _plain(rotation, qkv.dtype), self.step)
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: DeviceRotation,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert out is None
+        return TorchOperations().attend_latent(shape, inputs, _plain(rotation, inputs[0].dtype), self.step)
+
+
+def _plain(rotation: DeviceRotation | None, dtype: torch.dtype) -> Rotation | None:
+    if rotation is None:
+        return None
+    cos, sin = rotation.cos.to(dtype), rotation.sin.to(dtype)
+    return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
 
 
 class DeviceRunner(PagedRunner):

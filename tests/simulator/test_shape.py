@@ -126,7 +126,8 @@ def test_parameters_are_transformers(case: tuple[str, dict[str, Any]]) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shape = read_shape({"model_type": kind, **fields})
     assert shape.is_known
-    assert shape.parameters() == sum(parameter.numel() for parameter in model.parameters())
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert shape.parameters() == sum(weight.numel() for weight in (*model.parameters(), *corrections))
     tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     tables = [table for table in tables if table is not model.get_output_embeddings().weight]
     assert shape.looked_up_parameters == sum(table.numel() for table in tables)
@@ -152,6 +153,8 @@ def test_the_usual_rotation_is_transformers() -> None:
 
 
 ENGINES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": LLAMA | ROUTED | LATENT | {"first_k_dense_replace": 2},
+    "DeepseekV3ForCausalLM": LLAMA | ROUTED | LATENT | {"first_k_dense_replace": 1, "q_lora_rank": None},
     "LlamaForCausalLM": LLAMA | {"head_dim": 8},
     "MistralForCausalLM": LLAMA | {"head_dim": 8, "sliding_window": 16},
     "Qwen2ForCausalLM": LLAMA | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},

@@ -77,8 +77,9 @@ class Family:
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
-    has_sinks: an attention sink for each head. has_experts: the engine runs its mixtures of experts. has_shared_gate: a
-    gate over the shared expert.
+    has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
+    mixtures of experts. has_shared_gate: a gate over the shared expert. corrects_choice: experts are chosen by
+    corrected scores.
     shares_expert: one more expert, of the same width, that every token passes. sparse_from: the first layer with
     experts. state_layer: a layer with a state instead of keys and values, of the configuration and the hidden size;
     state_layers: where `layer_types` is absent, whether each layer is one, of the configuration and their number.
@@ -119,8 +120,10 @@ class Family:
     position_rows: int | None = None
     expert_bias: bool = False
     has_sinks: bool = False
+    has_latents: bool = False
     has_experts: bool = False
     has_shared_gate: bool = False
+    corrects_choice: bool = False
     shares_expert: bool = False
     sparse_from: int = 0
     state_layer: Callable[[Fields, int], Layer] | None = None
@@ -187,7 +190,7 @@ class Family:
     def _attention(self, fields: Fields, hidden: int) -> Callable[[int | None], Layer]:
         """A layer of attention by its window."""
         num_heads = first(fields, *self.num_heads, maximum=MAX_HEADS)
-        if fields.values.get("kv_lora_rank") is not None and not self.is_runnable:
+        if self.has_latents or (fields.values.get("kv_lora_rank") is not None and not self.is_runnable):
             latent = self._latent(fields, hidden, num_heads)
             return lambda window: latent
         num_kv_heads = first(fields, *self.num_kv_heads, default=num_heads) if self.num_kv_heads else num_heads
@@ -310,7 +313,8 @@ class Family:
 
     def _expert_vectors(self, experts: Experts, hidden: int) -> int:
         biases = experts.num_experts * (2 * experts.intermediate + hidden + 1) if self.expert_bias else 0
-        return biases + (hidden if self.has_shared_gate else 0)
+        corrections = experts.num_experts if self.corrects_choice else 0
+        return biases + corrections + (hidden if self.has_shared_gate else 0)
 
 
 def first(fields: Fields, *keys: str, default: int | None = None, maximum: int = MAX_WIDTH) -> int:

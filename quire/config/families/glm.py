@@ -19,5 +19,12 @@ _DENSE = Family(
 FAMILIES = (
     _DENSE,
     replace(_DENSE, model_type="glm4", architectures=("Glm4ForCausalLM",), norms=4),
-    Family("glm4_moe", output_bias=NEVER, mlp_bias=NEVER, head_norms="head", head_norms_key="use_qk_norm"),
+    Family(
+        "glm4_moe",
+        output_bias=NEVER,
+        mlp_bias=NEVER,
+        head_norms="head",
+        head_norms_key="use_qk_norm",
+        corrects_choice=True,
+    ),
 )

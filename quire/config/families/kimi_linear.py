@@ -41,6 +41,7 @@ FAMILIES = (
         max_positions=("max_position_embeddings", "model_max_length"),
         mlp_bias=NEVER,
         sparse_from=1,
+        corrects_choice=True,
         state_layer=_delta_attention,
         state_layers=_delta_layers,
     ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.interface import AttentionBatch
-from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE
+from quire.config.device import NATIVE_HEAD_LIMIT, NATIVE_HEAD_MULTIPLE, why_no_latents
 from quire.errors import ConfigError
 from quire.kernels.cpu import _native
 from quire.kv_cache.layout import KVCacheLayout
@@ -32,6 +32,13 @@ def check_shape(block_size: int, num_heads: int, num_kv_heads: int, head_dim: in
         raise ConfigError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
 
 
+def check_latent(rank: int, rope_dim: int) -> None:
+    """Raises ConfigError for latents that the kernels do not compute."""
+    reason = why_no_latents(rank, rope_dim)
+    if reason is not None:
+        raise ConfigError(f"attention_backend='native' is not possible: {reason}", param="attention_backend")
+
+
 def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, cache_dtype: str) -> int:
     """Bytes of a block of one layer; `AttentionSpec.page_bytes` is the same sum, without torch. cache_dtype: a key of
     CACHE_TYPES. Raises ConfigError for shapes that the kernels do not compute."""
@@ -47,7 +54,12 @@ class AttentionPlans:
         self._plans = []
         for group in layout.token_groups:
             spec = group.spec
+            num_blocks = layout.num_blocks * layout.kernel_blocks(group)
             shape = spec.page_shape(layout.block_size)
+            if spec.kind == "latent":
+                plan = _native.AttentionPlan(layout.block_size, num_blocks, num_heads, 1, 0, num_threads, latent=True)
+                self._plans.append(plan)
+                continue
             if len(shape) != 4:
                 raise ConfigError(
                     f"the native kernels do not compute layers of kind {spec.kind!r} with pages of {shape}"
@@ -55,14 +67,7 @@ class AttentionPlans:
             _, size, num_kv_heads, head_dim = shape
             check_shape(size, num_heads, num_kv_heads, head_dim)
             self._plans.append(
-                _native.AttentionPlan(
-                    size,
-                    layout.num_blocks * layout.kernel_blocks(group),
-                    num_heads,
-                    num_kv_heads,
-                    spec.window or 0,
-                    num_threads,
-                )
+                _native.AttentionPlan(size, num_blocks, num_heads, num_kv_heads, spec.window or 0, num_threads)
             )
         self._batch: AttentionBatch | None = None
 

@@ -119,14 +119,16 @@ class Recorder:
         *,
         over: Buffer | None = None,
         in_place: bool = False,
+        output: str = "out",
         first_column: int = 0,
         buffers: dict[str, Buffer | None] | None = None,
         **constants: Any,
     ) -> Buffer:
         """Add a kernel; returns its output, `width` wide, which takes the place of `over` if no later kernel reads that
-        (in_place: always; no later kernel may). first_column: of all its buffers that the kernel sees."""
+        (in_place: always; no later kernel may). output: the kernel's name of it. first_column: of all its buffers that
+        the kernel sees."""
         out = self._output(width, buffers)
-        call = Call(kernel, buffers or {}, constants, out, over, in_place, first_column=first_column)
+        call = Call(kernel, buffers or {}, constants, out, over, in_place, output, first_column=first_column)
         self.calls.append(call)
         return call.out
 

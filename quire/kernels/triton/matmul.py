@@ -56,6 +56,8 @@ def _matmul_kernel(
     n,
     x_stride,
     out_stride,
+    x_head_stride,
+    out_head_stride,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -65,6 +67,10 @@ def _matmul_kernel(
     GROUP: tl.constexpr,
 ):
     program = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    x += head * x_head_stride
+    weight += head * n * K
+    out += head * out_head_stride
     num_m, num_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     first_m = (program // (GROUP * num_n)) * GROUP
     group_m = tl.minimum(num_m - first_m, GROUP)
@@ -96,16 +102,32 @@ def matmul(
 ) -> torch.Tensor:
     """residual + x W^T + bias, added up in float32. x: [M, K], rows may lie apart. weight: [N, K], contiguous. bias:
     [N] or None. residual: [M, N] or None; used up, the result is written over it. All of one dtype. Returns [M, N]."""
-    (m, k), n = x.shape, weight.shape[0]
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device) if residual is None else residual
+    n = weight.shape[0]
+    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if residual is None else residual
+    _launch(x, weight[None], bias, residual, out)
+    return out
+
+
+def head_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Each head's columns times its own matrix. x: [M, H * K]; weight: [H, N, K], contiguous. Returns [M, H * N]."""
+    heads, n, _ = weight.shape
+    out = torch.empty(x.shape[0], heads * n, dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, None, out)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    m, (heads, n, k) = x.shape[0], weight.shape
     if m == 0:
-        return out
+        return
     assert weight.is_contiguous(), "the matrix lies in one piece"
     assert x.stride(1) == out.stride(1) == 1, "the elements of a row lie side by side"
     tiles = tiles_for(n, x.dtype)
     launch(
         _matmul_kernel,
-        (blocks_of(m, tiles.block_m) * blocks_of(n, tiles.block_n),),
+        (blocks_of(m, tiles.block_m) * blocks_of(n, tiles.block_n), heads),
         x,
         weight,
         bias,
@@ -115,6 +137,8 @@ def matmul(
         n,
         x.stride(0),
         out.stride(0),
+        k,
+        n,
         K=k,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -125,4 +149,3 @@ def matmul(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out

@@ -30,7 +30,7 @@ BATCH_COLUMNS = ("rows", "query_start", "seq_lens", "tables")
 
 
 @triton.jit
-def _find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
+def find_sequence(query_start, tile, num_seqs, TOKENS: tl.constexpr):
     """The sequence that query tile number `tile` belongs to: the last s with query_start[s] // TOKENS + s <= tile. A
     sequence has at least as many numbers as it needs; the last may be left over."""
     low = 0
@@ -80,7 +80,7 @@ def _varlen_kernel(
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = _find_sequence(query_start, tile, num_seqs, TOKENS)
+    sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
     begin = tl.load(query_start + sequence)
     num_new = tl.load(query_start + sequence + 1) - begin
     first = (tile - begin // TOKENS - sequence) * TOKENS

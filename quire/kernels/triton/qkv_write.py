@@ -159,14 +159,16 @@ def _write_kernel(
 
 
 class HeadPreparation:
-    """`prepare_heads` for one layer and its pages, bound once."""
+    """`prepare_heads` for one layer and its pages, bound once. attends, writes: whether rows have query heads; key and
+    value heads."""
 
-    def __init__(self, heads: HeadWeights, pages: torch.Tensor) -> None:
+    def __init__(self, heads: HeadWeights, pages: torch.Tensor, *, attends: bool = True, writes: bool = True) -> None:
         self._norms = (heads.query_norm, heads.key_norm)
         shape = heads.shape
         self._pages = pages
-        self._num_heads = shape.num_heads
-        self._sizes = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        self._num_heads, num_kv_heads = shape.num_heads * attends, shape.num_kv_heads * writes
+        self._writes = writes
+        self._sizes = [count * shape.head_dim for count in (self._num_heads, num_kv_heads, num_kv_heads)]
         self._kernels: dict[int, _WriteKernel] = {}
 
     def run(self, qkv: torch.Tensor, rotation: Rotation | None, slots: torch.Tensor) -> None:
@@ -175,7 +177,8 @@ class HeadPreparation:
         if kernel is None:
             # Without norms and rotation queries are what they are to be.
             num_heads = self._num_heads if self._norms[0] is not None or rotation is not None else 0
-            kernel = self._kernels[half] = _WriteKernel(self._pages, self._norms, num_heads, half)
+            kernel = _WriteKernel(self._pages, self._norms, num_heads, half, writes=self._writes)
+            self._kernels[half] = kernel
         query, key, value = qkv.split(self._sizes, 1)
         kernel.run(query, key, value, slots, rotation)
 
@@ -199,12 +202,19 @@ def write_kv(pages: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value:
 
 class _WriteKernel:
     """The kernel over one layer's pages. num_heads: query heads, 0 if queries stay as they are. half: angles of a
-    token, 0 for no rotation."""
+    token, 0 for no rotation. writes: whether there are keys and values."""
 
     def __init__(
-        self, pages: torch.Tensor, norms: tuple[NormWeights | None, NormWeights | None], num_heads: int, half: int
+        self,
+        pages: torch.Tensor,
+        norms: tuple[NormWeights | None, NormWeights | None],
+        num_heads: int,
+        half: int,
+        *,
+        writes: bool = True,
     ) -> None:
         block_size, num_kv_heads, head_dim = pages.shape[2:]
+        num_kv_heads *= writes
         query_norm, key_norm = norms
         if query_norm is not None and key_norm is not None:
             assert query_norm.epsilon == key_norm.epsilon, "one epsilon for queries and keys"
@@ -243,6 +253,8 @@ class _WriteKernel:
         slots: torch.Tensor,
         rotation: Rotation | None,
     ) -> None:
+        if self._num_parts == 0:
+            return
         num_tokens = key.shape[0]
         # Slots in place of angles, which are then not followed.
         cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)

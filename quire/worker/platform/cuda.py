@@ -174,7 +174,7 @@ class CudaPlatform:
     def _make_passes(self, model: CausalLM, backends: DeviceBackends) -> CudaGraphRunner:
         config, settings = self._config.model, self._settings
         shape = PassShape(
-            attention_size=config.num_heads * config.head_dim,
+            attention_size=config.num_heads * config.shape.attention.attended_dim,
             longest=config.max_model_len + 1,
             dtype=getattr(torch, config.dtype),
             device=self._device,

@@ -112,7 +112,9 @@ def graph_bytes(config: ModelConfig, settings: ExecutionSettings, activations: i
     if not sizes:
         return 0
     largest = max(sizes)
-    results = largest * (config.hidden_size + config.num_heads * config.head_dim) * config.dtype_bytes
+    results = (
+        largest * (config.hidden_size + config.num_heads * config.shape.attention.attended_dim) * config.dtype_bytes
+    )
     shared = activations * largest // max_num_tokens
     return len(sizes) * config.num_layers * GRAPH_BYTES_PER_LAYER + shared + results
 

@@ -49,7 +49,7 @@ from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
 from quire.kv_cache.spec import AttentionSpec
-from quire.layers.device import DeviceRotation
+from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 from tests.kernels.triton.sampling_calls import sampling_calls
 

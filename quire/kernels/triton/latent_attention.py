@@ -1,0 +1,408 @@
+"""Latent attention over a device's pages: all heads of a token read one vector of each key.
+
+Limit: the tensor cores. A token of H heads does 2 H (width + rank) operations for each key of width b bytes (H = 128,
+512 + 64 elements of bfloat16: 242 for each byte, above an H200's 180), so a program takes 64 rows (token x head) and
+every key is fetched from the L2 cache once for all of them. A tile of 64 rows has 64 x 512 sums in float32, half of a
+multiprocessor's registers.
+
+Keys are added up in tiles that begin at multiples of BLOCK_N, and the softmax is merged from parts of SPLIT_KEYS keys
+at fixed positions, in one program or from several: a row's bits depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.attention.device_batch import DeviceBatch
+from quire.attention.latent import LatentShape
+from quire.kernels.triton.attention_core import LOG2_E, merged, no_keys
+from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kernels.triton.paged_attention import BATCH_COLUMNS, find_sequence
+from quire.kernels.triton.qkv_write import Rotation
+from quire.kernels.triton.runtime import bind, blocks_of, bound, dot, next_power_of_2
+
+MOST_ROWS = 64
+"""Rows of a tile. With more, sums and scores would not fit the registers."""
+SMALLEST_TILE = 16
+"""Of the matrix units."""
+SPLIT_KEYS = 1024
+"""Keys of a part. A multiple of every tile."""
+PROGRAMS_WANTED = 2
+"""Programs for each multiprocessor: with fewer, single tokens of long sequences are cut into parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles:
+    """block_m: rows of queries; group: heads in a tile, so that it holds block_m // group tokens. block_n: keys."""
+
+    block_m: int
+    group: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits) -> LatentTiles:
+    """One kind of tile for prompts and for single tokens. itemsize: bytes of an element that is multiplied."""
+    group = min(shape.num_heads, MOST_ROWS)
+    block_m = max(SMALLEST_TILE, min(MOST_ROWS, next_power_of_2(group)))
+    if itemsize == 4:  # no matrix unit keeps float32's precision: products in registers
+        return LatentTiles(block_m, group, 16, 8, 1)
+    width = next_power_of_2(shape.rank) + next_power_of_2(shape.rope_dim)
+    left = limits.shared_memory - block_m * width * itemsize
+    for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):
+        if block_n * width * itemsize * num_stages <= left:
+            return LatentTiles(block_m, group, block_n, 8, num_stages)
+    return LatentTiles(block_m, group, 16, 8, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _prepare_kernel(
+    turned_query,
+    latent,
+    turned_key,
+    pages,
+    slots,
+    cos,
+    sin,
+    page_stride,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Program (token, HEADS of its heads; the last: the token's own vector). Queries are turned where they are."""
+    token = tl.program_id(0).to(tl.int64)
+    half = tl.arange(0, HALF_BLOCK)
+    inside = half < HALF
+    if TURNS:
+        cosine = tl.load(cos + token * HALF + half, mask=inside, other=1.0)
+        sine = tl.load(sin + token * HALF + half, mask=inside, other=0.0)
+    part = tl.program_id(1)
+    if part < tl.num_programs(1) - 1:
+        if TURNS:
+            head = part * HEADS + tl.arange(0, HEADS)
+            at = turned_query + (token * NUM_HEADS + head)[:, None] * ROPE + half[None, :]
+            mask = (head < NUM_HEADS)[:, None] & inside[None, :]
+            first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+            # No thread stores before all have loaded.
+            tl.debug_barrier()
+            cosines = tl.broadcast_to(cosine[None, :], first.shape)
+            sines = tl.broadcast_to(sine[None, :], first.shape)
+            tl.store(at, tl.fma(first, cosines, -(second * sines)).to(turned_query.dtype.element_ty), mask=mask)
+            tl.store(at + HALF, tl.fma(second, cosines, first * sines).to(turned_query.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slots + token)
+        to = pages + slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * (RANK + ROPE)
+        dims = tl.arange(0, RANK_BLOCK)
+        written = (dims < RANK) & (slot >= 0)
+        values = tl.load(latent + token * RANK + dims, mask=written, other=0.0)
+        tl.store(to + dims, values.to(pages.dtype.element_ty), mask=written)
+        written = inside & (slot >= 0)
+        first = tl.load(turned_key + token * ROPE + half, mask=written, other=0.0).to(tl.float32)
+        second = tl.load(turned_key + token * ROPE + HALF + half, mask=written, other=0.0).to(tl.float32)
+        if TURNS:
+            turned = tl.fma(first, cosine, -(second * sine))
+            second = tl.fma(second, cosine, first * sine)
+            first = turned
+        tl.store(to + RANK + half, first.to(pages.dtype.element_ty), mask=written)
+        tl.store(to + RANK + HALF + half, second.to(pages.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _attend_part(
+    queries,
+    turned,
+    positions,
+    pages,
+    page_stride,
+    table,
+    start,
+    stop,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Softmax over the keys at [start, stop): maximum and sum of weights ([rows]), weighted values ([rows, DIM])."""
+    maximum, total, values = no_keys(queries.shape[0], DIM)
+    dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
+    for tile in range(bound(start), bound(stop), BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        present = keys < stop
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        at = pages + blocks * page_stride + keys % BLOCK_SIZE * (RANK + ROPE)
+        latent = tl.load(at[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0)
+        key_at = at[:, None] + RANK + turns[None, :]
+        key = tl.load(key_at, mask=present[:, None] & (turns < ROPE)[None, :], other=0.0)
+        # Of two dtypes, float32 holds both. (Equal ones are the rule, and stay what they are.)
+        latent = latent.to(queries.dtype)
+        key = key.to(queries.dtype)
+        scores = dot(queries, tl.trans(latent), tl.zeros((queries.shape[0], BLOCK_N), tl.float32))
+        scores = dot(turned, tl.trans(key), scores)
+        scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, scale, -new_maximum[:, None]))
+        factor = tl.exp2(maximum - new_maximum)
+        maximum = new_maximum
+        total = tl.fma(total, factor, tl.sum(weights, 1))
+        values = dot(weights.to(queries.dtype), latent, values * factor[:, None])
+    return maximum, total, values
+
+
+@triton.jit(do_not_specialize=["num_seqs", "capacity"], do_not_specialize_on_alignment=BATCH_COLUMNS)
+def _latent_kernel(
+    query,
+    turned_query,
+    pages,
+    out,
+    part_values,
+    part_maxima,
+    part_totals,
+    rows,
+    query_start,
+    seq_lens,
+    tables,
+    num_seqs,
+    capacity,
+    page_stride,
+    table_stride,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Program (tile of tokens, GROUP heads, part). The last tiles, which have most keys, come first. IS_SPLIT: parts go
+    to [tokens, heads, capacity] of part_values and its companions; else a program has all parts of its rows."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
+    begin = tl.load(query_start + sequence)
+    num_new = tl.load(query_start + sequence + 1) - begin
+    first = (tile - begin // TOKENS - sequence) * TOKENS
+    if first >= num_new:
+        return
+    num_tokens = tl.minimum(num_new - first, TOKENS)
+    first_position = tl.load(seq_lens + sequence) - num_new + first
+    end = first_position + num_tokens
+    row = tl.arange(0, BLOCK_M)
+    token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
+    inside = (token < num_tokens) & (head < NUM_HEADS)
+    positions = first_position + token
+    at = (begin + first + token).to(tl.int64) * NUM_HEADS + head
+    dims, turns = tl.arange(0, DIM), tl.arange(0, ROPE_BLOCK)
+    mask = inside[:, None] & (dims < RANK)[None, :]
+    queries = tl.load(query + at[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
+    turned_mask = inside[:, None] & (turns < ROPE)[None, :]
+    turned = tl.load(turned_query + at[:, None] * ROPE + turns[None, :], mask=turned_mask, other=0.0)
+    if pages.dtype.element_ty != queries.dtype:
+        queries = queries.to(tl.float32)
+        turned = turned.to(tl.float32)
+    table = tables + tl.load(rows + sequence).to(tl.int64) * table_stride
+    num_parts = tl.cdiv(end, SPLIT_KEYS)
+    if IS_SPLIT:
+        for part in range(bound(tl.program_id(2)), bound(num_parts), bound(tl.num_programs(2))):
+            maximum, total, values = _attend_part(
+                queries, turned, positions, pages, page_stride, table, part * SPLIT_KEYS,
+                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, RANK, ROPE, DIM, ROPE_BLOCK, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+            to = at * capacity + part
+            tl.store(part_maxima + to, maximum, mask=inside)
+            tl.store(part_totals + to, total, mask=inside)
+            tl.store(part_values + to[:, None] * RANK + dims[None, :], values, mask=mask)
+    else:
+        maximum, total, values = no_keys(BLOCK_M, DIM)
+        for part in range(bound(num_parts)):
+            part_maximum, part_total, part_value = _attend_part(
+                queries, turned, positions, pages, page_stride, table, part * SPLIT_KEYS,
+                tl.minimum(end, (part + 1) * SPLIT_KEYS), scale, RANK, ROPE, DIM, ROPE_BLOCK, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+            maximum, total, values = merged(maximum, total, values, part_maximum, part_total, part_value)
+        values = values / total[:, None]
+        tl.store(out + at[:, None] * RANK + dims[None, :], values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=["query_start", "seq_lens"])
+def _merge_kernel(
+    part_values,
+    part_maxima,
+    part_totals,
+    out,
+    query_start,
+    seq_lens,
+    capacity,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+):
+    """Program (head, sequence of one new token)."""
+    sequence = tl.program_id(1)
+    token = tl.load(query_start + sequence)
+    if tl.load(query_start + sequence + 1) == token:
+        return
+    at = token.to(tl.int64) * NUM_HEADS + tl.program_id(0)
+    one = tl.arange(0, 1)
+    dims = tl.arange(0, DIM)[None, :]
+    maximum, total, values = no_keys(1, DIM)
+    for part in range(bound(tl.cdiv(tl.load(seq_lens + sequence), SPLIT_KEYS))):
+        place = at * capacity + part + one
+        maximum, total, values = merged(
+            maximum,
+            total,
+            values,
+            tl.load(part_maxima + place),
+            tl.load(part_totals + place),
+            tl.load(part_values + place[:, None] * RANK + dims, mask=dims < RANK, other=0.0),
+        )
+    values = values / total[:, None]
+    tl.store(out + at * RANK + dims, values.to(out.dtype.element_ty), mask=dims < RANK)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentScratch:
+    """Parts of single tokens of long sequences, float32: values [num_seqs * heads * capacity * rank] (or more), maxima
+    and totals of each. All layers use it in turn. capacity: parts of a sequence."""
+
+    values: torch.Tensor
+    maxima: torch.Tensor
+    totals: torch.Tensor
+    capacity: int
+
+    @classmethod
+    def allocate(
+        cls,
+        num_heads: int,
+        width: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        limits: DeviceLimits,
+    ) -> LatentScratch:
+        """For steps of up to `max_num_seqs` sequences of up to `max_model_len` tokens. width: at least the rank."""
+        capacity = blocks_of(max_model_len, SPLIT_KEYS)
+        cut = [count for count in range(1, max_num_seqs + 1) if is_cut(num_heads, count, max_model_len, limits)]
+        rows = max(cut, default=0) * num_heads * capacity
+
+        def empty(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        return cls(empty(rows * width), empty(rows), empty(rows), capacity)
+
+
+def is_cut(num_heads: int, num_seqs: int, max_seq_len: int, limits: DeviceLimits) -> bool:
+    """Whether single tokens of `num_seqs` sequences are cut into parts: whole they would leave the device idle."""
+    tiles = num_seqs * blocks_of(num_heads, MOST_ROWS)
+    return max_seq_len > SPLIT_KEYS and tiles < PROGRAMS_WANTED * limits.num_multiprocessors
+
+
+class LatentKernels:
+    """The kernels of one layer, bound to its pages ([num_blocks, block_size, rank + rope_dim])."""
+
+    def __init__(
+        self, shape: LatentShape, pages: torch.Tensor, tiles: LatentTiles, scratch: LatentScratch, limits: DeviceLimits
+    ) -> None:
+        self._shape, self._tiles, self._scratch, self._limits = shape, tiles, scratch, limits
+        self._head_tiles = blocks_of(shape.num_heads, tiles.group)
+        half = shape.rope_dim // 2
+        self._heads = min(16, next_power_of_2(shape.num_heads))
+        sizes = {"NUM_HEADS": shape.num_heads, "RANK": shape.rank, "SPLIT_KEYS": SPLIT_KEYS}
+        dim = max(SMALLEST_TILE, next_power_of_2(shape.rank))
+        parts = {"part_values": scratch.values, "part_maxima": scratch.maxima, "part_totals": scratch.totals}
+        fixed = {"pages": pages, "page_stride": pages.stride(0)}
+        self._prepare = {
+            turns: bind(
+                _prepare_kernel,
+                fixed,
+                NUM_HEADS=shape.num_heads,
+                RANK=shape.rank,
+                ROPE=shape.rope_dim,
+                HALF=half,
+                RANK_BLOCK=next_power_of_2(shape.rank),
+                HALF_BLOCK=next_power_of_2(half),
+                HEADS=self._heads,
+                BLOCK_SIZE=pages.shape[1],
+                TURNS=turns,
+                num_warps=4,
+            )
+            for turns in (False, True)
+        }
+        self._attend = {
+            is_split: bind(
+                _latent_kernel,
+                {**fixed, **parts, "scale": shape.scale * LOG2_E.value},
+                **sizes,
+                GROUP=tiles.group,
+                ROPE=shape.rope_dim,
+                DIM=dim,
+                ROPE_BLOCK=max(SMALLEST_TILE, next_power_of_2(shape.rope_dim)),
+                BLOCK_SIZE=pages.shape[1],
+                BLOCK_M=tiles.block_m,
+                BLOCK_N=tiles.block_n,
+                IS_SPLIT=is_split,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )
+            for is_split in (False, True)
+        }
+        self._merge = bind(_merge_kernel, parts, **sizes, DIM=dim, num_warps=4)
+
+    def run(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        out: torch.Tensor,
+        batch: DeviceBatch,
+        group: int,
+    ) -> None:
+        """inputs: as `CacheOperations.attend_latent` has them, contiguous; queries are turned in place. out: [T,
+        num_heads * rank]. group: the layer's KV group. Padding rows are not written."""
+        query, turned_query, latent, turned_key = inputs
+        slots, tables = batch.slot_mapping[group], batch.block_tables[group]
+        # Slots in place of angles, which are then not followed.
+        cos, sin = (slots, slots) if rotation is None else (rotation.cos, rotation.sin)
+        grid = batch.num_tokens, blocks_of(self._shape.num_heads, self._heads) + 1
+        self._prepare[rotation is not None](grid, turned_query, latent, turned_key, slots, cos, sin)
+        is_split = batch.max_query_len == 1 and is_cut(
+            self._shape.num_heads, batch.num_seqs, batch.max_seq_len, self._limits
+        )
+        num_parts = blocks_of(batch.max_seq_len, SPLIT_KEYS) if is_split else 1
+        tiles = batch.num_tokens // (self._tiles.block_m // self._tiles.group) + batch.num_seqs
+        capacity = self._scratch.capacity
+        self._attend[is_split](
+            (tiles, self._head_tiles, num_parts),
+            query,
+            turned_query,
+            out,
+            batch.rows,
+            batch.query_start,
+            batch.seq_lens,
+            tables,
+            batch.num_seqs,
+            capacity,
+            tables.stride(0),
+        )
+        if is_split:
+            grid = self._shape.num_heads, batch.num_seqs
+            self._merge(grid, out, batch.query_start, batch.seq_lens, capacity)

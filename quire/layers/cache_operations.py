@@ -1,0 +1,102 @@
+"""Operations over the KV cache besides `Operations.attend`: writing and attending apart, and latent attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from quire.attention.interface import AttentionStep
+from quire.attention.latent import LatentShape
+
+if TYPE_CHECKING:
+    from quire.layers.operations import HeadWeights, NormWeights
+    from quire.layers.rotation import Rotation
+
+ValueT = TypeVar("ValueT")
+RotationT_contra = TypeVar("RotationT_contra", contravariant=True)
+StepT_contra = TypeVar("StepT_contra", contravariant=True)
+
+
+class CacheOperations(Protocol[ValueT, RotationT_contra, StepT_contra]):
+    """A part of `Operations`. rotation: of the tokens' positions (None: none is applied); step: of an attention back
+    end."""
+
+    def write_kv(
+        self, heads: HeadWeights, key_value: ValueT, rotation: RotationT_contra | None, step: StepT_contra
+    ) -> None:
+        """Norm and rotate key heads, and write keys and values to the pages of `heads.shape.layer`. key_value: [T,
+        num_kv_heads * (head_dim + value_width)], key and value heads; used up."""
+        ...
+
+    def attend_cached(
+        self, heads: HeadWeights, query: ValueT, rotation: RotationT_contra | None, step: StepT_contra
+    ) -> ValueT:
+        """Norm and rotate query heads, and attend over what the pages of `heads.shape.layer` hold, which that layer, or
+        an earlier one in its place, has written for this step's tokens too. query: [T, num_heads * head_dim]; used up.
+        Returns [T, num_heads * value_width]."""
+        ...
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[ValueT, ValueT, ValueT, ValueT],
+        rotation: RotationT_contra | None,
+        step: StepT_contra,
+    ) -> ValueT:
+        """Rotate, write the tokens' latents to their pages, and attend.
+
+        inputs: queries against the compressed part [T, num_heads * rank] and against the rotated part [T, num_heads *
+        rope_dim], the tokens' own compressed vectors [T, rank] and rotated keys [T, rope_dim]; used up. Returns [T,
+        num_heads * rank].
+        """
+        ...
+
+    def check_latent(self, shape: LatentShape) -> None:
+        """Raises ConfigError for latents that `attend_latent` does not compute."""
+        ...
+
+
+class TorchCacheOperations:
+    """CacheOperations in plain torch."""
+
+    def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:
+        """As `Operations.norm`."""
+        raise NotImplementedError
+
+    def write_kv(
+        self, heads: HeadWeights, key_value: torch.Tensor, rotation: Rotation | None, step: AttentionStep
+    ) -> None:
+        shape = heads.shape
+        key, value = key_value.split((shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_width), 1)
+        key = self._prepared(key.unflatten(1, (-1, shape.head_dim)), heads.key_norm, rotation)
+        step.write_kv(shape, key, value.unflatten(1, (-1, shape.value_width)))
+
+    def attend_cached(
+        self, heads: HeadWeights, query: torch.Tensor, rotation: Rotation | None, step: AttentionStep
+    ) -> torch.Tensor:
+        query = self._prepared(query.unflatten(1, (-1, heads.shape.head_dim)), heads.query_norm, rotation)
+        return step.attend_cached(heads.shape, query).flatten(1)
+
+    def attend_latent(
+        self,
+        shape: LatentShape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        query, turned_query, latent, turned_key = inputs
+        turned_query = self._prepared(turned_query.unflatten(1, (shape.num_heads, shape.rope_dim)), None, rotation)
+        turned_key = self._prepared(turned_key[:, None], None, rotation)
+        step.write_latent(shape.layer, torch.cat((latent, turned_key[:, 0]), dim=1))
+        query = torch.cat((query.unflatten(1, (shape.num_heads, shape.rank)), turned_query), dim=2)
+        return step.attend_cached(shape.as_attention, query).flatten(1)
+
+    def check_latent(self, shape: LatentShape) -> None:
+        """All are computed."""
+
+    def _prepared(self, heads: torch.Tensor, norm: NormWeights | None, rotation: Rotation | None) -> torch.Tensor:
+        """[T, heads, dim], normed and rotated."""
+        if norm is not None:
+            heads = self.norm(norm, heads)
+        return heads if rotation is None else rotation.apply(heads)

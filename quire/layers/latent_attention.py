@@ -1,0 +1,240 @@
+"""The block of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): projections around attention over latents.
+
+A token's keys and values of all heads are made from one compressed vector, which is what the cache keeps, with one
+rotated key beside it. The matrix that would expand keys is multiplied into the queries, and the one for values into
+the attended vectors, for prompts and single tokens alike: a token's arithmetic depends on its position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quire.attention.interface import PlannedStep
+from quire.attention.latent import LatentShape
+from quire.config.model import CACHE_DTYPE_BYTES, CACHE_SCALE_BYTES
+from quire.errors import ConfigError
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LatentSpec
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots, prefixed
+from quire.layers.linear import RowParallelLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.operations import RotationTable
+from quire.quantization.integer_weight import WeightSource, WeightTensor
+from quire.quantization.interface import LinearShape
+
+NORM_EPSILON = 1e-6
+"""Of the norms over compressed vectors, whatever the model's other norms have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """The heads of a layer of latent attention, all ranks' together.
+
+    rank: of the compressed keys and values; nope_dim, rope_dim: elements of a head's query that are not rotated, and
+    that are; value_dim: of a head's result. query_rank: of compressed queries (None: they are not). scale: of scores.
+    bias: of the projections from and to the hidden size, but not of queries that are not compressed. interleaved: a
+    checkpoint has the two elements of each rotated pair side by side.
+    """
+
+    num_heads: int
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None
+    scale: float
+    bias: bool
+    interleaved: bool
+
+
+class LatentAttention:
+    """Latent attention whose heads are shared out over the ranks; each rank keeps the whole latents. Tensors as
+    DeepSeek's checkpoints have them. Raises ConfigError for heads that the ranks cannot share, and for latents that the
+    context's attention does not compute."""
+
+    def __init__(self, hidden_size: int, layer: int, heads: LatentHeads, context: LayerContext) -> None:
+        ranks = context.group.size
+        if heads.num_heads % ranks:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks} is not possible for this model: it has {heads.num_heads} heads",
+                param="tensor_parallel_size",
+            )
+        self._heads = heads
+        self._context = context
+        self._num_local = num_local = heads.num_heads // ranks
+        self._shape = LatentShape(layer, num_local, heads.rank, heads.rope_dim, heads.scale)
+        context.operations.check_latent(self._shape)
+        self._compress_query: _Rows | None = None
+        self._query_norm: RMSNorm | None = None
+        query_size = hidden_size
+        if heads.query_rank is not None:
+            query_size = heads.query_rank
+            self._compress_query = _Rows(hidden_size, query_size, context, bias=heads.bias)
+            self._query_norm = RMSNorm(query_size, NORM_EPSILON, context)
+        self._query_size = query_size
+        self._hidden_size = hidden_size
+        self._query = _Rows(query_size, num_local * heads.nope_dim, context)
+        self._turned_query = _Rows(query_size, num_local * heads.rope_dim, context)
+        self._compress = _Rows(hidden_size, heads.rank, context, bias=heads.bias)
+        self._norm = RMSNorm(heads.rank, NORM_EPSILON, context)
+        self._turned_key = _Rows(hidden_size, heads.rope_dim, context, bias=heads.bias)
+        self._absorb = _HeadMatrices(heads.nope_dim, heads.rank, num_local, context)
+        self._expand = _HeadMatrices(heads.rank, heads.value_dim, num_local, context)
+        attended = heads.num_heads * heads.value_dim
+        self._output = RowParallelLinear(attended, hidden_size, bias=heads.bias, context=context)
+
+    def __call__(
+        self,
+        x: Value,
+        residual: Value,
+        rotation: RotationTable | None,
+        step: PlannedStep,
+        rows: ReadRows | None = None,
+    ) -> Value:
+        """As `Attention`: [T, hidden_size] each -> [T, hidden_size], or the rows that are read; the residual is used
+        up."""
+        operations = self._context.operations
+        queries = x
+        if self._compress_query is not None and self._query_norm is not None:
+            queries = self._query_norm(self._compress_query(x))
+        inputs = (
+            self._absorb(self._query(queries)),
+            self._turned_query(queries),
+            self._norm(self._compress(x)),
+            self._turned_key(x),
+        )
+        attended = operations.attend_latent(self._shape, inputs, rotation, step)
+        if rows is not None:
+            attended = operations.gather_rows(attended, rows)
+            residual = operations.gather_rows(residual, rows)
+        return self._output(self._expand(attended), residual)
+
+    def cache_spec(self) -> LatentSpec:
+        """What the layer keeps in the KV cache, on every rank."""
+        dtype = self._context.cache_dtype
+        return LatentSpec(self._shape.width, CACHE_DTYPE_BYTES[dtype], CACHE_SCALE_BYTES.get(dtype, 0))
+
+    def slots(self) -> WeightSlots:
+        heads = self._heads
+        query = heads.num_heads * (heads.nope_dim + heads.rope_dim)
+        compressed = heads.rank + heads.rope_dim
+        slots = {
+            **self._split_slots("kv_a_proj_with_mqa", compressed, self._load_compressed, bias=heads.bias),
+            **prefixed("kv_a_layernorm", self._norm.slots()),
+            "kv_b_proj.weight": WeightSlot(
+                (heads.num_heads * (heads.nope_dim + heads.value_dim), heads.rank),
+                self._load_expansion,
+                self._absorb.nbytes + self._expand.nbytes,
+            ),
+            **self._output.slots("o_proj"),
+        }
+        queries = WeightSlot(
+            (query, self._query_size), self._load_queries, self._query.nbytes + self._turned_query.nbytes
+        )
+        if self._compress_query is None or self._query_norm is None:
+            return {**slots, "q_proj.weight": queries}
+        return {
+            **slots,
+            "q_b_proj.weight": queries,
+            **self._compress_query.slots("q_a_proj"),
+            **prefixed("q_a_layernorm", self._query_norm.slots()),
+        }
+
+    def _split_slots(
+        self, name: str, num_rows: int, load: Callable[[str, WeightSource], None], *, bias: bool
+    ) -> WeightSlots:
+        whole, turned = self._compress, self._turned_key
+        slots = {
+            f"{name}.weight": WeightSlot(
+                (num_rows, self._hidden_size), partial(load, "weight"), whole.nbytes + turned.nbytes
+            )
+        }
+        if bias:
+            slots[f"{name}.bias"] = WeightSlot(
+                (num_rows,), partial(load, "bias"), whole.bias_bytes + turned.bias_bytes, dummy_std=0.0
+            )
+        return slots
+
+    def _load_compressed(self, suffix: str, tensor: WeightSource) -> None:
+        rank, rope_dim = self._heads.rank, self._heads.rope_dim
+        self._compress.load(tensor.narrow(0, 0, rank), suffix)
+        turned = tensor.narrow(0, rank, rope_dim)
+        self._turned_key.load(turned[self._turned_rows()], suffix)
+
+    def _load_queries(self, tensor: WeightSource) -> None:
+        nope_dim, size = self._heads.nope_dim, self._heads.nope_dim + self._heads.rope_dim
+        local = tensor.narrow(0, self._first_head * size, self._num_local * size)
+        first_rows = size * torch.arange(self._num_local)[:, None]
+        self._query.load(local[(first_rows + torch.arange(nope_dim)).flatten()])
+        self._turned_query.load(local[(first_rows + nope_dim + self._turned_rows()).flatten()])
+
+    def _load_expansion(self, tensor: WeightSource) -> None:
+        nope_dim, value_dim = self._heads.nope_dim, self._heads.value_dim
+        size = nope_dim + value_dim
+        local = tensor.narrow(0, self._first_head * size, self._num_local * size)
+        for head in range(self._num_local):
+            keys = local.narrow(0, head * size, nope_dim)
+            plain = keys if isinstance(keys, torch.Tensor) else keys.dequantize()
+            self._absorb.load(head, plain.t())
+            self._expand.load(head, local.narrow(0, head * size + nope_dim, value_dim))
+
+    @property
+    def _first_head(self) -> int:
+        return self._context.group.rank * self._num_local
+
+    def _turned_rows(self) -> torch.Tensor:
+        """[rope_dim]: a checkpoint's rows in the order in which they are rotated, pairs half a head apart."""
+        rows = torch.arange(self._heads.rope_dim)
+        return torch.cat((rows[::2], rows[1::2])) if self._heads.interleaved else rows
+
+
+class _HeadMatrices:
+    """A matrix [out_features, in_features] for each of this rank's heads."""
+
+    def __init__(self, in_features: int, out_features: int, num_heads: int, context: LayerContext) -> None:
+        self._linear = context.linear
+        self._out_features = out_features
+        shape = LinearShape(in_features, out_features, False, context.dtype, context.device)
+        self._stack = context.linear.create_stack(shape, num_heads)
+        self.nbytes = num_heads * context.linear.stored_bytes((out_features, in_features))
+
+    def __call__(self, x: Value) -> Value:
+        """[T, num_heads * in_features] -> [T, num_heads * out_features]."""
+        return self._linear.apply_heads(self._stack, x)
+
+    def load(self, head: int, tensor: WeightTensor) -> None:
+        self._linear.load_rows(self._stack[head], "weight", tensor, 0, self._out_features)
+
+
+class _Rows:
+    """A matrix [out_features, in_features] of this rank."""
+
+    def __init__(self, in_features: int, out_features: int, context: LayerContext, *, bias: bool = False) -> None:
+        self._linear = context.linear
+        self._shape = LinearShape(in_features, out_features, bias, context.dtype, context.device)
+        self._parameters = context.linear.create(self._shape)
+        self.nbytes = context.linear.stored_bytes((out_features, in_features))
+        self.bias_bytes = context.linear.stored_bytes((out_features,)) if bias else 0
+
+    def __call__(self, x: Value) -> Value:
+        """[T, in_features] -> [T, out_features]."""
+        return self._linear.apply(self._parameters, x)
+
+    def load(self, tensor: WeightTensor, suffix: str = "weight") -> None:
+        self._linear.load_rows(self._parameters, suffix, tensor, 0, self._shape.out_features)
+
+    def slots(self, name: str) -> WeightSlots:
+        """Of a checkpoint's matrix that is kept as it is."""
+        shape = self._shape
+        size = (shape.out_features, shape.in_features)
+        slots = {f"{name}.weight": WeightSlot(size, partial(self._load_whole, "weight"), self.nbytes)}
+        if shape.bias:
+            slots[f"{name}.bias"] = WeightSlot(size[:1], partial(self._load_whole, "bias"), self.bias_bytes)
+        return slots
+
+    def _load_whole(self, suffix: str, tensor: WeightSource) -> None:
+        self.load(tensor.narrow(0, 0, self._shape.out_features), suffix)

@@ -1,0 +1,183 @@
+"""DeepSeek V2 and V3, DeepSeek R1, Kimi K2: latent attention, dense layers first, then mixtures of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.hf_config import model_fields
+from quire.config.hf_json import Fields
+from quire.config.model import ModelConfig
+from quire.config.model_shape import Experts
+from quire.config.rope import RopeConfig, read_rope
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.experts import Gating, Routing
+from quire.layers.latent_attention import LatentAttention, LatentHeads
+from quire.layers.mlp import GatedMLP
+from quire.layers.moe import ExpertNames, MixtureOfExperts, MixtureShape, SharedExpert
+from quire.layers.norm import RMSNorm
+from quire.layers.operations import RotationTable
+from quire.layers.rotary import RotaryEmbedding, yarn_factor
+from quire.logging import get_logger
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder
+from quire.quantization.integer_weight import WeightSource
+
+logger = get_logger(__name__)
+
+
+class DeepseekLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields = model_fields(config)
+        epsilon, size = fields.number("rms_norm_eps", 1e-6), config.hidden_size
+        self._attention_norm = RMSNorm(size, epsilon, context)
+        self._attention = LatentAttention(size, layer, latent_heads(config), context)
+        self._mlp_norm = RMSNorm(size, epsilon, context)
+        activation = fields.choice("hidden_act", list(ACTIVATIONS), "silu")
+        shape = config.shape.layers[layer]
+        self._mlp: GatedMLP | MixtureOfExperts
+        self._mlp_slots: WeightSlots
+        if shape.experts is None:
+            has_bias = fields.boolean("mlp_bias", False)
+            self._mlp = mlp = GatedMLP(size, shape.intermediate, activation, bias=has_bias, context=context)
+            self._mlp_slots = mlp.slots()
+        else:
+            self._mlp = mixture = _mixture(config, shape.experts, activation, context)
+            self._mlp_slots = mixture.slots(ExpertNames(shared="shared_experts"))
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        x = self._attention(self._attention_norm(x), x, rotation, batch.attention, rows)
+        return self._mlp(self._mlp_norm(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        return self._attention.cache_spec()
+
+    def slots(self) -> WeightSlots:
+        return {
+            **prefixed("input_layernorm", self._attention_norm.slots()),
+            **prefixed("self_attn", self._attention.slots()),
+            **prefixed("post_attention_layernorm", self._mlp_norm.slots()),
+            **prefixed("mlp", self._mlp_slots),
+        }
+
+
+class DeepseekForCausalLM(Decoder):
+    """All of the family: what its members differ in is in config.json."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        # Modules that predict further tokens are stored as layers behind the last.
+        num_layers, num_extra = (
+            config.num_layers,
+            model_fields(config).integer("num_nextn_predict_layers", 0, minimum=0),
+        )
+        extra = "|".join(str(layer) for layer in range(num_layers, num_layers + num_extra))
+        self._extra = re.compile(rf"^model\.layers\.({extra})\." if extra else r"(?!)")
+        super().__init__(
+            [DeepseekLayer(config, context, layer) for layer in range(config.num_layers)],
+            "model.layers",
+            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
+        )
+        fields = model_fields(config)
+        self._rotary = RotaryEmbedding(_rope(config, fields), config.max_model_len, context)
+        self._norm = RMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
+
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._embedding(batch.token_ids)
+        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
+        super().load_weights(self._without_extra(weights), elsewhere)
+
+    def _without_extra(self, weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
+        num_left_out = 0
+        for name, tensor in weights:
+            if self._extra.search(name):
+                num_left_out += 1
+            else:
+                yield name, tensor
+        if num_left_out:
+            logger.info("%d tensors of layers that predict further tokens are left out", num_left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a generation of the family chooses experts. methods: what `topk_method` may be, the default first; only
+    `grouped` looks at groups of experts, each as good as its `group_best` best. corrects: scores are corrected for the
+    choice, and the weights of the chosen are divided by their sum."""
+
+    scoring: Literal["softmax", "sigmoid"]
+    methods: tuple[str, ...]
+    grouped: str
+    group_best: int
+    corrects: bool
+
+
+_V2 = _Choice("softmax", ("greedy", "group_limited_greedy"), "group_limited_greedy", group_best=1, corrects=False)
+_V3 = _Choice("sigmoid", ("noaux_tc",), "noaux_tc", group_best=2, corrects=True)
+
+
+def _mixture(config: ModelConfig, experts: Experts, activation: str, context: LayerContext) -> MixtureOfExperts:
+    fields, size = model_fields(config), config.hidden_size
+    choice = _V2 if config.architecture == "DeepseekV2ForCausalLM" else _V3
+    fields.choice("scoring_func", (choice.scoring,), choice.scoring)
+    has_groups = fields.choice("topk_method", choice.methods, choice.methods[0]) == choice.grouped
+    renormalises = fields.boolean("norm_topk_prob", choice.corrects)
+    if renormalises and not choice.corrects:
+        raise fields.error("norm_topk_prob must be false: the weights of this architecture's experts are not divided")
+    num_groups = fields.integer("n_group", 1) if has_groups else 1
+    if experts.num_experts % num_groups:
+        raise fields.error(f"n_group ({num_groups}) must divide the {experts.num_experts} experts")
+    routing = Routing(
+        experts.num_experts,
+        experts.num_active,
+        choice.scoring,
+        renormalises,
+        fields.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        top_groups=fields.integer("topk_group", 1, maximum=num_groups) if has_groups else 1,
+        group_best=choice.group_best,
+    )
+    shared = None
+    if experts.shared_intermediate:
+        shared = SharedExpert(size, experts.shared_intermediate, activation, is_gated=False, context=context)
+    shape = MixtureShape(size, experts.intermediate, has_correction=choice.corrects)
+    return MixtureOfExperts(shape, routing, Gating(activation), context, shared)
+
+
+def latent_heads(config: ModelConfig) -> LatentHeads:
+    """The heads of every layer. Scores are scaled once more where YaRN stretches the context (`mscale_all_dim`)."""
+    fields, attention = model_fields(config), config.shape.attention
+    rope, rope_dim = _rope(config, fields), attention.rotated_dim
+    scale = attention.key_dim**-0.5
+    if rope.rope_type != "default" and rope.mscale_all_dim and rope.factor is not None:
+        scale *= yarn_factor(rope.factor, rope.mscale_all_dim) ** 2
+    return LatentHeads(
+        num_heads=attention.num_heads,
+        rank=attention.latent_rank,
+        nope_dim=attention.key_dim - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=attention.value_dim,
+        query_rank=fields.optional_integer("q_lora_rank"),
+        scale=scale,
+        bias=fields.boolean("attention_bias", False),
+        interleaved=fields.boolean("rope_interleave", True),
+    )
+
+
+def _rope(config: ModelConfig, fields: Fields) -> RopeConfig:
+    return read_rope(fields, config.shape.attention.rotated_dim)

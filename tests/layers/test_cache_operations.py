@@ -1,0 +1,111 @@
+"""Writing and attending apart give the bits of both at once, on every back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.attention.interface import AttentionBatch, LayerAttention
+from quire.attention.native_backend import NativeAttention
+from quire.attention.torch_backend import TorchAttention
+from quire.attention.triton_backend import TritonAttention
+from quire.kernels.cpu.recorder import RecordedIndices, Recorder
+from quire.kernels.cpu.runtime import NativeRuntime
+from quire.kernels.triton.attention_tiles import DeviceLimits
+from quire.kv_cache.layout import KVCacheLayout, group_layers
+from quire.kv_cache.spec import AttentionSpec
+from quire.layers.device import DeviceOperations
+from quire.layers.native import NativeOperations
+from quire.layers.operations import HeadWeights, NormWeights, Operations, RotaryFrequencies, TorchOperations
+from quire.worker.kv_tensors import allocate_pages, layer_pages
+from tests.models.test_toy import Planner
+
+HEADS, KV_HEADS, DIM, TOKENS, LAYERS = 4, 2, 16, 21, 2
+WIDTH, KV_WIDTH = HEADS * DIM, 2 * KV_HEADS * DIM
+LAYOUT = KVCacheLayout(16, 4, *group_layers([AttentionSpec(KV_HEADS, DIM, DIM, 4)] * LAYERS, 16))
+POSITIONS = torch.arange(TOKENS)
+BATCH = AttentionBatch(
+    torch.tensor([0, TOKENS]),
+    torch.tensor([0]),
+    POSITIONS,
+    torch.zeros(TOKENS, dtype=torch.int64),
+    (torch.tensor([[3, 1]], dtype=torch.int32),),
+    (torch.tensor([3, 1])[POSITIONS // 16] * 16 + POSITIONS % 16,),
+)
+FREQUENCIES = RotaryFrequencies(10.0 ** -torch.arange(DIM // 2).float(), 1.0, torch.float32)
+
+
+def heads(layer: int) -> HeadWeights:
+    norms = [NormWeights(DIM, torch.linspace(0.5, 1.5, DIM) + which, None, 1e-6, centred=False) for which in (0, 1)]
+    return HeadWeights(LayerAttention(layer, HEADS, KV_HEADS, DIM, 0.25), *norms)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries of two layers, and the keys and values of the first."""
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(TOKENS, WIDTH, generator=generator),
+        torch.randn(TOKENS, WIDTH, generator=generator),
+        torch.randn(TOKENS, KV_WIDTH, generator=generator),
+    )
+
+
+def at_once(operations: Operations, backend: object) -> torch.Tensor:
+    """Both layers' queries over the first layer's keys: [T, 2 WIDTH]."""
+    first, second, key_value = rows()
+    step, turn = backend.plan(BATCH), operations.rotation(FREQUENCIES, POSITIONS)
+    results = [
+        operations.attend(heads(0), torch.cat((query, key_value), dim=1), turn, step) for query in (first, second)
+    ]
+    return torch.cat(results, dim=1)
+
+
+def apart(operations: Operations, backend: object) -> torch.Tensor:
+    first, second, key_value = rows()
+    step, turn = backend.plan(BATCH), operations.rotation(FREQUENCIES, POSITIONS)
+    operations.write_kv(heads(0), key_value, turn, step)
+    results = [operations.attend_cached(heads(0), query, turn, step) for query in (first, second)]
+    return torch.cat(results, dim=1)
+
+
+def torch_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
+    return compute(TorchOperations(), TorchAttention(LAYOUT, pages))
+
+
+def device_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    pages = layer_pages(allocate_pages(LAYOUT), LAYOUT, torch.float32)
+    options = {"num_heads": HEADS, "dtype": torch.float32, "max_num_seqs": 1, "max_model_len": 64}
+    return compute(DeviceOperations(), Planner(TritonAttention(LAYOUT, pages, DeviceLimits(), **options)))
+
+
+def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    backend = NativeAttention(LAYOUT, allocate_pages(LAYOUT), "float32", HEADS, 2)
+    operations, recorder = NativeOperations(), Recorder()
+    inputs = [recorder.external(WIDTH, WIDTH), recorder.external(WIDTH, WIDTH), recorder.external(KV_WIDTH, KV_WIDTH)]
+    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, by_position=True))
+    first, second, key_value = (recorder.call_torch(torch.clone, each.width, [each]) for each in inputs)
+    if compute is apart:
+        operations.write_kv(heads(0), key_value, turn, backend)
+        results = [operations.attend_cached(heads(0), query, turn, backend) for query in (first, second)]
+    else:
+        joined = [
+            recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), WIDTH + KV_WIDTH, [query, key_value])
+            for query in (first, second)
+        ]
+        results = [operations.attend(heads(0), qkv, turn, backend) for qkv in joined]
+    result = recorder.call_torch(lambda *parts: torch.cat(parts, dim=1), 2 * WIDTH, results)
+    program = recorder.finish_program(result, NativeRuntime("auto", 2), TOKENS)
+    program.run(TOKENS, positions=POSITIONS, plans=backend.plan(BATCH).plans, externals=rows())
+    return program.result(TOKENS).clone()
+
+
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("way", [torch_way, native_way, device_way])
+def test_apart_is_the_same_as_at_once(way: Callable[..., torch.Tensor]) -> None:
+    whole = way(at_once)
+    assert torch.equal(way(apart), whole)
+    torch.testing.assert_close(whole, torch_way(at_once), rtol=0, atol=1e-5)
+    assert whole[:, :WIDTH].std() > 0.1
