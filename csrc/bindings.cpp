@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "bindings.h"
+#include "encoder.h"
 #include "linear_state.h"
 #include "program.h"
 
@@ -43,6 +44,10 @@ void bind_weight(nb::module_& module) {
       .value("BF16", CacheType::kBF16)
       .value("I8", CacheType::kI8)
       .value("E4M3", CacheType::kE4M3);
+  nb::enum_<IndexSource>(module, "IndexSource")
+      .value("TOKEN_IDS", IndexSource::kTokenIds)
+      .value("POSITIONS", IndexSource::kPositions)
+      .value("SEGMENTS", IndexSource::kSegments);
   nb::enum_<Elementwise>(module, "Elementwise")
       .value("ADD", Elementwise::kAdd)
       .value("MULTIPLY", Elementwise::kMultiply)
@@ -95,11 +100,11 @@ void bind_program(nb::module_& module) {
           "weight"_a, "bias"_a, "x"_a, "residual"_a, "out"_a, "activation"_a)
       .def(
           "embed",
-          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, bool by_position,
+          [](Program& program, const PackedWeight& table, int64_t width, int64_t shift, IndexSource source,
              bool accumulate, const Ref& out) {
-            program.add(EmbedArgs{table, width, shift, by_position, accumulate, out});
+            program.add(EmbedArgs{table, width, shift, source, accumulate, out});
           },
-          "table"_a, "width"_a, "shift"_a, "by_position"_a, "accumulate"_a, "out"_a)
+          "table"_a, "width"_a, "shift"_a, "source"_a, "accumulate"_a, "out"_a)
       .def(
           "norm",
           [](Program& program, uintptr_t weight, uintptr_t bias, float epsilon, bool subtract_mean, int64_t width,
@@ -215,10 +220,18 @@ void bind_program(nb::module_& module) {
           },
           "weights"_a, "x"_a, "out"_a)
       .def(
+          "attend_encoder",
+          [](Program& program, int64_t num_heads, int64_t head_dim, float scale, int64_t window, int64_t rotary_dim,
+             const Ref& rotation, const Ref& qkv, const Ref& out) {
+            program.add(EncoderArgs{num_heads, head_dim, scale, window, rotary_dim, rotation, qkv, out});
+          },
+          "num_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "rotary_dim"_a, "rotation"_a, "qkv"_a, "out"_a)
+      .def(
           "run",
           [](Program& program, int64_t rows, uintptr_t token_ids, uintptr_t positions,
              const std::vector<const AttentionPlan*>& attention, const std::vector<uintptr_t>& areas,
-             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states) {
+             uintptr_t scratch, uintptr_t read_rows, int64_t num_read, const StatePlan* states, uintptr_t segments,
+             const EncoderPlan* encoder) {
             if (areas.size() > kMaxAreas) throw std::invalid_argument("too many memory areas");
             Step step;
             step.rows = rows;
@@ -230,12 +243,15 @@ void bind_program(nb::module_& module) {
             step.shared_scratch = reinterpret_cast<std::byte*>(scratch);
             step.read_rows = at<int64_t>(read_rows);
             step.num_read = num_read;
+            step.segments = at<int64_t>(segments);
+            step.encoder = encoder;
             step.states = states;
             nb::gil_scoped_release released;
             program.run(step);
           },
           "rows"_a, "token_ids"_a, "positions"_a, "attention"_a, "areas"_a, "scratch"_a,
-          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none());
+          "read_rows"_a = 0, "num_read"_a = 0, "states"_a.none() = nb::none(), "segments"_a = 0,
+          "encoder"_a.none() = nb::none());
 }
 
 }  // namespace
@@ -254,6 +270,7 @@ NB_MODULE(_native, module) {
   module.def("has_bf16_products", [](const std::string& name) { return quire::kernels_for(name).bf16_products; });
   quire::bind_weight(module);
   quire::bind_attention(module);
+  quire::bind_encoder(module);
   quire::bind_program(module);
   quire::bind_limits(module);
   quire::bind_packing(module);

@@ -26,6 +26,7 @@ struct Ref {
 };
 
 struct AttentionPlan;  // attention.h
+struct EncoderPlan;    // encoder.h
 struct StatePlan;      // linear_state.h
 
 // What changes from run to run.
@@ -33,6 +34,8 @@ struct Step {
   int64_t rows = 0;
   const int64_t* token_ids = nullptr;        // [rows]
   const int64_t* positions = nullptr;        // [rows]
+  const int64_t* segments = nullptr;         // [rows]: of a pair's texts, which one
+  const EncoderPlan* encoder = nullptr;      // of a step without a KV pool
   const AttentionPlan* const* attention = nullptr;  // [num_attention], by KV group
   int64_t num_attention = 0;
   const StatePlan* states = nullptr;
@@ -144,12 +147,14 @@ struct LinearKernels {
 
 // -- the rest of a layer (layers.cpp) -------------------------------------------------------------------------------
 
-// out[t] (+)= row `ids[t] + shift` of a table. ids: the step's token ids or positions.
+enum class IndexSource : int32_t { kTokenIds = 0, kPositions, kSegments };
+
+// out[t] (+)= row `ids[t] + shift` of a table. ids: what the step has of its source.
 struct EmbedArgs {
   PackedWeight table;  // packed, as for a product: a vocabulary matrix may also be the projection to logits
   int64_t width = 0;
   int64_t shift = 0;
-  bool by_position = false;
+  IndexSource source = IndexSource::kTokenIds;
   bool accumulate = false;
   Ref out;
 };
@@ -206,6 +211,13 @@ struct ElementwiseArgs {
   Ref out;  // may be the same place as x or y
 };
 
+// The step's indices of a source.
+inline const int64_t* indices_of(const Step& step, IndexSource source) noexcept {
+  return source == IndexSource::kTokenIds    ? step.token_ids
+         : source == IndexSource::kPositions ? step.positions
+                                             : step.segments;
+}
+
 struct LayerKernels {
   void (*embed)(const EmbedArgs&, const Step&, Team&);
   void (*norm)(const NormArgs&, const Step&, Team&);
@@ -253,6 +265,23 @@ struct AttentionKernels {
   // Then attend. (A barrier lies between the two.)
   void (*attend)(const AttentionArgs&, const Step&, Team&);
   std::size_t (*attend_scratch)(const AttentionArgs&, int64_t rows, int threads);
+};
+
+// -- attention in both directions (encoder.cpp) ----------------------------------------------------------------------
+
+struct EncoderArgs {
+  int64_t num_heads = 0;
+  int64_t head_dim = 0;  // as kMaxHeadDim says
+  float scale = 1;
+  int64_t window = 0;  // most positions between a row and a key, on either side; 0: any
+  int64_t rotary_dim = 0;  // 0: no rotation
+  Ref rotation;            // as RotationArgs::out
+  Ref qkv;                 // [rows, 3 num_heads * head_dim]
+  Ref out;                 // [rows, num_heads * head_dim]
+};
+
+struct EncoderKernels {
+  void (*attend)(const EncoderArgs&, const Step&, Team&);
 };
 
 // -- latent attention (latent.cpp) ----------------------------------------------------------------------------------

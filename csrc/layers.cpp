@@ -81,7 +81,7 @@ void embed_small(const EmbedArgs& args, int64_t id, float* row) {
 }
 
 void embed(const EmbedArgs& args, const Step& step, Team& team) {
-  const int64_t* ids = args.by_position ? step.positions : step.token_ids;
+  const int64_t* ids = indices_of(step, args.source);
   float* out = step.at(args.out);
   const int64_t grain = row_grain(step.rows, team);
   for (int64_t first = team.take(grain); first < step.rows; first = team.take(grain)) {

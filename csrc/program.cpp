@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "encoder.h"
 #include "latent.h"
 #include "linear_state.h"
 
@@ -12,13 +13,14 @@ namespace {
 // Throws for an id whose row is none of the table's: one comparison for each row of the run, beside the hundreds of
 // values that the kernel then copies for it.
 void refuse_foreign_rows(const EmbedArgs& args, const Step& step) {
-  const int64_t* ids = args.by_position ? step.positions : step.token_ids;
+  const int64_t* ids = indices_of(step, args.source);
   const auto first = static_cast<uint64_t>(args.shift), count = static_cast<uint64_t>(args.table.out_features);
   bool outside = ids == nullptr;
   for (int64_t t = 0; !outside && t < step.rows; ++t) outside = static_cast<uint64_t>(ids[t]) + first >= count;
   if (!outside) return;
-  throw std::invalid_argument(args.by_position ? "a position lies outside the table of positions"
-                                               : "a token id lies outside the embedding");
+  throw std::invalid_argument(args.source == IndexSource::kPositions ? "a position lies outside the table of positions"
+                              : args.source == IndexSource::kSegments ? "a segment lies outside the table of token types"
+                                                                      : "a token id lies outside the embedding");
 }
 
 // Throws unless the step has a plan for a layer's group, of these rows and this memory.
@@ -133,6 +135,14 @@ void Program::add(AttentionArgs args) {
   scratch_bytes_ = std::max(scratch_bytes_, kernels_.attention.attend_scratch(args, max_rows_, pool_->threads()));
 }
 
+void Program::add(const EncoderArgs& args) {
+  require_all_rows();
+  if (args.head_dim < 8 || args.head_dim > kMaxHeadDim || args.head_dim % 8 != 0)
+    throw std::invalid_argument("heads of 8, 16, 24 ... 256 elements are attended to");
+  attends_rows_ = true;
+  ops_.emplace_back(Call<EncoderArgs>{kernels_.encoder.attend, args});
+}
+
 void Program::add(LatentArgs args) {
   require_all_rows();
   const int64_t width = args.rank + args.rope_dim;
@@ -162,6 +172,8 @@ void Program::run(const Step& step) {
   if (step.rows == 0) return;
   for (const AttentionArgs& args : attention_) refuse_foreign_plan(args, step);
   for (const LatentArgs& args : latent_) refuse_foreign_plan(args, step);
+  if (attends_rows_ && (step.encoder == nullptr || step.encoder->rows != step.rows))
+    throw std::invalid_argument("the plan of the sequences is not for these rows");
   for (const auto& [layer, bytes] : states_)
     if (step.states == nullptr || step.states->rows != step.rows || !step.states->has(layer, bytes))
       throw std::invalid_argument("the plan of states is not for these rows and this memory");

@@ -28,6 +28,8 @@ class Program {
   // What follows runs over the rows that are read. Throws std::logic_error for what needs all of them.
   void add(const GatherArgs& args);
   void add(const ElementwiseArgs& args);
+  // Throws std::invalid_argument for heads that the kernels do not compute.
+  void add(const EncoderArgs& args);
   void add(const RouteArgs& args);
   // Throws std::invalid_argument for experts whose matrices do not fit together.
   void add(ExpertsArgs args);
@@ -53,8 +55,8 @@ class Program {
   };
   using Op = std::variant<Call<LinearArgs>, Call<EmbedArgs>, Call<NormArgs>, Call<RotationArgs>, Call<AttentionArgs>,
                           Call<LatentArgs>, Call<HeadsArgs>, Call<GatherArgs>, Call<ElementwiseArgs>, Call<RouteArgs>,
-                          Call<ExpertsArgs>,
-                          Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>>;
+                          Call<ExpertsArgs>, Call<ConvolutionArgs>, Call<DeltaArgs>, Call<GatedNormArgs>,
+                          Call<EncoderArgs>>;
 
   void require_all_rows() const;
 
@@ -68,6 +70,7 @@ class Program {
   std::vector<Op> ops_;
   std::size_t first_gather_ = kNone;  // which of ops_
   std::vector<AttentionArgs> attention_;
+  bool attends_rows_ = false;
   std::vector<LatentArgs> latent_;
   std::vector<EmbedArgs> embeddings_;
   // Layer and bytes of a page that a kernel of a state needs.

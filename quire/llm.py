@@ -21,8 +21,11 @@ from quire.engine.front_end import open_front_end
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import Prompt, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, EngineOutputs, EngineReady
+from quire.engine.pooling_processor import PoolingProcessor
 from quire.errors import EngineDeadError, InternalError, UserError
+from quire.llm_pooling import PoolingMethods, as_list
 from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.pooling_params import PoolingParams
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats, shares
@@ -35,7 +38,7 @@ _POLL_SECONDS = 1.0
 """How long Ctrl-C may go unnoticed while nothing comes from the core."""
 
 
-class LLM:
+class LLM(PoolingMethods):
     """An engine for batches of prompts. Several can live in one process; each is used by one thread at a time.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or "bundled". engine_options: see
@@ -56,6 +59,7 @@ class LLM:
         front_end = open_front_end(options, lambda each: InProcessClient(each, executor=executor))
         self._client = front_end.client
         self._input_processor = front_end.input_processor
+        self._pooling_processor = front_end.pooling_processor
         self._output_processor = front_end.output_processor
         self.model_config: ModelConfig = front_end.config.model
         self.tokenizer: Tokenizer | None = front_end.tokenizer
@@ -92,7 +96,7 @@ class LLM:
         InternalError when the output of a request cannot be processed (the tokenizer fails).
         After an error or Ctrl-C nothing is left running.
         """
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         params = _params_for(listed, sampling_params)
         priorities = _priorities_for(listed, priority)
         with self._busy:
@@ -206,6 +210,21 @@ class LLM:
     def __exit__(self, _type: type[BaseException] | None, _e: BaseException | None, _tb: TracebackType | None) -> None:
         self.shutdown()
 
+    @property
+    def _pooling(self) -> PoolingProcessor:
+        return self._pooling_processor
+
+    def _pool(
+        self, prompts: Sequence[tuple[Prompt, str | None]], params: Sequence[PoolingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        with self._busy:
+            requests = []
+            for index, ((prompt, second), each) in enumerate(zip(prompts, params, strict=True)):
+                with _naming(index, "prompt", of=len(prompts)):
+                    request_id = str(next(self._numbers))
+                    requests.append(self._pooling.request(request_id, prompt, each, second=second))
+            return self._run(requests, [prompt_text(prompt) for prompt, _ in prompts], use_tqdm)
+
     def _process(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
     ) -> list[EngineRequest]:
@@ -313,16 +332,6 @@ def _naming(index: int, noun: str, *, of: int) -> Iterator[None]:
         if of == 1:
             raise
         raise type(error)(f"{noun} {index}: {error.message}", param=error.param) from None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise UserError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}", param="prompts")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]  # one prompt as token ids
-    return list(prompts)  # type: ignore[arg-type]  # told apart above
 
 
 def _params_for(

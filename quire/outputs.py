@@ -31,8 +31,7 @@ class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
     """Of a hypothesis of a beam search: (cumulative log-probability, score). It comes whole, with its end; an end
     without it says that there is no hypothesis of this index."""
     pooled: list[float] | None = None
-    """Of a pooled request, with its end: the last hidden state of the prompt's last token, [hidden size], of float32
-    values."""
+    """Of a pooled request, with its end: its vector, of float32 values."""
 
 
 class RequestTiming(msgspec.Struct, array_like=True):
@@ -93,6 +92,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    pooled: list[float] | None = None
+    """Of a pooled request, in its last output: the model's vector, as `SequenceUpdate` has it."""
 
 
 def is_damaged(output: RequestOutput) -> bool:

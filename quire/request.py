@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.config.scheduler import PRIORITY_SECONDS
+from quire.deferral import Deferral
 from quire.sampling_params import SamplingParams
 from quire.step import SequenceSampling
 
@@ -47,8 +47,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     register_prefix: bool = False
     """Keep the prompt's blocks, as the registered prefix `request_id`, when it is computed. Then `max_tokens` is 1."""
     pooling: bool = False
-    """Compute the prompt and return the last hidden state of its last token (`SequenceUpdate.pooled`), no tokens. Then
-    `max_tokens` is 1, because one step samples, and `params` asks for one sequence and no beam search."""
+    """Compute the prompt and return its vector (`SequenceUpdate.pooled`), no tokens. Then `max_tokens` is 1, because
+    one step samples, and `params` asks for one sequence and no beam search."""
+    second_segment: int = 0
+    """Where the second text of a pair begins in the prompt; 0: it is one text."""
     constraint: str = ""
     """Which tokens it may generate, as the engine core's MaskSource (quire/decoding/masks.py) understands it; empty:
     all. Not with beam search."""
@@ -139,28 +141,6 @@ class Sequence:
         )
 
 
-PENDING_PREFIX = "pending prefix"
-"""The reason of a deferral while a running sequence computes blocks of the request's prompt."""
-
-
-class Deferral(NamedTuple):
-    """Why a waiting request may not start yet, as a gate decided it (quire/scheduler/gates.py)."""
-
-    reason: str
-    """The gate's `reason`."""
-    reserved_blocks: int
-    """Blocks of the pool that are reserved for the request meanwhile."""
-    is_pending: Callable[[], bool]
-    """Whether the awaited event is still to come. Constant time: the scheduler asks in every pass."""
-    deadline: float = math.inf
-    """When the request goes on without the event."""
-    cancel: Callable[[], object] = lambda: None
-    """Ends the work that the gate began for the request. Called once, when the deferral ends for any reason."""
-    reserves_slots: bool = True
-    """Whether the request's slots are reserved meanwhile. Not for an event outside the engine, which may take seconds:
-    the engine would idle when as many requests wait as it has slots."""
-
-
 class Request:
     """A request and its sequences, which are scheduled, preempted and resumed together.
 
@@ -194,6 +174,7 @@ class Request:
         "prompt_token_ids",
         "register_prefix",
         "request_id",
+        "second_segment",
         "sequences",
         "status",
         "stop_token_ids",
@@ -218,6 +199,7 @@ class Request:
         self.priority = request.priority
         self.register_prefix = request.register_prefix
         self.pooling = request.pooling
+        self.second_segment = request.second_segment
         self.constraint = request.constraint
         self.order_key: OrderKey = (arrival_time + request.priority * priority_seconds, arrival_number)
         """The smallest is served first. A level of priority counts as `priority_seconds` of waiting, so requests age

@@ -13,8 +13,9 @@ when later plans are made: until then `start_positions` are upper bounds for tha
 the truth: a step starts behind the tokens whose keys and values the worker has computed and kept, and the last of
 `num_tokens` are the drafts. The blocks of a plan suffice for the bound, so they do for the truth.
 
-A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result brings the last hidden state of the
-sequence's last token, after the model's final norm, and its row gets no token.
+A sample is a token or a vector: of a pooled one (`StepPlan.pooled`) the result brings what the model makes of the
+sequence's last hidden states (`ModelConfig.pooling`; without it the last token's, after the final norm), and its row
+gets no token.
 
 Some samples need a mask of allowed tokens that depends on tokens which earlier plans sample. Such a plan announces it
 (`StepPlan.expects_sampling_inputs`) and starts without the masks: the forward pass does not wait for them. They come in
@@ -50,6 +51,8 @@ class NewSequence(msgspec.Struct, array_like=True):
     block_ids: list[list[int]]
     """Per KV group: the physical blocks in logical order (those of a prefix hit included)."""
     sampling: SequenceSampling
+    second_segment: int = 0
+    """Where the second text of a pair begins; 0: there is one text."""
 
 
 class SequenceSampling(msgspec.Struct, array_like=True, frozen=True):
@@ -189,4 +192,4 @@ class StepResult(msgspec.Struct, array_like=True):
     """Sequences for which the model computed NaN or infinite logits, or such a vector. Their tokens here mean nothing,
     and what they asked for besides is left out, their vector too."""
     pooled: dict[int, list[float]] = {}
-    """Index into `token_ids` -> the vector of a pooled sample, [hidden size], of float32 values."""
+    """Index into `token_ids` -> the vector of a pooled sample, of float32 values: an embedding or logits of labels."""

@@ -1,6 +1,6 @@
 """Install one peer into its own virtual environment.
 
-    python benchmarks/peers/install.py vllm | llama.cpp | openvino | transformers [--venvs DIR] [--jobs N]
+    python benchmarks/peers/install.py vllm | llama.cpp | openvino | transformers | embedders [--venvs DIR] [--jobs N]
 
 What is there already is left alone: delete `DIR/<peer>` to install again. `compare.py` calls this by itself.
 Needs the network (or a package index that pip knows), for llama.cpp also cmake and a C++ compiler.
@@ -59,6 +59,11 @@ def install_transformers(venv: Venv, _jobs: int) -> None:
     venv.install(TORCH, TRANSFORMERS)
 
 
+def install_embedders(venv: Venv, _jobs: int) -> None:
+    """Of `benchmarks/embeddings.py`."""
+    venv.install(TORCH, TRANSFORMERS, "sentence-transformers==6.2.0", "onnxruntime==1.32.0", "onnx")
+
+
 def install_vllm(venv: Venv, _jobs: int) -> None:
     """Without torchaudio, torchvision and torchcodec, which text models never touch."""
     venv.install(TORCH)
@@ -108,6 +113,7 @@ INSTALLERS: dict[str, Callable[[Venv, int], None]] = {
     "llama.cpp": install_llama_cpp,
     "openvino": install_openvino,
     "transformers": install_transformers,
+    "embedders": install_embedders,
 }
 
 

@@ -92,6 +92,8 @@ def main(arguments: Sequence[str]) -> int:
         plan, cost = _plan_for_devices(options, chosen, target, layout, namespace.tokens)
     else:
         config = resolve(_replace_options(options, load_format="dummy", device="cpu"))
+        if config.model.is_encoder:
+            raise UserError(f"quire plan sizes KV caches, and {config.model.architecture} keeps none", param="model")
         plan = plan_engine(config, target.memory, _lengths(namespace.tokens, config.model.max_model_len))
         quantization = config.model.quantization
         stored = None if quantization is None else quantization.stored_type

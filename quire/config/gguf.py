@@ -27,6 +27,8 @@ NO_TOKEN = 2**32 - 1
 """What some files write where there is no such token."""
 ROPE_FACTORS = "rope_freqs.weight"
 
+_STACK = "ffn_gate_exps"
+"""A tensor that architectures with experts have in each layer."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _TOP_TENSOR = re.compile(r"([a-z_]+)\.(weight|bias)")
 
@@ -91,6 +93,13 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
             "eos_token_id": _eos_token_ids(file),
         }
         config |= {key: keys.number(key) for key in layout.names.caps if keys.optional_number(key) is not None}
+        if _STACK in layout.names.layer:
+            config |= {
+                "num_experts": keys.integer("expert_count"),
+                "num_experts_per_tok": keys.integer("expert_used_count"),
+                "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+                "norm_topk_prob": True,
+            }
         if layout.names.largest:
             is_largest = config["num_hidden_layers"] == layout.names.largest
             config["query_pre_attn_scalar"] = (
@@ -140,7 +149,8 @@ class _Keys:
         self.number, self.optional_number, self.choice = fields.number, fields.optional_number, fields.choice
         names = GGUF[self.architecture].gguf
         for key, values in _NEUTRAL.items():
-            if key in own and own[key] not in values and not (names is not None and key in names.caps):
+            is_read = names is not None and (key in names.caps or (key == "expert_count" and _STACK in names.layer))
+            if key in own and own[key] not in values and not is_read:
                 raise fields.error(f"{key} {shown(own[key])} is not supported")
 
 
@@ -216,6 +226,12 @@ def _expected_shapes(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, tup
     layer = {name: shape for name, shape in layer.items() if name not in head_norms}
     if family.head_norms:
         layer |= head_norms
+    if _STACK in family.gguf.layer:
+        experts, width = config["num_experts"], config["moe_intermediate_size"]
+        matrices = {name: sizes for name, sizes in matrices.items() if name in family.gguf.layer}
+        matrices["ffn_gate_inp"] = (experts, hidden, False)
+        layer |= {f"ffn_{name}_exps.weight": (experts, width, hidden) for name in ("gate", "up")}
+        layer["ffn_down_exps.weight"] = (experts, hidden, width)
     for name, (rows, columns, bias) in matrices.items():
         layer[f"{name}.weight"] = (rows, columns)
         if bias:

@@ -7,6 +7,7 @@ Imports no torch. What a family of models calls its sizes is data (`quire/config
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
+from quire.config.pooling import longest_text, read_pooling
 from quire.config.quantization_formats import read_quantization
 from quire.config.rope import read_rope
 from quire.errors import ConfigError, ModelLoadError
@@ -27,8 +29,8 @@ BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-SUBDIRECTORIES = ("*/*",)
-"""Hub repositories keep other formats of the same weights in folders; none of them is read."""
+SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", "*/*/*")
+"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
 
 _LONGEST_NAME = 100
 
@@ -41,14 +43,16 @@ def load_model_config(
     max_model_len: int | None,
     revision: str | None,
     config_only: bool,
+    runner: str = "auto",
     model_impl: str = "auto",
 ) -> ModelConfig:
     """Read and check the configuration of the model called `name`: "bundled", a directory, a GGUF file or a hub id.
 
     dtype: "auto" is the checkpoint's own. kv_cache_dtype: "auto" is bfloat16 for bfloat16 weights, else float32.
-    config_only: a hub id's weights are not fetched (dummy weights). model_impl: what computes the model, one of
-    MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises ModelLoadError for whatever
-    is wrong with the model, ConfigError for a `max_model_len` that the model cannot reach.
+    config_only: a hub id's weights are not fetched (dummy weights). runner: of EngineOptions. model_impl: what computes
+    the model, one of MODEL_IMPLS; "auto" is Quire's own code where there is some, else Transformers'. Raises
+    ModelLoadError for whatever is wrong with the model, ConfigError for a `max_model_len` or a `runner` that it cannot
+    have.
     """
     path = _described(find_model(name, revision=revision, config_only=config_only))
     raw, key = language_model(_read_described(path))
@@ -61,9 +65,18 @@ def load_model_config(
     if impl != "quire" and any(layer.attention.kind == "state" for layer in shape.layers):
         raise fields.error(f"{architecture} keeps states, which models that run through Transformers cannot do here")
     longest = usual = shape.max_model_len
-    if impl == "quire" and ARCHITECTURES[architecture].position_rows is None:
-        rope = read_rope(fields, shape.attention.rotated_dim, ARCHITECTURES[architecture].rope)
-        longest, usual = rope.longest, rope.usual_length
+    family, pooling = ARCHITECTURES.get(architecture), None
+    if impl == "quire":
+        assert family is not None, "the engine's own models have families"
+        pooling = read_pooling(path, fields, architecture, runner, is_encoder=family.is_bidirectional)
+        if family.position_rows is None and not family.is_bidirectional:
+            rope = read_rope(fields, shape.attention.rotated_dim, family.rope)
+            longest, usual = rope.longest, rope.usual_length
+    elif runner == "pooling":
+        raise ConfigError(f"runner='pooling' is not available for {architecture} through Transformers", param="runner")
+    if pooling is not None:
+        shape = replace(shape, is_tied=True)  # it has no output projection
+        usual = longest_text(path, usual)
     resolved_dtype = stored_dtype(raw) if dtype == "auto" else _known_dtype(dtype)
     return ModelConfig(
         name=name,
@@ -78,6 +91,7 @@ def load_model_config(
         eos_token_ids=_eos_token_ids(path, fields),
         hf=raw,
         quantization=read_quantization(fields),
+        pooling=pooling,
         is_multimodal=bool(key),
         impl=impl,
     )

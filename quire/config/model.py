@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.model_shape import ModelShape
+from quire.config.pooling import PoolingConfig
 from quire.config.quantization import QuantizationConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,6 +39,7 @@ class ModelConfig:
     hf: the parsed config.json, read-only, for what only one family needs; of a model of several modalities what it says
     of the language model.
     quantization: of the checkpoint's weights; None: they are floating point.
+    pooling: how it makes a vector of a text; None: it generates.
     impl: what computes it: "quire", or "transformers" (modelling code of that library).
     is_multimodal: this is the language model of one, whose other parts (images, sound) are not loaded.
     """
@@ -52,8 +54,25 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Mapping[str, Any]
     quantization: QuantizationConfig | None = None
+    pooling: PoolingConfig | None = None
     is_multimodal: bool = False
     impl: str = "quire"
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether every token attends to all others of its sequence, and nothing is kept for later tokens."""
+        return self.shape.attention.kind == "none"
+
+    @property
+    def has_pooling_head(self) -> bool:
+        """Whether a projection of the model's own makes logits of what was pooled."""
+        return self.pooling is not None and self.pooling.task == "classify"
+
+    @property
+    def takes_whole_prompts(self) -> bool:
+        """Whether a step must compute a prompt from its first token to its last: the tokens attend to later ones, or
+        all of them are pooled."""
+        return self.is_encoder or (self.pooling is not None and self.pooling.method != "last")
 
     @property
     def dtype_bytes(self) -> int:

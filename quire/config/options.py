@@ -15,6 +15,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Names and meanings are vLLM's where it has them. `HELP` holds one line for each field."""
 
     model: str = BUNDLED_MODEL
+    runner: str = "auto"
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
@@ -71,6 +72,7 @@ _PATHS = ("model", "tokenizer", "kv_offload_dir", "step_log")
 
 HELP: dict[str, str] = {
     "model": "directory in Hugging Face layout, GGUF file, hub id, or 'bundled'",
+    "runner": "generate, pooling (vectors of texts), or auto: as the model is made",
     "tokenizer": "directory, GGUF file or hub id of the tokenizer (default: the model's)",
     "skip_tokenizer_init": "run without a tokenizer: prompts are token ids, outputs have no text",
     "dtype": "of the weights: auto (as stored), float32, bfloat16 or float16",

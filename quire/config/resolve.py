@@ -21,6 +21,7 @@ from quire.config.load import LoadConfig
 from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
+from quire.config.pooling import RUNNERS
 from quire.config.quantization import ROUNDED, QuantizationConfig
 from quire.config.resolve_device import (
     BACKENDS,
@@ -29,6 +30,7 @@ from quire.config.resolve_device import (
     graph_options,
     triton_model,
 )
+from quire.config.resolve_pooling import check_pooling
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 from quire.utils.sizes import parse_bytes
@@ -94,12 +96,13 @@ def resolve(options: EngineOptions) -> EngineConfig:
     model = replace(model, quantization=_quantization(options, model, backend))
     if parallel.tp > 1:
         check_ranks_fit(options, model)
+    check_pooling(options, model, is_accelerated=is_accelerated)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
-    scheduler = _scheduler(options, defaults)
+    scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
     return EngineConfig(
         model=model,
-        cache=_cache(options, defaults),
+        cache=_cache(options, defaults, model),
         scheduler=scheduler,
         load=LoadConfig(
             load_format=choice("load_format", options.load_format, LOAD_FORMATS),
@@ -142,6 +145,7 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
         max_model_len=positive("max_model_len", options.max_model_len),
         revision=options.revision,
         config_only=options.load_format == "dummy",
+        runner=choice("runner", options.runner, RUNNERS),
         model_impl=options.model_impl,
     )
     if is_accelerated:
@@ -242,7 +246,7 @@ def _parallel(options: EngineOptions) -> ParallelConfig:
     return ParallelConfig(tp=tp, pp=pp)
 
 
-def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:
+def _cache(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> CacheConfig:
     block_size = options.block_size
     if not 1 <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ConfigError(
@@ -262,7 +266,7 @@ def _cache(options: EngineOptions, defaults: Defaults) -> CacheConfig:
         memory=None if memory is None else parse_bytes(memory, param="kv_cache_memory"),
         memory_utilization=utilization,
         num_blocks_override=positive("num_blocks_override", options.num_blocks_override),
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and not model.takes_whole_prompts,
         swap_space=_swap_space(options),
         offload_dir=None if options.kv_offload_dir is None else Path(options.kv_offload_dir).expanduser(),
         offload_size=_offload_size(options),
@@ -317,11 +321,14 @@ def batch_limits(options: EngineOptions, usual_seqs: int, usual_budget: int) -> 
     return seqs, budget
 
 
-def _scheduler(options: EngineOptions, defaults: Defaults) -> SchedulerConfig:
+def _scheduler(options: EngineOptions, defaults: Defaults, model: ModelConfig) -> SchedulerConfig:
     queue_depth = defaults.queue_depth if options.queue_depth is None else options.queue_depth
     if queue_depth not in (1, 2):
         raise ConfigError(f"queue_depth must be 1 or 2, not {queue_depth}", param="queue_depth")
-    max_num_seqs, budget = batch_limits(options, defaults.max_num_seqs, defaults.max_num_batched_tokens)
+    longest_step = defaults.max_num_batched_tokens
+    if model.takes_whole_prompts:
+        longest_step = max(longest_step, model.max_model_len)
+    max_num_seqs, budget = batch_limits(options, defaults.max_num_seqs, longest_step)
     if not 0 < options.priority_seconds <= MAX_PRIORITY_SECONDS:
         raise ConfigError(
             f"priority_seconds must be in (0, {MAX_PRIORITY_SECONDS:g}], not {options.priority_seconds}",
@@ -335,4 +342,5 @@ def _scheduler(options: EngineOptions, defaults: Defaults) -> SchedulerConfig:
         scheduling_policy=choice("scheduling_policy", options.scheduling_policy, ("priority", "fcfs")),
         priority_seconds=options.priority_seconds,
         preemption_mode=options.preemption_mode,
+        whole_prompts=model.takes_whole_prompts,
     )

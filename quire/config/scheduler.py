@@ -15,6 +15,7 @@ class SchedulerConfig:
     scheduling_policy: "fcfs", or "priority": then requests may bring one.
     priority_seconds: seconds of waiting that one level of priority is worth.
     preemption_mode: "recompute", "swap", or "auto", which takes the cheaper one for each victim.
+    whole_prompts: each prompt is computed in one step.
     """
 
     max_num_batched_tokens: int
@@ -24,3 +25,4 @@ class SchedulerConfig:
     scheduling_policy: str = "fcfs"
     priority_seconds: float = PRIORITY_SECONDS
     preemption_mode: str = "recompute"
+    whole_prompts: bool = False

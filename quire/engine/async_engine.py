@@ -12,33 +12,32 @@ import itertools
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from quire.beam_search_params import BeamSearchOutput, BeamSearchParams, to_beam_search_output
 from quire.config.model import ModelConfig
 from quire.config.options import EngineOptions
-from quire.engine.client import DEFAULT_EXECUTOR, EngineClient
+from quire.engine.async_pooling import AsyncPooling
+from quire.engine.client import DEFAULT_EXECUTOR, EngineClient, cause_of_death
 from quire.engine.front_end import FrontEnd, open_front_end
 from quire.engine.heartbeat import check_responsive, wait_for_answer
 from quire.engine.inprocess_client import InProcessClient
 from quire.engine.input_processor import InputProcessor, Prompt, RenderedChat, num_units, prompt_text
 from quire.engine.messages import Abort, AddRequest, Call, CallResult, EngineOutputs, EngineReady
 from quire.engine.output_stream import Delivery, OutputStream, StatsListener
+from quire.engine.pooling_processor import PoolingProcessor
 from quire.engine.process_client import ProcessClient
 from quire.engine.request_part import Preparations, RequestPart, turn_of
 from quire.errors import EngineAsleepError, EngineDeadError, InternalError, QuireError, UserError
 from quire.kv_cache.snapshot import KVSnapshot
-from quire.logging import get_logger
 from quire.outputs import RequestOutput, raise_if_nonfinite
 from quire.request import EngineRequest
 from quire.sampling_params import SamplingParams
 from quire.stats import EngineStats
 from quire.tokenization.tokenizer import Tokenizer
-from quire.utils.failures import explain
-
-logger = get_logger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised on another thread: the loop goes on serving others meanwhile."""
@@ -55,7 +54,7 @@ _PARAMETERS = {"unregister_prefix": "prefix_id", "sleep": "level"}
 """What a method's argument is called."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooling):
     """Used from one event loop at a time. Keyword arguments are the engine's options (`quire.config.options`).
 
     The constructor returns while the engine process is still starting; `ready` waits for it.
@@ -118,6 +117,10 @@ class AsyncLLM:
     def input_processor(self) -> InputProcessor:
         """Checks and tokenises prompts. Waits as `ready` does."""
         return self._front_end.input_processor
+
+    @property
+    def pooling(self) -> PoolingProcessor:
+        return self._front_end.pooling_processor
 
     @property
     def takes_priorities(self) -> bool:
@@ -196,6 +199,24 @@ class AsyncLLM:
         until the engine goes on), InternalError when its output cannot be processed, EngineAsleepError while the engine
         sleeps, and QuireError while draining.
         """
+        process = partial(self._process, prompt, sampling_params, cache_salt, priority)
+        async with contextlib.aclosing(
+            self.run_request(process, prompt_text(prompt), request_id, delta=delta, part=part)
+        ) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def run_request(
+        self,
+        process: Callable[[str], Awaitable[EngineRequest]],
+        text: str | None,
+        request_id: str | None,
+        *,
+        delta: bool = False,
+        part: RequestPart | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a request of any kind. process: makes it from the name that the engine gets. text: of its
+        prompt, to be reported."""
         self.check_health()
         if self._draining:
             raise QuireError("the engine is draining and takes no new requests")
@@ -206,9 +227,9 @@ class AsyncLLM:
             stream = OutputStream(name, f"{name}#{next(self._numbers)}", delta=delta)
             async with contextlib.AsyncExitStack() as stack:
                 with self._preparations.count(part):
-                    request = await self._process(stream.key, prompt, sampling_params, cache_salt, priority)
+                    request = await process(stream.key)
                     request = await stack.enter_async_context(turn_of(part, request))
-                    self._submit(request, prompt_text(prompt), stream, delta)
+                    self._submit(request, text, stream, delta)
                 try:
                     finished = False
                     while not finished:
@@ -235,7 +256,7 @@ class AsyncLLM:
                     lambda: self.input_processor.process_prefix(name, prefix, cache_salt=cache_salt)
                 )
                 self._submit(request, None, stream, True)
-            computing = asyncio.ensure_future(_last_output(stream))
+            computing = asyncio.ensure_future(stream.last())
             try:
                 raise_if_nonfinite(await wait_for_answer(computing, "register_prefix", lambda: self._client.silence))
             except BaseException:
@@ -427,7 +448,7 @@ class AsyncLLM:
                 self._all_finished.set()
 
     async def _process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str, priority: int, request_id: str
     ) -> EngineRequest:
         def process() -> EngineRequest:
             return self.input_processor.process(request_id, prompt, params, cache_salt=cache_salt, priority=priority)
@@ -559,27 +580,10 @@ def _receive(client: EngineClient, reference: weakref.ref[AsyncLLM]) -> None:
         except BaseException as error:  # a thread that ended in silence would leave every request waiting
             engine = reference()
             if engine is not None:
-                engine._die(_cause_of_death(error))
+                engine._die(cause_of_death(error))
             client.shutdown()
             return
         del engine
-
-
-def _cause_of_death(error: BaseException) -> EngineDeadError:
-    """What the end of the receiver's thread means to all requests."""
-    if isinstance(error, EngineDeadError):
-        return error
-    if isinstance(error, QuireError):  # what a start failed with
-        return EngineDeadError(str(error), summary="the engine could not start")
-    death = EngineDeadError(f"the front end failed: {explain(error)}", summary="the server's front end failed")
-    logger.error("error %s: the engine's front end failed", death.error_id, exc_info=error)
-    return death
-
-
-async def _last_output(stream: OutputStream) -> RequestOutput:
-    while not (output := await stream.get()).finished:
-        pass
-    return output
 
 
 def _size(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.engine.messages import ClientMessage, EngineOutputs, EngineReady
+from quire.errors import EngineDeadError, QuireError
+from quire.logging import get_logger
+from quire.utils.failures import explain
+
+logger = get_logger(__name__)
 
 DEFAULT_EXECUTOR = "quire.executors.choice:make_executor"
 """`"module:attribute"` of a callable that makes an executor from an EngineConfig. A name, so that only the process
@@ -43,3 +48,14 @@ class EngineClient(Protocol):
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the core, by force after `timeout` seconds. A waiting `receive` fails. Idempotent."""
         ...
+
+
+def cause_of_death(error: BaseException) -> EngineDeadError:
+    """What the end of the receiver's thread means to all requests."""
+    if isinstance(error, EngineDeadError):
+        return error
+    if isinstance(error, QuireError):  # what a start failed with
+        return EngineDeadError(str(error), summary="the engine could not start")
+    death = EngineDeadError(f"the front end failed: {explain(error)}", summary="the server's front end failed")
+    logger.error("error %s: the engine's front end failed", death.error_id, exc_info=error)
+    return death

@@ -85,7 +85,7 @@ class EngineCore:
         )
         loaded = clock.now()
         profile = None
-        if not config.cache.is_size_given:
+        if groups and not config.cache.is_size_given:
             profile = executor.profile(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         layout = size_pool(
             groups,

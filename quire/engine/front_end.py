@@ -11,6 +11,7 @@ from quire.config.resolve import resolve
 from quire.engine.client import EngineClient
 from quire.engine.input_processor import InputProcessor
 from quire.engine.output_processor import OutputProcessor
+from quire.engine.pooling_processor import PoolingProcessor
 from quire.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -23,6 +24,7 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self.output_processor = OutputProcessor(tokenizer)
         self._input_processor: InputProcessor | None = None
+        self._pooling_processor: PoolingProcessor | None = None
         self._making = threading.Lock()
 
     @property
@@ -42,8 +44,17 @@ class FrontEnd:
                     eos_token_ids=self.config.model.eos_token_ids,
                     seed=self.config.seed,
                     takes_priorities=self.config.scheduler.scheduling_policy == "priority",
+                    pools=self.config.model.pooling is not None,
                 )
             return self._input_processor
+
+    @property
+    def pooling_processor(self) -> PoolingProcessor:
+        """Of requests for vectors. Waits as `input_processor` does."""
+        inputs, model = self.input_processor, self.config.model
+        if self._pooling_processor is None:
+            self._pooling_processor = PoolingProcessor(inputs, model.pooling, model.name, model.hidden_size)
+        return self._pooling_processor
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop the core, as EngineClient.shutdown, and what renders conversations. Idempotent."""

@@ -57,7 +57,8 @@ class InputProcessor:
     tokenizer: None when the model has none (then prompts are token ids). vocab_size: of the model, which may exceed
     the tokenizer's. max_model_len: tokens of prompt and output together. eos_token_ids: end a sequence unless
     `ignore_eos`. seed: the engine's; requests without a seed get theirs from it and their number, so that a run whose
-    requests come in the same order is reproducible. takes_priorities: whether a request may bring one.
+    requests come in the same order is reproducible. takes_priorities: whether a request may bring one. pools: the
+    model gives vectors of texts, and generates none.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class InputProcessor:
         eos_token_ids: Sequence[int],
         seed: int,
         takes_priorities: bool = False,
+        pools: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -78,6 +80,7 @@ class InputProcessor:
         self._bad_words = BadWordTokenizer(tokenizer, vocab_size)
         self._seed = seed
         self._takes_priorities = takes_priorities
+        self._pools = pools
         self._request_numbers = itertools.count()  # next() is atomic
         self._chat_template = None if tokenizer is None else ChatTemplate.of(tokenizer)
 
@@ -97,11 +100,13 @@ class InputProcessor:
         `add_special_tokens` concerns text prompts: whether the tokenizer adds what it puts around a text (a
         beginning-of-sequence token). Raises UserError with `param` set, or PromptTooLongError.
         """
+        if self._pools:
+            raise UserError("this model gives vectors or scores of texts, and generates none (runner='pooling')")
         if not isinstance(params, SamplingParams):
             raise UserError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
         self._check_params(params)
-        self._check_priority(priority)
-        content, cache_salt = _split_prompt(prompt, cache_salt)
+        self.check_priority(priority)
+        content, cache_salt = split_prompt(prompt, cache_salt)
         check_unicode(request_id, param="request_id")
         token_ids = self._tokens(content, params, add_special_tokens)
         room = self.max_model_len - len(token_ids)
@@ -128,7 +133,7 @@ class InputProcessor:
 
         It takes no number of its own, so that the seeds of other requests are what they were without it.
         """
-        content, cache_salt = _split_prompt(prefix, cache_salt)
+        content, cache_salt = split_prompt(prefix, cache_salt)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
         return EngineRequest(
             request_id=request_id,
@@ -194,10 +199,10 @@ class InputProcessor:
             check_unicode(content, param="prompt")
             self.check_text_length(content, "prompt", is_cut=keep is not None)
             token_ids = self.tokenizer.encode(content, add_special_tokens)
-            self._check_embedding(self.tokenizer, token_ids)
+            self.check_embedding(self.tokenizer, token_ids)
         else:
             token_ids = list(content)
-            self._check_token_ids(token_ids, "prompt_token_ids")
+            self.check_token_ids(token_ids, "prompt_token_ids")
         # Also when the tokenizer would put a token in front of nothing: an empty text is a caller's mistake.
         if not content or not token_ids:
             raise UserError("the prompt is empty: at least one token is needed", param="prompt")
@@ -211,7 +216,7 @@ class InputProcessor:
             )
         return token_ids
 
-    def _check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    def check_embedding(self, tokenizer: Tokenizer, token_ids: list[int]) -> None:
         """A tokenizer may know more tokens than the model has vectors for: added tokens, mostly."""
         largest = max(token_ids, default=0)
         if largest >= self.vocab_size:
@@ -232,7 +237,7 @@ class InputProcessor:
                 param=param,
             )
 
-    def _check_priority(self, priority: object) -> None:
+    def check_priority(self, priority: object) -> None:
         if type(priority) is not int:
             raise UserError(f"priority must be an integer, not {priority!r:.100}", param="priority")
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -247,9 +252,9 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the vocabulary and the wire format decide; the rest was checked when `params` was made."""
-        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
-        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        self.check_token_ids(params.stop_token_ids or (), "stop_token_ids")
+        self.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_token_ids(params.logit_bias or (), "logit_bias")
         stops = params.stop_strings
         if stops and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and this model has none", param="stop")
@@ -258,7 +263,7 @@ class InputProcessor:
         for stop in stops:
             check_unicode(stop, param="stop")
 
-    def _check_token_ids(self, token_ids: Any, param: str) -> None:
+    def check_token_ids(self, token_ids: Any, param: str) -> None:
         """Types and range. Written for long lists of valid ids: the offender is looked for only when there is one."""
         if not token_ids or (
             set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size
@@ -309,7 +314,7 @@ def mix_seed(seed: int, number: int) -> int:
     return (value ^ (value >> 31)) & MASK_63
 
 
-def _split_prompt(prompt: Prompt, cache_salt: str) -> tuple[str | Sequence[int], str]:
+def split_prompt(prompt: Prompt, cache_salt: str) -> tuple[str | Sequence[int], str]:
     """(text or token ids, cache salt) of a prompt in any of its forms."""
     content: Any = prompt
     if isinstance(prompt, Mapping):

@@ -162,6 +162,7 @@ class _RequestState:
         "_first_token",
         "_metrics",
         "_num_cached_tokens",
+        "_pooled",
         "_prompt_logprobs",
         "_prompt_text",
         "_request",
@@ -185,6 +186,7 @@ class _RequestState:
         self._delta = delta
         self._final_only = final_only or request.params.answers_at_end
         self._num_cached_tokens = 0
+        self._pooled: list[float] | None = None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
@@ -220,6 +222,8 @@ class _RequestState:
         if update.prompt_logprobs is not None and self._prompt_logprobs is not None:
             assert update.prompt_logprobs.start == len(self._prompt_logprobs)
             self._prompt_logprobs += [to_logprobs(entry, self._tokenizer) for entry in update.prompt_logprobs.entries]
+        if update.pooled is not None:
+            self._pooled = update.pooled
         if update.timing is not None:
             self._measure(update.timing, has_token=bool(update.new_token_ids))
             self._num_cached_tokens = update.num_cached_tokens
@@ -249,6 +253,7 @@ class _RequestState:
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics,
+            pooled=self._pooled,
         )
         if self._delta:
             self._prompt_logprobs = None

@@ -69,6 +69,12 @@ class OutputStream:
         waiting = self._waiting.popleft()
         return waiting if isinstance(waiting, RequestOutput) else waiting.output()
 
+    async def last(self) -> RequestOutput:
+        """Wait for the last output."""
+        while not (output := await self.get()).finished:
+            pass
+        return output
+
 
 class MergedOutput:
     """Consecutive deltas of one request, joined at a cost that follows their own length alone."""

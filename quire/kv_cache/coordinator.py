@@ -18,6 +18,9 @@ from quire.kv_cache.managers.full import FullManager
 from quire.kv_cache.managers.sliding import STATE_WINDOW, SlidingManager
 from quire.kv_cache.prefix_index import Findable, PrefixIndex
 
+UNLIMITED = 2**62
+"""Tokens that a sequence may have where nothing is kept of them."""
+
 
 class GroupManager(Protocol):
     """How a sequence uses the blocks of one KV group."""
@@ -56,8 +59,8 @@ class Coordinator:
         self.managers = tuple(MANAGERS[group.spec.kind](group) for group in groups)
         self.sizes = sizes = tuple(manager.block_size for manager in self.managers)
         """Per group: tokens of a block."""
-        self.block_size = gcd(*sizes)
-        """Tokens of a hash block."""
+        self.block_size = gcd(*sizes) or 1
+        """Tokens of a hash block (of no use without groups)."""
         self.hit_size = lcm(*sizes)
         """Tokens: a hit is a multiple of it."""
         self.strides = tuple(size // self.block_size for size in sizes)
@@ -83,8 +86,9 @@ class Coordinator:
         return total
 
     def num_slots(self, tables: Sequence[Sequence[int]]) -> int:
-        """Tokens that block tables have room for in every group."""
-        return min([len(table) * manager.block_size for table, manager in zip(tables, self.managers, strict=True)])
+        """Tokens that block tables have room for in every group; without groups any number."""
+        sizes = [len(table) * manager.block_size for table, manager in zip(tables, self.managers, strict=True)]
+        return min(sizes, default=UNLIMITED)
 
     def fits(self, tables: Sequence[Sequence[int]], num_tokens: int) -> bool:
         """Whether block tables are as long as `num_tokens` tokens need, and no longer."""

@@ -97,7 +97,7 @@ class KVCacheLayout:
 
 def page_bytes(groups: Sequence[KVGroup]) -> int:
     """Bytes of every page: the largest that a group uses, aligned where groups use different numbers."""
-    sizes = {group.page_bytes for group in groups}
+    sizes = {group.page_bytes for group in groups} or {0}
     return max(sizes) if len(sizes) == 1 else _aligned(max(sizes))
 
 
@@ -111,12 +111,15 @@ def group_layers(
 ) -> tuple[tuple[KVGroup, ...], int]:
     """Partition layers (by index) into groups of one kind and equal size; return them and the size.
 
-    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token.
+    block_size: tokens. Groups get multiples of it: itself where all kinds keep as many bytes of a token. Without specs
+    there are no groups.
     snapshot_interval: tokens of a block of states, at least: the block size is the next multiple of STATE_BORDER and of
     the other groups' block sizes, because a snapshot is of use only where all other groups have full blocks. The size
     is the greatest common divisor of the kinds' layer counts if that is at least half of the smallest count, else the
     smallest count.
     """
+    if not specs:
+        return (), 0
     kinds: dict[LayerSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)

@@ -96,9 +96,13 @@ def size_pool(
     sequences of full length can use (no new request starts while preempted ones wait, so no more are swapped out at
     once).
 
+    A model whose layers keep nothing gets a layout without blocks, but for block 0.
+
     Raises InsufficientMemoryError, with the arithmetic, when not even one block of a pool fits. A pool that is smaller
     than one sequence of `max_model_len` is allowed: the engine then lowers `max_model_len`.
     """
+    if not groups:
+        return KVCacheLayout(cache.block_size, 1, groups, layers_per_group)
     bytes_per_block = block_bytes(groups, layers_per_group)
     most_useful = most_useful_blocks(groups, max_num_seqs, max_model_len)
     num_host_blocks = 0

@@ -136,4 +136,5 @@ def layer_spec(attention: AttentionShape, dtype_bytes: int, scale_bytes: int = 0
 def layer_specs(config: ModelConfig, num_ranks: int = 1) -> list[LayerSpec]:
     """What each layer keeps on one of `num_ranks` ranks, by layer index. Models and `quire plan` share it."""
     size, scale = CACHE_DTYPE_BYTES[config.kv_cache_dtype], CACHE_SCALE_BYTES.get(config.kv_cache_dtype, 0)
-    return [layer_spec(layer.attention, size, scale, num_ranks) for layer in config.shape.layers]
+    shapes = [layer.attention for layer in config.shape.layers if layer.attention.kind != "none"]
+    return [layer_spec(shape, size, scale, num_ranks) for shape in shapes]

@@ -14,7 +14,8 @@ class ForwardBatch(NamedTuple):
 
     token_ids, positions: [T]. attention: what the attention back end planned for the step. logits_rows: [R] distinct,
     ascending; the tokens whose hidden states are read, the only ones that the last layer computes behind its attention
-    (None: all). states: where layers that keep a state find it (None: no layer does).
+    (None: all). states: where layers that keep a state find it (None: no layer does). segments: [T], 1 in the second
+    text of a pair, else 0 (None: not needed).
     """
 
     token_ids: Indices
@@ -22,3 +23,4 @@ class ForwardBatch(NamedTuple):
     attention: PlannedStep
     logits_rows: ReadRows | None = None
     states: StepStates | None = None
+    segments: Indices | None = None

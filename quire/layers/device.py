@@ -9,6 +9,7 @@ import torch
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
+from quire.layers.device_encoder import DeviceEncoderOperations
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
 
 
@@ -21,7 +22,7 @@ class DeviceLayers:
     batch_invariant: bool = False
 
 
-class DeviceOperations(DeviceCacheOperations, SharedOperations):
+class DeviceOperations(DeviceCacheOperations, DeviceEncoderOperations, SharedOperations):
     """Instance of Operations over tensors of one device. Nothing in it waits for the device."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

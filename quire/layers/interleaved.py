@@ -1,12 +1,13 @@
-"""Rotated pairs side by side (GLM), brought to the order of LLaMA's heads while weights are loaded.
+"""Rows of a checkpoint's matrices in another order than the layers', brought to theirs while weights are loaded.
 
-A rotation turns pairs of elements of a head. Here a pair's elements are half of the rotated part apart; where a
-checkpoint has them side by side, the rows of its query and key matrices are put in the other order. Scores are sums
-over all elements of a head, so that no later step sees the difference.
+Rotated pairs side by side (GLM): a rotation turns pairs of elements of a head. Here a pair's elements are half of the
+rotated part apart; where a checkpoint has them side by side, the rows of its query and key matrices are put in the
+other order. Scores are sums over all elements of a head, so that no later step sees the difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,3 +31,15 @@ def pairs_apart(slot: WeightSlot, head_dim: int, rotary_dim: int) -> WeightSlot:
         slot.load((source.read() if isinstance(source, FileTensor) else source)[order])
 
     return replace(slot, load=load)
+
+
+def shared_slot(slots: Sequence[WeightSlot], orders: Sequence[torch.Tensor]) -> WeightSlot:
+    """One tensor of a checkpoint that has the rows of several slots: those of slot i are its rows `orders[i]`."""
+
+    def load(source: WeightSource) -> None:
+        rows = source.read() if isinstance(source, FileTensor) else source
+        for slot, order in zip(slots, orders, strict=True):
+            slot.load(rows[order])
+
+    rows = sum(slot.shape[0] for slot in slots)
+    return replace(slots[0], shape=(rows, *slots[0].shape[1:]), load=load, nbytes=sum(slot.nbytes for slot in slots))

@@ -8,12 +8,13 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
 from quire.layers.experts import Routing
 from quire.layers.native_cache import NativeCacheOperations, address_of
+from quire.layers.native_encoder import NativeEncoderOperations
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
 from quire.parallel.interface import ProcessGroup
 
 
-class NativeOperations(NativeCacheOperations, NativeStates):
+class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeStates):
     """Instance of Operations over a recorder's placeholders. The step that `attend` takes is the back end itself:
     a program is recorded for the memory of one pool."""
 
@@ -47,7 +48,7 @@ class NativeOperations(NativeCacheOperations, NativeStates):
         )
 
     def rotation(self, frequencies: RotaryFrequencies, positions: RecordedIndices) -> Buffer:
-        assert positions.by_position, "rotations are of positions"
+        assert positions.source == _native.IndexSource.POSITIONS, "rotations are of positions"
         assert positions.shift == 0, "of the positions themselves"
         positions.recorder.keep.append(frequencies)
         rotary_dim = 2 * len(frequencies.inverse_frequencies)

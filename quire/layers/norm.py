@@ -38,12 +38,14 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm:
-    """(x - mean) / deviation * weight + bias; `affine` False leaves out the last two."""
+    """(x - mean) / deviation * weight + bias; `affine` False leaves out the last two, `bias` False the last."""
 
-    def __init__(self, size: int, epsilon: float, context: LayerContext, *, affine: bool = True) -> None:
-        weight = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
-        bias = torch.empty(size, dtype=context.dtype, device=context.device) if affine else None
-        self.weights = NormWeights(size, weight, bias, epsilon, centred=True)
+    def __init__(
+        self, size: int, epsilon: float, context: LayerContext, *, affine: bool = True, bias: bool = True
+    ) -> None:
+        vectors = [torch.empty(size, dtype=context.dtype, device=context.device) for _ in range(affine * (1 + bias))]
+        weight, shift, *_ = (*vectors, None, None)
+        self.weights = NormWeights(size, weight, shift, epsilon, centred=True)
         self._operations = context.operations
 
     def __call__(self, x: Value) -> Value:
@@ -51,9 +53,8 @@ class LayerNorm:
         return self._operations.norm(self.weights, x)
 
     def slots(self) -> WeightSlots:
-        if self.weights.weight is None:
-            return {}
-        return {"weight": _slot(self.weights.weight, 1.0), "bias": _slot(self.weights.bias, 0.0)}
+        named = (("weight", self.weights.weight, 1.0), ("bias", self.weights.bias, 0.0))
+        return {name: _slot(vector, mean) for name, vector, mean in named if vector is not None}
 
 
 def _slot(vector: torch.Tensor | None, mean: float, offset: float = 0.0) -> WeightSlot:

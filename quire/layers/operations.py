@@ -13,6 +13,7 @@ from quire.attention.interface import AttentionStep, LayerAttention, PlannedStep
 from quire.errors import ConfigError
 from quire.kernels.value import Indices, ReadRows, Value
 from quire.layers.cache_operations import CacheOperations, TorchCacheOperations
+from quire.layers.encoder_operations import EncoderOperations, TorchEncoderOperations
 from quire.layers.experts import ExpertOperations, TorchExpertOperations
 from quire.layers.rotation import Rotation
 from quire.layers.states import StateOperations, TorchStates
@@ -72,6 +73,7 @@ StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
 class Operations(
+    EncoderOperations[ValueT, RotationT, StepT_contra],
     CacheOperations[ValueT, RotationT, StepT_contra],
     ExpertOperations[ValueT],
     StateOperations[ValueT],
@@ -174,7 +176,7 @@ class SharedOperations(TorchExpertOperations, TorchStates):
         return group.all_gather(x, dim=1)
 
 
-class TorchOperations(TorchCacheOperations, SharedOperations):
+class TorchOperations(TorchCacheOperations, TorchEncoderOperations, SharedOperations):
     """The Operations of plain torch, computed at once."""
 
     def norm(self, weights: NormWeights, x: torch.Tensor) -> torch.Tensor:

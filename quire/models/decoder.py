@@ -23,6 +23,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.operations import RotationTable
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.checkpoint_names import CheckpointNames, fill_slots
+from quire.models.head import OutputHead
 from quire.quantization.integer_weight import WeightSource
 
 
@@ -48,12 +49,10 @@ class DecoderLayer(Protocol):
 class Decoder(ABC):
     """Part of every model: cache specs, loading, logits. A subclass fills in the body and `forward`."""
 
-    def __init__(
-        self, layers: Sequence[DecoderLayer], prefix: str, head: VocabularyProjection, names: CheckpointNames
-    ) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], prefix: str, head: OutputHead, names: CheckpointNames) -> None:
         """prefix: of the layers' tensors in a checkpoint, before the number of the layer."""
         self._layers = layers
-        self._head = head
+        self._head: OutputHead = head
         self._names = names
         self.slots: WeightSlots = prefixed("lm_head", head.slots())
         """Where each tensor of a checkpoint goes; complete once the subclass has added what is not in a layer."""

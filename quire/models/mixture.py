@@ -1,4 +1,5 @@
-"""LLaMA-like models whose MLPs are mixtures of experts, in all layers or in some: Mixtral, Qwen 2 and 3 MoE."""
+"""Mixtures of experts of the families, in the place of MLPs, in all layers or in some; and the LLaMA-like models that
+have them: Mixtral, Qwen 2 and 3 MoE."""
 
 from __future__ import annotations
 
@@ -31,25 +32,34 @@ _MIXTURES: Mapping[str, _Mixture] = {
         "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False), gates_shared=True
     ),
     "Qwen3MoeForCausalLM": _Mixture("mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", False)),
+    "Qwen3NextForCausalLM": _Mixture(
+        "mlp", ExpertNames(), lambda fields: fields.boolean("norm_topk_prob", True), gates_shared=True
+    ),
+    "Qwen3_5MoeForCausalLM": _Mixture("mlp", ExpertNames(), lambda fields: True, gates_shared=True),
 }
+
+
+def mixture_block(config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots] | None:
+    """The experts of a layer, and their tensors by their names inside it; None for a layer without any."""
+    experts = config.shape.layers[layer].experts
+    if experts is None:
+        return None
+    mixture, activation, size = _MIXTURES[config.architecture], read_activation(config), config.hidden_size
+    shared, width = None, experts.shared_intermediate
+    if width:
+        shared = SharedExpert(size, width, activation, is_gated=mixture.gates_shared, context=context)
+    renormalise = mixture.renormalises(model_fields(config))
+    routing = Routing(experts.num_experts, experts.num_active, renormalise=renormalise)
+    shape = MixtureShape(size, experts.intermediate)
+    block = MixtureOfExperts(shape, routing, Gating(activation), context, shared)
+    return block, prefixed(mixture.prefix, block.slots(mixture.names))
 
 
 class MixtureLayer(LlamaLayer):
     """A layer of LLaMA's with experts where the model's shape has some."""
 
     def make_mlp(self, config: ModelConfig, context: LayerContext, layer: int) -> tuple[FeedForward, WeightSlots]:
-        experts = config.shape.layers[layer].experts
-        if experts is None:
-            return super().make_mlp(config, context, layer)
-        mixture, activation, size = _MIXTURES[config.architecture], read_activation(config), config.hidden_size
-        shared, width = None, experts.shared_intermediate
-        if width:
-            shared = SharedExpert(size, width, activation, is_gated=mixture.gates_shared, context=context)
-        renormalise = mixture.renormalises(model_fields(config))
-        routing = Routing(experts.num_experts, experts.num_active, renormalise=renormalise)
-        shape = MixtureShape(size, experts.intermediate)
-        block = MixtureOfExperts(shape, routing, Gating(activation), context, shared)
-        return block, prefixed(mixture.prefix, block.slots(mixture.names))
+        return mixture_block(config, context, layer) or super().make_mlp(config, context, layer)
 
 
 class MixtureLlama(LlamaLike):

@@ -9,6 +9,8 @@ import torch
 
 from quire.attention.interface import StateStep
 from quire.attention.native_backend import NativeAttention, NativeAttentionStep
+from quire.attention.native_encoder import NativeEncoder, NativeEncoderStep
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear_state import StatePlans
 from quire.kernels.cpu.memory import allocate
 from quire.kernels.cpu.recorder import (
@@ -36,7 +38,7 @@ class NativeModel:
     def __init__(self, model: Decoder, runtime: NativeRuntime) -> None:
         self._model = model
         self._runtime = runtime
-        self._backend: NativeAttention | None = None
+        self._backend: NativeAttention | NativeEncoder | None = None
         self._body: RecordedProgram | None = None
         self._states: StatePlans | None = None
         """Of a body with layers that keep states."""
@@ -66,11 +68,15 @@ class NativeModel:
         # A step brings tensors. (Asking torch's metaclass for each would take as long as the call of a kernel.)
         token_ids, positions = cast("torch.Tensor", batch.token_ids), cast("torch.Tensor", batch.positions)
         rows, step = cast("torch.Tensor | None", batch.logits_rows), batch.attention
-        assert isinstance(step, NativeAttentionStep), "a native model attends natively"
+        assert isinstance(step, NativeAttentionStep | NativeEncoderStep), "a native model attends natively"
         num_rows = len(token_ids)
         body = self._body
         if body is None or body.max_rows < num_rows or self._backend is not step.backend:
             body = self._record_body(step.backend, num_rows)
+        if isinstance(step, NativeEncoderStep):
+            segments = cast("torch.Tensor | None", batch.segments)
+            body.run(num_rows, token_ids, positions, step.encoder, read_rows=rows, segments=segments)
+            return body.result(num_rows if rows is None else len(rows))
         states = None
         if self._states is not None:
             assert isinstance(batch.states, StateStep), "a step of a model with states brings them"
@@ -87,12 +93,14 @@ class NativeModel:
         head.run(num_rows, externals=(hidden, self._logits))
         return self._logits[:num_rows]
 
-    def _record_body(self, backend: NativeAttention, num_rows: int) -> RecordedProgram:
+    def _record_body(self, backend: NativeAttention | NativeEncoder, num_rows: int) -> RecordedProgram:
         self._body = None  # freed first, so that two arenas never exist at the same time
         recorder = Recorder()
-        token_ids = RecordedIndices(recorder, by_position=False)
-        positions = RecordedIndices(recorder, by_position=True)
-        result = _recorded(self._model.forward(ForwardBatch(token_ids, positions, backend, RecordedRows(recorder))))
+        sources = _native.IndexSource
+        kinds = (sources.TOKEN_IDS, sources.POSITIONS, sources.SEGMENTS)
+        token_ids, positions, segments = (RecordedIndices(recorder, kind) for kind in kinds)
+        batch = ForwardBatch(token_ids, positions, backend, RecordedRows(recorder), segments=segments)
+        result = _recorded(self._model.forward(batch))
         self._backend = backend
         self._states = StatePlans(recorder.state_layers) if recorder.state_layers else None
         self._body = recorder.finish_program(result, self._runtime, rounded_rows(num_rows))

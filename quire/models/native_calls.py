@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.interface import PlannedStep
 from quire.attention.native_backend import NativeAttentionStep
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import (
     ROW_ALIGNMENT,
     Buffer,
@@ -95,7 +96,7 @@ class _RecordedCall:
         program = self._program
         if program is None or program.max_rows < num_rows:
             recorder = Recorder()
-            program = self._finish(recorder, RecordedIndices(recorder, by_position=False), num_rows)
+            program = self._finish(recorder, RecordedIndices(recorder, _native.IndexSource.TOKEN_IDS), num_rows)
         out = _empty_rows(num_rows, self._width)
         program.run(num_rows, token_ids=indices.contiguous(), externals=(out,))
         return out[:, : self._width].contiguous()

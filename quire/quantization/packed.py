@@ -156,7 +156,7 @@ class PackedLinear:
             table=matrix.as_native(),
             width=parameters.shape.in_features,
             shift=indices.shift,
-            by_position=indices.by_position,
+            source=indices.source,
             accumulate=onto is not None,
         )
 

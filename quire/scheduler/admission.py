@@ -22,6 +22,8 @@ class Limits(NamedTuple):
     max_num_tokens: int
     max_chunk: int
     """Most tokens of one sequence in a step."""
+    whole_prompts: bool = False
+    """Each prompt is computed in one step."""
 
 
 class Quote(NamedTuple):
@@ -84,6 +86,12 @@ def reject_impossible(request: Request, kv: KVCacheManager, num_usable: int, lim
         raise UserError(f"a pooled request has one vector: {name} must be 1, not {n}", param=name)
     if n > limits.max_num_seqs:
         raise PromptTooLongError(f"{name}={n} exceeds the engine's max_num_seqs of {limits.max_num_seqs}", param=name)
+    if limits.whole_prompts and request.num_prompt_tokens > limits.max_num_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {request.num_prompt_tokens} tokens, and this model computes prompts in one step, of up to "
+            f"{limits.max_num_tokens} (max_num_batched_tokens)",
+            param="prompt",
+        )
     needed = blocks_at_most(request, kv, limits.max_chunk)
     if needed > num_usable:
         num_registered = kv.pool.num_usable - num_usable

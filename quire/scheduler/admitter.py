@@ -85,7 +85,7 @@ class Admitter:
                 reserved.reserve(request)
                 continue
             num_tokens = min(needs.num_new_tokens, self._limits.max_chunk, builder.budget)
-            if reserved and num_tokens < needs.num_new_tokens:
+            if num_tokens < needs.num_new_tokens and (reserved or self._limits.whole_prompts):
                 break
             if not self._has_room(request, needs):
                 break

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.deferral import PENDING_PREFIX, Deferral
 from quire.kv_cache.connectors.interface import Lookup
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import PENDING_PREFIX, Deferral, Request, RequestStatus
+from quire.request import Request, RequestStatus
 from quire.scheduler.admission import Quote
 
 MIN_SHARED_BLOCKS = 2

@@ -17,11 +17,12 @@ from quire.decoding.beam import BeamSearch
 from quire.decoding.drafts import NO_DRAFTER, NO_DRAFTS, Drafter, propose_drafts, take_accepted, take_back_rejected
 from quire.decoding.masks import MaskSource
 from quire.decoding.parallel import create_sequences
+from quire.deferral import PENDING_PREFIX
 from quire.errors import UserError
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot, take_snapshot
 from quire.outputs import SequenceUpdate
-from quire.request import PENDING_PREFIX, EngineRequest, FinishReason, Request, RequestStatus, Sequence
+from quire.request import EngineRequest, FinishReason, Request, RequestStatus, Sequence
 from quire.scheduler.admission import Limits, PrefixRegistration, reject_impossible
 from quire.scheduler.admitter import Admitter
 from quire.scheduler.beam_reorder import BeamReorder
@@ -65,7 +66,8 @@ class Scheduler:
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
-        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk)
+        limits = config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk
+        self._limits = Limits(*limits, whole_prompts=config.whole_prompts)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()

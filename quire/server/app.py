@@ -21,6 +21,7 @@ from quire.server.keys import KeyRing
 from quire.server.live import add_live_routes
 from quire.server.models import add_model_routes
 from quire.server.openapi import add_openapi_route
+from quire.server.pooling import add_pooling_routes
 from quire.server.scrape import CountingMiddleware, HttpCounter, add_metrics_route
 from quire.server.settings import ServerSettings
 from quire.server.site import HostRules, SiteGuard
@@ -60,6 +61,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.state.context = context
     add_completion_routes(app, context)
     add_chat_routes(app, context)
+    add_pooling_routes(app, context)
     add_model_routes(app, context)
     add_tokenize_routes(app, context)
     add_health_routes(app, context)

@@ -12,6 +12,18 @@ from quire.server.errors import ErrorBody
 from quire.server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.server.protocol.completion import CompletionRequest, CompletionResponse
 from quire.server.protocol.models import ModelList
+from quire.server.protocol.pooling import (
+    ClassificationRequest,
+    ClassificationResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingRequest,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from quire.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,7 +36,7 @@ ERRORS = {
     400: "The request is wrong: the message and `param` say where",
     401: "The API key is missing or wrong",
     403: "The request comes from a web page of another origin",
-    404: "The model is not served here",
+    404: "The model is not served here, or cannot do this",
     408: "The request did not arrive in time",
     413: "The body is larger than the limit",
     415: "The body is not JSON",
@@ -40,6 +52,8 @@ READING_A_BODY = frozenset({413})
 """Of routes that read one. The heads of all requests have a time limit, and any body must be JSON, read or not."""
 GENERATING = frozenset({429})
 """Of requests that wait for a place in the batch."""
+CONVERTING = frozenset({"/tokenize", "/detokenize"})
+"""Routes whose requests the engine does not see."""
 NAMING_A_MODEL = frozenset({404})
 RENDERING = frozenset({"/v1/chat/completions", "/tokenize"})
 """Routes that render chat templates, in a process of their own."""
@@ -47,6 +61,11 @@ RENDERING = frozenset({"/v1/chat/completions", "/tokenize"})
 _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Struct]]] = {
     "/v1/completions": ("Complete a prompt", CompletionRequest, CompletionResponse),
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatResponse),
+    "/v1/embeddings": ("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
+    "/v1/score": ("Scores of pairs of texts", ScoreRequest, ScoreResponse),
+    "/v1/rerank": ("Documents in the order of their relevance", RerankRequest, RerankResponse),
+    "/classify": ("Labels of texts", ClassificationRequest, ClassificationResponse),
+    "/pooling": ("What the model makes of texts", PoolingRequest, PoolingResponse),
     "/v1/models": ("List the models", None, ModelList),
     "/tokenize": ("Text or a conversation to token ids", TokenizeRequest, TokenizeResponse),
     "/debug/kv": ("Every KV block and every live request", None, Frame),
@@ -87,7 +106,7 @@ def api_description() -> dict[str, Any]:
 def statuses(path: str, *, takes_body: bool) -> list[int]:
     """The error statuses that a route can answer with."""
     left_out = set() if takes_body else {*READING_A_BODY, *NAMING_A_MODEL}
-    if not path.startswith("/v1/") or not takes_body:
+    if path in CONVERTING or not takes_body:
         left_out |= GENERATING
     return [status for status in ERRORS if status not in left_out]
 

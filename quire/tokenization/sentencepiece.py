@@ -4,7 +4,8 @@ Of its two kinds, BPE joins neighbours whose union has the highest score (LLaMA 
 whose scores add up to the most (T5). The `tokenizers` library computes both. Its BPE takes a list of pairs, the best
 first: they are the ways in which a piece is two others, in the order of the pieces' scores. (sentencepiece prefers the
 first of two places where the same piece can be made; the list prefers one of the pairs. That makes a difference only
-where both overlap, inside runs of one repeated text.)
+where both overlap, inside runs of one repeated text. And where a space is put before a text, it is put behind each
+piece of the user's in it as well, as llama.cpp does.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers
 
 from quire.errors import ModelLoadError
 from quire.tokenization.pipeline_checks import check_charsmap
@@ -53,8 +54,6 @@ def sentencepiece_backend(model: SentencePieces) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{len(pieces)} pieces, {len(model.scores)} scores and {len(kinds)} kinds")
     backend = tokenizers.Tokenizer(_bpe(model) if model.model == BPE else _unigram(model))
     backend.normalizer = _normalizer(model)
-    if model.adds_space and model.model == UNIGRAM:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.adds_space:
         steps.append(decoders.Strip(" ", 1, 0))
@@ -129,11 +128,9 @@ def _normalizer(model: SentencePieces) -> normalizers.Normalizer:
         steps.append(normalizers.Precompiled(model.charsmap))
     if model.joins_spaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.model == BPE and model.adds_space:
+    if model.adds_space:
         steps.append(normalizers.Prepend(SPACE))
-    if model.model == BPE or not model.adds_space:
-        steps.append(normalizers.Replace(" ", SPACE))
-    return normalizers.Sequence(steps)
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
 def read_sentencepiece(content: bytes, file: Path) -> SentencePieces:

@@ -18,6 +18,7 @@ class InputBatch(NamedTuple):
     the position after the last. query_start: [S + 1] int64: sequence s owns tokens query_start[s]:query_start[s + 1].
     logits_rows: [R] int64, ascending, the tokens whose hidden states are read (None: all T): each sequence's last, and
     all of one whose prompt is scored. read_start: [S + 1] int64: of the R, those of sequence s begin at read_start[s].
+    second_segments: [S] int64, where the second text of a pair begins, 0 where there is one (None: not asked for).
     """
 
     rows: np.ndarray
@@ -27,6 +28,7 @@ class InputBatch(NamedTuple):
     query_start: np.ndarray
     logits_rows: np.ndarray | None
     read_start: np.ndarray
+    second_segments: np.ndarray | None = None
 
     @classmethod
     def of(cls, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> InputBatch:
@@ -67,6 +69,13 @@ class InputBatch(NamedTuple):
         return np.repeat(np.arange(len(self.rows)), self.counts)
 
     @property
+    def segments(self) -> np.ndarray:
+        """[T] int64: 1 for tokens of the second text of a pair, else 0."""
+        assert self.second_segments is not None, "the batch is of a model that tells them apart"
+        starts = np.repeat(self.second_segments, self.counts)
+        return ((starts > 0) & (self.positions >= starts)).astype(np.int64)
+
+    @property
     def positions(self) -> np.ndarray:
         """[T] int64: position of each token in its sequence."""
         return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_start[:-1], self.counts)
@@ -94,26 +103,3 @@ def _reading_less(batch: InputBatch, scored: Collection[int]) -> InputBatch:
         return batch
     logits_rows = np.arange(read_start[-1]) + np.repeat(query_start[1:] - read_start[1:], num_read)
     return batch._replace(logits_rows=logits_rows, read_start=read_start)
-
-
-class SampleRows(NamedTuple):
-    """R sampled rows, in result order. All [R] int64.
-
-    rows: request slots. lengths: tokens of the sequence so far (= position of the token being chosen). last_index: the
-    place among the batch's rows that are read. num_prompt_tokens: of the row.
-    """
-
-    rows: np.ndarray
-    lengths: np.ndarray
-    last_index: np.ndarray
-    num_prompt_tokens: np.ndarray
-
-
-def build_sample_rows(
-    seq_ids: Sequence[int], sample_from: Sequence[int], batch: InputBatch, requests: RequestState
-) -> SampleRows:
-    """sample_from: [R], indices into the batch. From here on the rows count their new tokens."""
-    source = np.array(sample_from, np.int64)
-    rows, lengths = requests.rows_of(seq_ids), batch.ends[source]
-    requests.lengths[rows] = lengths + 1
-    return SampleRows(rows, lengths, batch.read_start[1:][source] - 1, requests.num_prompt_tokens[rows])

@@ -12,24 +12,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.config.pooling import PoolingConfig
 from quire.errors import QuireError, is_interrupt
 from quire.sampling.batch import TokenMasks
 from quire.sampling.errors import NonFiniteLogitsError
 from quire.sampling.results import Deferred, Samples
 from quire.step import SamplingInputs, StepPlan, StepResult
-from quire.worker.input_batch import InputBatch, SampleRows, build_input_batch, build_sample_rows
+from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.kv_transfer import BlockTransfers
 from quire.worker.masks import read_masks
 from quire.worker.nonfinite import report_nonfinite
 from quire.worker.platform.interface import ComputeStep, PendingCopy, StepCompute
-from quire.worker.pooling import add_pooled, generated_samples, pooled_rows
+from quire.worker.pooling import PooledRows, add_pooled, generated_samples, pooled_rows, pooling_batch
 from quire.worker.prompt_logprobs import PromptScorer, PromptScores
 from quire.worker.request_state import RequestState
+from quire.worker.sample_rows import SampleRows, build_sample_rows
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step that was started. pooled: the vectors, [P, hidden size]. copy: of the tensors of `samples`, of `pooled`,
+    """A step that was started. pooled: the vectors, [P, width]. copy: of the tensors of `samples`, of `pooled`,
     then of `scores`; None: nothing was computed. error: of the sampling, in a step that awaited inputs for it."""
 
     plan: StepPlan
@@ -71,15 +73,14 @@ class Launched:
 
 
 class Computed(NamedTuple):
-    """A step behind its forward pass. hidden: [R, hidden size], of the rows that are read. pooled: see
-    `StepCompute.stage`."""
+    """A step behind its forward pass. hidden: [R, hidden size], of the rows that are read."""
 
     launched: Launched
     step: ComputeStep
     hidden: torch.Tensor
     batch: InputBatch
     sampled: SampleRows | None
-    pooled: np.ndarray | None
+    pooled: PooledRows | None
 
 
 class ModelRunner:
@@ -90,12 +91,18 @@ class ModelRunner:
     """
 
     def __init__(
-        self, compute: StepCompute, requests: RequestState, transfers: BlockTransfers, vocab_size: int
+        self,
+        compute: StepCompute,
+        requests: RequestState,
+        transfers: BlockTransfers,
+        vocab_size: int,
+        pooling: PoolingConfig | None = None,
     ) -> None:
         self._compute = compute
         self._requests = requests
         self._transfers = transfers
         self._vocab_size = vocab_size
+        self._pooling = pooling
         self._unsampled: Computed | None = None
         """The last step, while it awaits its sampling inputs."""
         self._prompt_scorer = PromptScorer(compute, requests, max(1, compute.prompt_logits_elements // vocab_size))
@@ -107,10 +114,12 @@ class ModelRunner:
         transfers.wait()
         requests.update(plan)
         batch = build_input_batch(plan.seq_ids, plan.start_positions, plan.num_tokens, requests)
+        if self._pooling is not None:
+            batch = pooling_batch(batch, self._pooling.method, requests)
         sampled = pooled = None
         seq_ids, sources = plan.sample_seq_ids, plan.sample_from
         if plan.pooled:
-            pooled = pooled_rows(plan, batch)
+            pooled = pooled_rows(plan, batch, "last" if self._pooling is None else self._pooling.method)
             generated = generated_samples(plan)
             seq_ids, sources = [seq_ids[index] for index in generated], [sources[index] for index in generated]
         if seq_ids:

@@ -1,13 +1,29 @@
-"""Pooled samples of a step: the last hidden state of a sequence's last token instead of a new token."""
+"""Pooled samples of a step: what a model makes of a sequence's last hidden states, instead of a new token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
+from quire.config.pooling import Method
+from quire.models.interface import CausalLM
 from quire.step import StepPlan, StepResult
 from quire.worker.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from quire.worker.request_state import RequestState
+
+
+class PooledRows(NamedTuple):
+    """Of P pooled samples, in result order: sample p is the mean of the batch's rows that are read, from `starts[p]` to
+    `ends[p]` - 1. [P] int64 both. are_single: one row each."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    are_single: bool
 
 
 def generated_samples(plan: StepPlan) -> list[int]:
@@ -16,14 +32,42 @@ def generated_samples(plan: StepPlan) -> list[int]:
     return [index for index in range(len(plan.sample_seq_ids)) if index not in pooled]
 
 
-def pooled_rows(plan: StepPlan, batch: InputBatch) -> np.ndarray:
-    """[P] int64: the places of the pooled samples among the batch's rows that are read."""
+def pooling_batch(batch: InputBatch, method: Method, requests: RequestState) -> InputBatch:
+    """The batch of an engine that only pools, with the rows that `method` reads. All its prompts are whole, but where
+    the last tokens are pooled."""
+    batch = batch._replace(second_segments=requests.second_segments[batch.rows])
+    if method == "mean":
+        return batch._replace(logits_rows=None, read_start=batch.query_start)
+    if method == "cls":
+        return batch._replace(logits_rows=batch.query_start[:-1], read_start=np.arange(len(batch.rows) + 1))
+    return batch
+
+
+def pooled_rows(plan: StepPlan, batch: InputBatch, method: Method) -> PooledRows:
+    """Where the pooled samples' rows are among those that are read."""
     sources = np.array([plan.sample_from[index] for index in plan.pooled], np.int64)
-    return batch.read_start[1:][sources] - 1
+    starts, ends = batch.read_start[sources], batch.read_start[sources + 1]
+    if method == "mean":
+        return PooledRows(starts, ends, are_single=False)
+    return PooledRows(ends - 1, ends, are_single=True)
+
+
+def pool_rows(hidden: torch.Tensor, rows: PooledRows, model: CausalLM, *, has_head: bool) -> np.ndarray:
+    """The pooled samples, [P, width] float32, of the rows that are read, [R, hidden size]. has_head: they go through
+    the model's own projection. Rows are added one by one, in their order: no bit depends on the other samples."""
+    if rows.are_single:
+        vectors = hidden[torch.from_numpy(rows.starts)]
+    else:
+        wide, spans = hidden.float().numpy(), zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
+        means = np.stack([wide[start:end].sum(axis=0) / np.float32(end - start) for start, end in spans])
+        vectors = torch.from_numpy(means).to(hidden.dtype)
+    if has_head:
+        vectors = model.compute_logits(vectors)
+    return vectors.float().numpy()
 
 
 def add_pooled(result: StepResult, plan: StepPlan, vectors: np.ndarray, nonfinite: Sequence[int]) -> list[int]:
-    """Add the vectors, [P, hidden size], to a result that has the tokens of the other samples only. nonfinite: indices
+    """Add the vectors, [P, width], to a result that has the tokens of the other samples only. nonfinite: indices
     of tokens with non-finite logits. Returns the indices of all samples that are not finite."""
     generated = generated_samples(plan)
     token_ids: list[list[int]] = [[] for _ in plan.sample_seq_ids]

@@ -18,14 +18,15 @@ from quire.worker.platform.interface import RequestColumns
 
 class RequestState:
     """lengths: [num_rows] int64, tokens of the row, those counted that a step under way will sample.
-    num_prompt_tokens: [num_rows] int64. tables, sampling: block tables and sampling parameters, on the host. columns:
-    what kernels read.
+    num_prompt_tokens, second_segments: [num_rows] int64, as NewSequence has them. tables, sampling: block tables and
+    sampling parameters, on the host. columns: what kernels read.
     """
 
     def __init__(self, tables: BlockTables, sampling: SamplingRows, columns: RequestColumns) -> None:
         num_rows = tables.num_rows
         self.lengths = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
+        self.second_segments = np.zeros(num_rows, np.int64)
         self.tables = tables
         self.sampling = sampling
         self.columns = columns
@@ -78,6 +79,7 @@ class RequestState:
         for new in plan.new_sequences:
             row = self.add_request(new.seq_id, new.token_ids, new.num_prompt_tokens, new.sampling)
             self.append_blocks(row, new.block_ids)
+            self.second_segments[row] = new.second_segment
         for child in (*plan.beam_reorders, *plan.forks):
             self._add_child(child)
         for child in plan.beam_reorders:

@@ -102,7 +102,7 @@ class Worker:
         compute = self.platform.make_compute(self._model, layout, pages, tables, sampling)
         requests = RequestState(tables, sampling, compute.columns)
         self._layout = layout
-        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size)
+        self._runner = ModelRunner(compute, requests, self._transfers, model.vocab_size, model.pooling)
         self._runner.warm_up()
         self.platform.synchronize()
 

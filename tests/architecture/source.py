@@ -12,14 +12,26 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "quire"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "envs", "clock", "registry", "logging", "utils", "version", "bundled"),
-    ("config", "sampling_params", "beam_search_params", "request", "step", "transfers", "outputs", "stats"),
+    (
+        "config",
+        "sampling_params",
+        "beam_search_params",
+        "deferral",
+        "pooling_params",
+        "pooling_outputs",
+        "request",
+        "step",
+        "transfers",
+        "outputs",
+        "stats",
+    ),
     ("kv_cache", "tokenization"),
     ("scheduler", "decoding"),
     ("kernels", "parallel", "attention", "quantization", "layers", "models", "sampling"),
     ("worker",),
     ("executors",),
     ("engine",),
-    ("llm", "server", "cli", "bench", "simulator", "metrics", "dashboard", "__main__"),
+    ("llm", "llm_pooling", "server", "cli", "bench", "simulator", "metrics", "dashboard", "__main__"),
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

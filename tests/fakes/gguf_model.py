@@ -22,6 +22,7 @@ NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -93,6 +94,9 @@ def to_gguf(
     writer = GGUFWriter(metadata(model, architecture))
     stored: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            writer.tensors |= stacks(name, weight)
+            continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         short = short_name(name, architecture)
@@ -109,6 +113,18 @@ def to_gguf(
         back = dequantize(type_name, data, weight.shape)
         stored[name] = halves_apart(back, heads) if moves else back
     return writer, stored
+
+
+def stacks(name: str, weight: torch.Tensor) -> dict[str, StoredTensor]:
+    """The matrices of all experts, gate and up apart."""
+    place = f"blk.{name.split('.')[2]}."
+    parts = {"ffn_down_exps": weight} if name.endswith("down_proj") else {}
+    if not parts:
+        parts = dict(zip(("ffn_gate_exps", "ffn_up_exps"), weight.chunk(2, dim=1), strict=True))
+    return {
+        f"{place}{short}.weight": StoredTensor(0, tuple(part.shape), quantize("F32", part.contiguous()))
+        for short, part in parts.items()
+    }
 
 
 def metadata(model: PreTrainedModel, architecture: str) -> dict[str, Typed]:

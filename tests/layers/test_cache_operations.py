@@ -11,6 +11,7 @@ from quire.attention.interface import AttentionBatch, LayerAttention
 from quire.attention.native_backend import NativeAttention
 from quire.attention.torch_backend import TorchAttention
 from quire.attention.triton_backend import TritonAttention
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kernels.triton.attention_tiles import DeviceLimits
@@ -85,7 +86,7 @@ def native_way(compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     backend = NativeAttention(LAYOUT, allocate_pages(LAYOUT), "float32", HEADS, 2)
     operations, recorder = NativeOperations(), Recorder()
     inputs = [recorder.external(WIDTH, WIDTH), recorder.external(WIDTH, WIDTH), recorder.external(KV_WIDTH, KV_WIDTH)]
-    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, by_position=True))
+    turn = operations.rotation(FREQUENCIES, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
     first, second, key_value = (recorder.call_torch(torch.clone, each.width, [each]) for each in inputs)
     if compute is apart:
         operations.write_kv(heads(0), key_value, turn, backend)

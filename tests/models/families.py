@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from tests.models.dense_families import DENSE_FAMILIES
+from tests.models.hybrid_families import HYBRID_FAMILIES
 
 SMALL = {
     "vocab_size": 97,
@@ -217,4 +218,5 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-moe-one-active": lambda: qwen3_moe(num_experts_per_tok=1, tie_word_embeddings=True),
     "gpt-oss": lambda: gpt_oss(swiglu_limit=0.8),
     **DENSE_FAMILIES,
+    **HYBRID_FAMILIES,
 }

@@ -24,7 +24,7 @@ from quire.quantization.integer_weight import IntegerWeight
 from tests.fakes.gguf import BLOCKS, TYPE_NUMBERS, GGUFWriter, StoredTensor, dequantize, typed
 from tests.fakes.gguf_model import MIXED, WIDE, halves_apart, metadata, rope_divisors, save_stored, to_gguf
 from tests.models.dense_families import gemma2, gemma3
-from tests.models.families import llama, mistral, qwen2, qwen3, rope
+from tests.models.families import llama, mistral, qwen2, qwen3, qwen3_moe, rope
 from tests.models.harness import PagedRunner, chunked_logits, random_prompts, randomize
 
 HALF_PLACES = {
@@ -131,6 +131,25 @@ def test_rows_of_rotated_pairs_are_parted(architecture: str, type_name: str, tmp
     assert found["model.layers.3.self_attn.q_proj.bias"].tolist() == expected
 
 
+@pytest.mark.parametrize("type_name", ["BF16", "Q4_K", "MXFP4"])
+def test_a_stack_of_experts_is_their_matrices(type_name: str, tmp_path: Path) -> None:
+    shape = (3, 2, 256)
+    size = {"BF16": 2 * 512}.get(type_name) or 512 // BLOCKS[type_name][0] * BLOCKS[type_name][1]
+    plain = torch.randn(shape).bfloat16().view(torch.int16).numpy().tobytes()
+    data = (
+        plain
+        if type_name == "BF16"
+        else b"".join(random_blocks(type_name, 512 // BLOCKS[type_name][0], e) for e in range(3))
+    )
+    tensor = StoredTensor(TYPE_NUMBERS[type_name], shape, data)
+    found = read(file_of({"blk.5.ffn_down_exps.weight": tensor}, tmp_path / "model.gguf", "qwen3moe"))
+    assert list(found) == [f"model.layers.5.mlp.experts.{expert}.down_proj.weight" for expert in range(3)]
+    for expert, weight in enumerate(found.values()):
+        whole = weight.float() if isinstance(weight, torch.Tensor) else weight.dequantize()
+        own = data[expert * size : (expert + 1) * size]
+        assert torch.equal(whole, dequantize(type_name, own, shape[1:]))
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -198,6 +217,7 @@ PLAIN_MODELS: dict[str, tuple[str, Callable[[], PreTrainedModel]]] = {
     "qwen3-biases": ("qwen3", lambda: qwen3(attention_bias=True)),
     "gemma2": ("gemma2", lambda: gemma2(query_pre_attn_scalar=40)),
     "gemma3": ("gemma3", lambda: gemma3(query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE)),
+    "qwen3moe": ("qwen3moe", lambda: qwen3_moe(norm_topk_prob=True)),
     "linear": ("llama", lambda: rope("linear", factor=4.0)),
     "yarn": ("qwen2", lambda: qwen2(rope_parameters=YARN)),
 }
@@ -234,6 +254,10 @@ def add_extras(writer: GGUFWriter, architecture: str, model: PreTrainedModel) ->
         keys |= {name: getattr(model.config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     if architecture == "gemma3":
         keys["attention.sliding_window_pattern"] = 3
+    if architecture == "qwen3moe":
+        config = model.config
+        keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        keys["expert_feed_forward_length"] = config.moe_intermediate_size
     settings = model.config.rope_parameters.get("full_attention", model.config.rope_parameters)
     if settings["rope_type"] != "default":
         keys |= {"rope.scaling.type": settings["rope_type"], "rope.scaling.factor": settings["factor"]}

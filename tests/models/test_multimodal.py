@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from quire.config.hf_config import load_model_config
 from quire.errors import ModelLoadError
@@ -70,6 +76,27 @@ def test_logits_are_those_of_the_whole_model_given_text(
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([prompt])).logits[0]
     assert expected.std() > 0.5, "logits too flat to compare"
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_gemma_3_with_its_images(tmp_path: Path) -> None:
+    """Keys that its hub files leave out have their usual values: heads, vocabulary, positions."""
+    text = {**SMALL, "vocab_size": 262_208, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+    vision = {**VISION, "model_type": "siglip_vision_model"}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    reference = randomize(model)
+    save(reference, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for key in ("vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+        del values["text_config"][key]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, model = load(tmp_path, max_model_len=64)
+    assert (config.architecture, config.is_multimodal) == ("Gemma3ForCausalLM", True)
+    (prompt,) = random_prompts([20], 90)
+    (logits,) = chunked_logits(PagedRunner(model, max_len=64, max_rows=1), [prompt], chunk=19)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from quire.config.engine import EngineConfig
+from quire.deferral import Deferral
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
-from quire.request import Deferral, FinishReason, Request
+from quire.request import FinishReason, Request
 from quire.scheduler.admission import Quote
 from quire.scheduler.gates import Stage, default_gates
 from quire.scheduler.preemption import PreemptionCosts

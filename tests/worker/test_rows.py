@@ -9,10 +9,11 @@ from quire.kv_cache.layout import NULL_BLOCK
 from quire.sampling.parameters import SamplingRows
 from quire.sampling_params import SamplingParams
 from quire.worker.block_tables import BlockTables, TableShape
-from quire.worker.input_batch import InputBatch, build_input_batch, build_sample_rows
+from quire.worker.input_batch import InputBatch, build_input_batch
 from quire.worker.platform.cpu_inputs import prepare_inputs
 from quire.worker.platform.cpu_step import CpuColumns
 from quire.worker.request_state import RequestState
+from quire.worker.sample_rows import build_sample_rows
 from tests.worker.driver import GREEDY, sampling_of
 
 RICH = sampling_of(SamplingParams(logit_bias={1: 2.0}, allowed_token_ids=[1, 2], prompt_logprobs=1))

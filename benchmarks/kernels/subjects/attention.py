@@ -210,7 +210,7 @@ class _Native:
         target = recorder.external(out.shape[1], out.stride(0))
         rotation = None
         if frequencies is not None:
-            rotation = operations.rotation(frequencies, RecordedIndices(recorder, by_position=True))
+            rotation = operations.rotation(frequencies, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
         for layer in layers:
             result = operations.attend(HeadWeights(layer, None, None), source, rotation, self._backend)
             recorder.redirect(result, target)

@@ -13,6 +13,7 @@ from benchmarks.kernels.measure import Runner
 from benchmarks.kernels.run import Prepared
 from benchmarks.kernels.subjects.linear import STEP, WEIGHT_TYPES, drawn_values
 from benchmarks.kernels.subjects.machine import Machine, aligned_rows, calls_per_run, relative_error
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, Recorder
 from quire.layers.native import NativeOperations
@@ -115,7 +116,7 @@ class RotationSubject(_SmallSubject):
         frequencies = RotaryFrequencies(turns, 1.0, torch.float32)
 
         def record(recorder: Recorder, _: Buffer) -> Buffer:
-            return NativeOperations().rotation(frequencies, RecordedIndices(recorder, by_position=True))
+            return NativeOperations().rotation(frequencies, RecordedIndices(recorder, _native.IndexSource.POSITIONS))
 
         native = self._native(torch.zeros(case.rows, 1), positions, work, record)
         plain = TorchOperations()
@@ -152,7 +153,7 @@ def _lookup(table: PackedMatrix) -> Record:
             table=table.as_native(),
             width=table.in_features,
             shift=0,
-            by_position=False,
+            source=_native.IndexSource.TOKEN_IDS,
             accumulate=False,
         )
 

@@ -15,8 +15,9 @@ from quire.config.hf_json import Fields
 from quire.config.model_shape import ModelShape
 
 _MODULES = (
-    "cohere", "deepseek", "gemma", "glm", "gpt2", "gpt_neox", "gpt_oss", "granite", "kimi_linear", "llama", "llama4",
-    "minimax", "mistral", "olmo", "opt", "phi3", "qwen", "qwen_next", "seed_oss", "smollm3", "starcoder2",
+    "bert", "cohere", "deepseek", "gemma", "glm", "gpt2", "gpt_neox", "gpt_oss", "granite", "kimi_linear", "llama",
+    "llama4", "minimax", "mistral", "modernbert", "olmo", "opt", "phi3", "qwen", "qwen_next", "seed_oss", "smollm3",
+    "starcoder2",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for name in _MODULES for family in import_module(f"{__name__}.{name}").FAMILIES

@@ -34,6 +34,10 @@ ATTENTION_BIAS, MLP_BIAS = Bias("attention_bias"), Bias("mlp_bias")
 ALWAYS, NEVER = Bias(default=True), Bias()
 
 
+EXPERT = "{expert}"
+"""The number of an expert, in Hugging Face's name of a matrix that a GGUF file has in a stack of all experts'."""
+
+
 @dataclass(frozen=True)
 class GGUFNames:
     """architecture: the value of "general.architecture". interleaved: queries and keys have the two elements of each
@@ -77,6 +81,8 @@ class Family:
     side by side in a head, not half of the rotated part apart. fused: names of tensors that a checkpoint keeps several
     projections in.
     position_rows: of a table of learned positions, more than there are positions; None: positions are rotated.
+    unused_positions: of those that config.json counts, the first, which no token has. is_bidirectional: an encoder,
+    whose tokens attend to later ones too; it keeps nothing in the cache.
     has_sinks: an attention sink for each head. has_latents, has_experts: the engine runs its latent attention, its
     mixtures of experts. has_shared_gate: a gate over the shared expert. corrects_choice: experts are chosen by
     corrected scores.
@@ -118,6 +124,8 @@ class Family:
     is_interleaved: bool = False
     fused: tuple[str, ...] = ()
     position_rows: int | None = None
+    unused_positions: int = 0
+    is_bidirectional: bool = False
     expert_bias: bool = False
     has_sinks: bool = False
     has_latents: bool = False
@@ -142,6 +150,7 @@ class Family:
         intermediate = first(fields, *self.intermediate, default=usual, maximum=MAX_WIDTH)
         attention = self._attention(fields, hidden)
         longest = first(fields, *self.max_positions, default=None if self.is_runnable else 2048, maximum=MAX_POSITIONS)
+        longest -= self.unused_positions
         windows = self._windows(fields, num_layers)
         states = self._states(fields, num_layers)
         experts, sparse = self._experts(fields, num_layers)
@@ -218,7 +227,7 @@ class Family:
         projections = ((hidden, query + gate + 2 * key), (query, hidden))
 
         def layer(window: int | None) -> Layer:
-            kind: Kind = "full" if window is None else "sliding"
+            kind: Kind = "none" if self.is_bidirectional else "full" if window is None else "sliding"
             return AttentionShape(kind, num_heads, num_kv_heads, dim, dim, window), projections, vectors
 
         return layer

@@ -24,7 +24,7 @@ GGUF_LAYER = {
 FAMILIES = (
     Family(
         "llama",
-        ("LlamaForCausalLM",),
+        ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
         is_runnable=True,
         # Files call Mistral's models "llama" as well.
         gguf=GGUFNames("llama", GGUF_TOP, GGUF_LAYER, interleaved=True, windowed="MistralForCausalLM"),

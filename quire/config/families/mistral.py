@@ -10,7 +10,7 @@ FAMILIES = (
     replace(
         _MISTRAL,
         model_type="mistral",
-        architectures=("MistralForCausalLM",),
+        architectures=("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification"),
         is_runnable=True,
     ),
     replace(_MISTRAL, model_type="ministral", architectures=("MinistralForCausalLM",)),

@@ -1,12 +1,18 @@
 """Qwen 2, 2.5 and 3, dense and mixtures of experts."""
 
-from quire.config.families.family import ALWAYS, NEVER, Bias, Family, GGUFNames
+from quire.config.families.family import ALWAYS, EXPERT, NEVER, Bias, Family, GGUFNames
 from quire.config.families.llama import GGUF_LAYER, GGUF_TOP
 
+_GGUF_EXPERTS = {name: place for name, place in GGUF_LAYER.items() if not place.startswith("mlp.")} | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": f"mlp.experts.{EXPERT}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EXPERT}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EXPERT}.down_proj",
+}
 FAMILIES = (
     Family(
         "qwen2",
-        ("Qwen2ForCausalLM",),
+        ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
         is_runnable=True,
         query_bias=ALWAYS,
         output_bias=NEVER,
@@ -27,7 +33,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        ("Qwen3ForCausalLM",),
+        ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
         is_runnable=True,
         mlp_bias=NEVER,
         head_norms="head",
@@ -43,5 +49,6 @@ FAMILIES = (
         mlp_bias=NEVER,
         head_norms="head",
         windows="qwen",
+        gguf=GGUFNames("qwen3moe", GGUF_TOP, _GGUF_EXPERTS),
     ),
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from quire.config.families.family import NEVER, Family, Layer, first
 from quire.config.hf_json import Fields
 from quire.config.model_shape import AttentionShape
+from quire.config.rope import RopeDefaults
 
 
 def _delta_rule(fields: Fields, hidden: int) -> Layer:
@@ -31,13 +32,17 @@ def _delta_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 _NEXT = Family(
     "",
+    is_runnable=True,
+    intermediate=("intermediate_size", "moe_intermediate_size"),
     mlp_bias=NEVER,
     head_norms="head",
     head_dim=256,
     output_gate=True,
+    has_experts=True,
     has_shared_gate=True,
     state_layer=_delta_rule,
     state_layers=_delta_layers,
+    rope=RopeDefaults(share=0.25),
 )
 FAMILIES = (
     replace(_NEXT, model_type="qwen3_next", architectures=("Qwen3NextForCausalLM",)),

@@ -47,14 +47,14 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndices:
-    """The step's token ids or positions, plus `shift`."""
+    """The step's token ids, positions or segments, plus `shift`."""
 
     recorder: Recorder
-    by_position: bool
+    source: _native.IndexSource
     shift: int = 0
 
     def __add__(self, shift: int) -> RecordedIndices:
-        return RecordedIndices(self.recorder, self.by_position, self.shift + shift)
+        return RecordedIndices(self.recorder, self.source, self.shift + shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,18 +293,21 @@ class RecordedProgram:
         num_rows: int,
         token_ids: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        plans: Sequence[_native.AttentionPlan] = (),
+        plans: Sequence[_native.AttentionPlan] | _native.EncoderPlan = (),
         externals: Sequence[torch.Tensor] = (),
         read_rows: torch.Tensor | None = None,
         states: _native.StatePlan | None = None,
+        segments: torch.Tensor | None = None,
     ) -> None:
-        """token_ids, positions: [num_rows] int64, contiguous. externals: the external buffers' rows, float32.
-        read_rows: [R] int64, contiguous, ascending: what gathers leave (None: all rows). states: a plan of
-        the recorder's `state_layers` (None: there are none)."""
+        """token_ids, positions, segments: [num_rows] int64, contiguous. plans: of the KV groups, or of a step without a
+        KV pool. externals: the external buffers' rows, float32. read_rows: [R] int64, contiguous, ascending: what
+        gathers leave (None: all rows). states: a plan of the recorder's `state_layers` (None: there are none)."""
         token_address = 0 if token_ids is None else token_ids.data_ptr()
         position_address = 0 if positions is None else positions.data_ptr()
+        segment_address = 0 if segments is None else segments.data_ptr()
         areas = [*self._areas, *(rows.data_ptr() for rows in externals)]
         read_address, num_read = (0, 0) if read_rows is None else (read_rows.data_ptr(), len(read_rows))
+        groups, encoder = ((), plans) if isinstance(plans, _native.EncoderPlan) else (plans, None)
         for segment in self._segments:
             rows = num_rows if read_rows is None or not segment.is_gathered else num_read
             if segment.program is None:
@@ -314,12 +317,14 @@ class RecordedProgram:
                     rows,
                     token_address,
                     position_address,
-                    plans,
+                    groups,
                     areas,
                     self._scratch.address,
                     read_address,
                     num_read,
                     states,
+                    segment_address,
+                    encoder,
                 )
 
     def result(self, num_rows: int) -> torch.Tensor:

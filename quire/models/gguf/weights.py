@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from quire.config.families.family import EXPERT
 from quire.config.gguf import ROPE_FACTORS, HeadLayout, head_layout, hf_name
 from quire.errors import ModelLoadError
 from quire.models.gguf.blocks import FORMATS, Bytes
@@ -46,19 +48,31 @@ class GGUFWeights:
                     name = hf_name(entry.name, layout.names)
                     if name is None:
                         raise ModelLoadError(f"tensor {entry.name!r} does not belong to a LLaMA-like model")
-                    yield name, _weight(file, entry, layout)
+                    yield from _named(file, entry, layout, name)
                     file.release(entry)
                 done += entry.num_bytes
                 report(done, total)
 
 
-def _weight(file: GGUFFile, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
-    """[rows, columns] for a matrix, [size] for a norm's weight or a bias."""
-    if len(entry.shape) > 2:
-        raise ModelLoadError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions")
+def _named(file: GGUFFile, entry: TensorEntry, layout: HeadLayout, name: str) -> Iterator[tuple[str, WeightTensor]]:
+    """A tensor under its name; of a stack of experts' matrices, each under its own."""
+    data, shape = file.data(entry), entry.shape
+    if len(shape) == 3 and EXPERT in name:
+        size = entry.num_bytes // shape[0]
+        for expert in range(shape[0]):
+            own = replace(entry, shape=shape[1:], num_bytes=size)
+            yield name.replace(EXPERT, str(expert)), _weight(data[expert * size : (expert + 1) * size], own, layout)
+        return
+    if len(shape) > 2:
+        raise ModelLoadError(f"tensor {entry.name!r} has {len(shape)} dimensions")
+    yield name, _weight(data, entry, layout)
+
+
+def _weight(data: memoryview, entry: TensorEntry, layout: HeadLayout) -> WeightTensor:
+    """data: of the entry. [rows, columns] for a matrix, [size] for a norm's weight or a bias."""
     # The elements of a vector may be permuted like the rows of a matrix.
     num_rows = entry.shape[0] if len(entry.shape) == 2 or entry.type.name in _PLAIN_DTYPES else 1
-    rows = np.frombuffer(file.data(entry), dtype=np.uint8).reshape(num_rows, -1)
+    rows = np.frombuffer(data, dtype=np.uint8).reshape(num_rows, -1)
     num_heads = {"attn_q": layout.num_heads, "attn_k": layout.num_kv_heads}.get(entry.name.split(".")[-2])
     if layout.names.interleaved and num_heads is not None:
         rows = _halves_apart(rows, num_heads, entry.name)

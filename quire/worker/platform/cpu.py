@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
-from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.claims import check_dummy
@@ -25,8 +23,9 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import STORED_DTYPES, allocate_host_pages, allocate_pages, layer_pages, state_pages
+from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.platform.cpu_attention import make_attention
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends
 from quire.worker.platform.cpu_meter import CpuMeter
@@ -85,19 +84,12 @@ class CpuPlatform:
         return load_model(config.model, config.load, config.device.device, shown, self._runtime, group=self._group)
 
     def meter(self) -> CpuMeter:
-        return CpuMeter(self.make_backends, self._make_sampling_kernels)
+        samples_tokens = self._config.model.pooling is None
+        return CpuMeter(self.make_backends, self._make_sampling_kernels, samples_tokens=samples_tokens)
 
     def make_backends(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> CacheBackends:
-        return CacheBackends(self._make_attention(layout, pages), StateBackend(layout, state_pages(pages, layout)))
-
-    def _make_attention(self, layout: KVCacheLayout, pages: Sequence[torch.Tensor]) -> AttentionBackend:
-        cache_dtype = self._config.model.kv_cache_dtype
-        if self._runtime is None:
-            return TorchAttention(layout, layer_pages(pages, layout, STORED_DTYPES[cache_dtype]))
-        from quire.attention.native_backend import NativeAttention
-
-        num_heads, num_threads = self._config.model.num_heads, self._config.device.num_threads
-        return NativeAttention(layout, pages, cache_dtype, num_heads, num_threads)
+        attention = make_attention(self._config, layout, pages, is_native=self._runtime is not None)
+        return CacheBackends(attention, StateBackend(layout, state_pages(pages, layout)))
 
     def allocate_pages(self, layout: KVCacheLayout) -> list[torch.Tensor]:
         return allocate_pages(layout)
@@ -124,6 +116,7 @@ class CpuPlatform:
             columns,
             tables,
             Sampler(sampling, self._make_sampling_kernels(sampling)),
+            has_head=self._config.model.has_pooling_head,
         )
 
     def offload_weights(self, model: CausalLM) -> None:

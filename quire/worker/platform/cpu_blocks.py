@@ -21,8 +21,9 @@ BlockMover: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]
 
 
 def block_copier(pages: Sequence[torch.Tensor], runtime: NativeRuntime | None) -> BlockCopier:
-    """pages[j]: [num_blocks, page bytes] uint8. runtime: the native kernels to copy with; None: plain torch."""
-    if runtime is None:
+    """pages[j]: [num_blocks, page bytes] uint8. runtime: the native kernels to copy with; None: plain torch. Without
+    pages there is nothing to copy."""
+    if runtime is None or not pages:
         return lambda copies: copy_blocks(pages, copies)
     from quire.kernels.cpu import paged_attention
 

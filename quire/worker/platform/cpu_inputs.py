@@ -49,8 +49,12 @@ class CacheBackends(NamedTuple):
     states: StateBackend
 
     def forward_batch(
-        self, token_ids: torch.Tensor, batch: AttentionBatch, logits_rows: torch.Tensor | None = None
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        logits_rows: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """The input of a forward pass. token_ids: [T]. logits_rows: as that of ForwardBatch."""
+        """The input of a forward pass. token_ids: [T]. logits_rows, segments: as those of ForwardBatch."""
         attention, states = self.attention.plan(batch), self.states.plan(batch)
-        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states)
+        return ForwardBatch(token_ids, batch.positions, attention, logits_rows, states, segments)

@@ -37,9 +37,13 @@ class CpuMeter:
         self,
         make_backends: BackendFactory,
         make_sampling_kernels: Callable[[SamplingRows], SamplingKernels[np.ndarray]],
+        *,
+        samples_tokens: bool = True,
     ) -> None:
+        """samples_tokens: the largest step samples for every sequence; a model that pools does not."""
         self._make_backends = make_backends
         self._make_sampling_kernels = make_sampling_kernels
+        self._samples_tokens = samples_tokens
 
     def free(self) -> int:
         return available_memory()
@@ -62,7 +66,8 @@ class CpuMeter:
             hidden = forward_pass()
 
         def sample() -> None:
-            self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
+            if self._samples_tokens:
+                self._sample(model.compute_logits(hidden[:1].repeat(limits.max_num_seqs, 1)))
 
         forward_peak, sample_peak = measure_peak(forward), measure_peak(sample)
         if forward_peak is None or sample_peak is None:
@@ -81,7 +86,8 @@ class CpuMeter:
             page.zero_()  # touched now, so that the scratch pool is not counted as activations
         backends = self._make_backends(layout, pages)
         token_ids, attention = dummy_inputs(batch, layout)
-        return lambda: model.forward(backends.forward_batch(token_ids, attention))
+        segments = torch.zeros_like(token_ids)
+        return lambda: model.forward(backends.forward_batch(token_ids, attention, segments=segments))
 
     def _sample(self, logits: torch.Tensor) -> None:
         num_seqs = len(logits)

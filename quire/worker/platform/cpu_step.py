@@ -14,9 +14,11 @@ from quire.sampling.results import Deferred, Logprobs, Samples, ready
 from quire.sampling.sampler import Sampler
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.input_batch import InputBatch
 from quire.worker.platform.cpu_blocks import BlockCopier
 from quire.worker.platform.cpu_inputs import CacheBackends, prepare_inputs
+from quire.worker.pooling import PooledRows, pool_rows
+from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**22
 
@@ -65,7 +67,10 @@ class CpuCompute:
         columns: CpuColumns,
         tables: BlockTables,
         sampler: Sampler[np.ndarray],
+        *,
+        has_head: bool = False,
     ) -> None:
+        """has_head: pooled samples go through the model's own projection (`CausalLM.compute_logits`)."""
         self.columns = columns
         self.prompt_logits_elements = PROMPT_LOGITS_ELEMENTS
         self.model = model
@@ -73,10 +78,11 @@ class CpuCompute:
         self.copy_blocks = copy_blocks
         self.tables = tables
         self.sampler = sampler
+        self.has_head = has_head
         self._no_copy = NoCopy()
 
     def stage(
-        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: PooledRows | None
     ) -> CpuStep:
         return CpuStep(self, plan, batch)
 
@@ -108,7 +114,8 @@ class CpuStep(NamedTuple):
         compute = self.compute
         token_ids, batch = prepare_inputs(self.batch, compute.columns.token_ids, compute.tables)
         rows = None if self.batch.logits_rows is None else torch.from_numpy(self.batch.logits_rows)
-        return compute.model.forward(compute.backends.forward_batch(token_ids, batch, rows))
+        segments = None if self.batch.second_segments is None else torch.from_numpy(self.batch.segments)
+        return compute.model.forward(compute.backends.forward_batch(token_ids, batch, rows, segments))
 
     def sample(self, hidden: torch.Tensor, samples: SampleRows, masks: TokenMasks | None) -> Samples:
         compute, rows = self.compute, samples.rows
@@ -116,5 +123,5 @@ class CpuStep(NamedTuple):
         batch = SampleBatch(rows, rows, samples.lengths, samples.num_prompt_tokens, compute.columns.token_ids)
         return compute.sampler.sample(logits, batch, masks)
 
-    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
-        return ready(hidden[torch.from_numpy(pooled)].float().numpy())
+    def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
+        return ready(pool_rows(hidden, pooled, self.compute.model, has_head=self.compute.has_head))

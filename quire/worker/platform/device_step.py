@@ -21,13 +21,15 @@ from quire.sampling.triton_kernels import TritonKernels
 from quire.step import StepPlan
 from quire.worker.cuda_graphs import CudaGraphRunner
 from quire.worker.graph_dispatch import Execution, ExecutionSettings, choose_execution
-from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import Pairs
 from quire.worker.platform.device_inputs import DeviceInputs, add_columns
 from quire.worker.platform.interface import PendingCopy
 from quire.worker.platform.state_arena import StateArena
 from quire.worker.platform.streams import DeviceStreams
 from quire.worker.platform.upload import RowWrites, Section, Upload
+from quire.worker.pooling import PooledRows
+from quire.worker.sample_rows import SampleRows
 
 PROMPT_LOGITS_ELEMENTS = 2**26
 
@@ -95,7 +97,7 @@ class DeviceCompute:
         self.token_table = columns.arena.token_ids
 
     def stage(
-        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: PooledRows | None
     ) -> DeviceStep:
         upload, writes = self.upload, self.columns.take_writes()
         upload.begin()
@@ -104,7 +106,8 @@ class DeviceCompute:
         columns = add_columns(batch, upload)
         logits_rows = None if batch.logits_rows is None else upload.add(batch.logits_rows)
         sampled = [] if samples is None else [upload.add(column) for column in samples]
-        pooled_rows = None if pooled is None else upload.add(pooled)
+        assert pooled is None or pooled.are_single, "no model of a device pools several rows of a sequence"
+        pooled_rows = None if pooled is None else upload.add(pooled.starts)
         upload.send()
         writes.apply(upload, self.columns.arena.words)
         return DeviceStep(self, batch, copies, columns, logits_rows, sampled, pooled_rows)
@@ -162,7 +165,7 @@ class DeviceStep:
         batch = SampleBatch(samples.rows, rows, lengths, num_prompt_tokens, compute.token_table)
         return compute.sampler.sample(logits, batch, masks)
 
-    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
+    def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
         assert self.pooled is not None, "staged with the plan"
         vectors = hidden.index_select(0, self.compute.upload.view(self.pooled)).float()
         return Deferred((vectors,), lambda hosts: next(hosts).numpy())

@@ -23,8 +23,10 @@ from quire.sampling.parameters import SamplingRows
 from quire.sampling.results import Deferred, Logprobs, Samples
 from quire.step import StepPlan
 from quire.worker.block_tables import BlockTables
-from quire.worker.input_batch import InputBatch, SampleRows
+from quire.worker.input_batch import InputBatch
 from quire.worker.kv_transfer import BlockTransfers
+from quire.worker.pooling import PooledRows
+from quire.worker.sample_rows import SampleRows
 
 if TYPE_CHECKING:
     from quire.worker.platform.weight_offload import DeviceWeights
@@ -84,8 +86,8 @@ class ComputeStep(Protocol):
         """Choose a token for each sampled row, of those that its mask allows, and write it to the row."""
         ...
 
-    def pool(self, hidden: torch.Tensor, pooled: np.ndarray) -> Deferred[np.ndarray]:
-        """The rows of pooled samples, [P, hidden size] float32. pooled: as `stage` was told."""
+    def pool(self, hidden: torch.Tensor, pooled: PooledRows) -> Deferred[np.ndarray]:
+        """The pooled samples, [P, width] float32. pooled: as `stage` was told."""
         ...
 
 
@@ -102,10 +104,9 @@ class StepCompute(Protocol):
     def columns(self) -> RequestColumns: ...
 
     def stage(
-        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: np.ndarray | None
+        self, plan: StepPlan, batch: InputBatch, samples: SampleRows | None, pooled: PooledRows | None
     ) -> ComputeStep:
-        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device. pooled: [P]
-        int64, the places of its pooled samples among the batch's rows that are read."""
+        """Begin a plan: bring what it changes in the columns, and the columns of its batch, to the device."""
         ...
 
     def score_prompt(self, hidden: torch.Tensor, row: int, start: int, num_top: int) -> Logprobs:

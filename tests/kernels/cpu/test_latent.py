@@ -9,6 +9,7 @@ from quire.attention.interface import AttentionBatch
 from quire.attention.latent import LatentShape
 from quire.attention.native_backend import NativeAttention
 from quire.errors import ConfigError
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import RecordedIndices, Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
 from quire.kv_cache.layout import KVCacheLayout, group_layers
@@ -43,7 +44,7 @@ class Pool:
         operations, recorder = NativeOperations(), Recorder()
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
         inputs = tuple(recorder.external(width, width) for width in widths)
-        positions = RecordedIndices(recorder, by_position=True)
+        positions = RecordedIndices(recorder, _native.IndexSource.POSITIONS)
         self.frequencies = 3.0 ** -torch.arange(shape.rope_dim // 2).float()
         turn = operations.rotation(RotaryFrequencies(self.frequencies, 1.0, torch.float32), positions)
         result = operations.attend_latent(shape, inputs, turn, self._backend)

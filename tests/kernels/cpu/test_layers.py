@@ -40,6 +40,7 @@ def run(
     matrices: list[torch.Tensor],
     token_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    encoder: Any = None,
 ) -> None:
     """Run the kernel that `record` adds to a program (given a Ref of each matrix) over all rows of the matrices."""
     num_rows = len(matrices[0])
@@ -52,6 +53,7 @@ def run(
         [],
         [matrix.data_ptr() for matrix in matrices],
         0,
+        encoder=encoder,
     )
 
 
@@ -263,15 +265,16 @@ def embed(
     threads: int = 2,
     shift: int = 0,
     onto: torch.Tensor | None = None,
-    by_position: bool = False,
+    source: str = "TOKEN_IDS",
 ) -> torch.Tensor:
     out = strided(torch.full((len(ids), table.width), torch.nan) if onto is None else onto)
 
     def record(program: Any, refs: list[Any]) -> None:
-        program.embed(table.weight, table.width, shift, by_position, onto is not None, refs[0])
+        kind = getattr(_native.IndexSource, source)
+        program.embed(table.weight, table.width, shift, kind, onto is not None, refs[0])
 
     other = torch.full_like(ids, 10**9)
-    run(isa, threads, record, [out], *((other, ids) if by_position else (ids, other)))
+    run(isa, threads, record, [out], *((other, ids) if source == "POSITIONS" else (ids, other)))
     return out
 
 
@@ -291,7 +294,7 @@ def test_embedding(isa: str, kind: str, width: int, group: int, ordered: bool) -
         assert same_bits(embed(isa, table, ids, threads=threads), actual)
     before = randn(41, table.width, seed=8)
     # A position's vector is added to the token's, two rows further on in the table.
-    added = embed(isa, table, (ids - 2).clamp(min=0), shift=2, onto=before, by_position=True)
+    added = embed(isa, table, (ids - 2).clamp(min=0), shift=2, onto=before, source="POSITIONS")
     assert same_bits(added, before + embed(isa, table, (ids - 2).clamp(min=0) + 2))
 
 
@@ -336,18 +339,18 @@ OUTSIDE = [70, -1, 2**31, -(2**31), 2**63 - 1, -(2**63)]
 
 @each_isa
 @pytest.mark.parametrize("outside", OUTSIDE)
-@pytest.mark.parametrize("by_position", [False, True])
-def test_an_id_outside_the_table_is_refused(isa: str, outside: int, by_position: bool) -> None:
+@pytest.mark.parametrize("source", ["TOKEN_IDS", "POSITIONS"])
+def test_an_id_outside_the_table_is_refused(isa: str, outside: int, source: str) -> None:
     """A run with one such row computes nothing: the memory beside the table is not read."""
     table, ids = Table("F32", 70, 16), torch.arange(20)
     ids[13] = outside
     out = strided(torch.full((20, 16), 3.0))
 
     def record(program: Any, refs: list[Any]) -> None:
-        program.embed(table.weight, 16, 0, by_position, False, refs[0])
+        program.embed(table.weight, 16, 0, getattr(_native.IndexSource, source), False, refs[0])
 
     with pytest.raises(ValueError, match=r"lies outside the (embedding|table of positions)"):
-        run(isa, 2, record, [out], *((None, ids) if by_position else (ids, None)))
+        run(isa, 2, record, [out], *((None, ids) if source == "POSITIONS" else (ids, None)))
     assert (out == 3.0).all()
 
 

@@ -1,0 +1,34 @@
+"""The attention back end of encoders on the native CPU kernels: a step's sequences, cut into work for threads."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attention.interface import AttentionBatch
+from quire.kernels.cpu import _native
+
+
+class NativeEncoder:
+    """AttentionBackend without a pool. Programs are recorded for any step of it."""
+
+    def __init__(self) -> None:
+        self._plan = _native.EncoderPlan()
+
+    def plan(self, batch: AttentionBatch) -> NativeEncoderStep:
+        """Every sequence must be in the batch from its first token on. Raises ValueError for query starts that fall."""
+        assert not bool(batch.start_positions.any()), "an encoder computes whole sequences"
+        starts = batch.query_start
+        assert starts.dtype == torch.int64, "query starts are int64"
+        assert starts.is_contiguous(), "in one piece"
+        self._plan.set(len(starts) - 1, starts.data_ptr())
+        return NativeEncoderStep(self, self._plan)
+
+
+class NativeEncoderStep:
+    """One step's plan; valid until the back end plans again."""
+
+    __slots__ = ("backend", "encoder")
+
+    def __init__(self, backend: NativeEncoder, encoder: _native.EncoderPlan) -> None:
+        self.backend = backend
+        self.encoder = encoder

@@ -1,0 +1,169 @@
+"""What a model that pools does with the hidden states of a text: one vector, or the logits of its labels.
+
+The files of sentence-transformers say it (modules.json, 1_Pooling/config.json, sentence_bert_config.json), and for
+classifiers config.json. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.config.hf_json import Fields, read_optional_json, shown
+from quire.errors import ConfigError, ModelLoadError
+from quire.utils.model_files import file_bytes, read_model_file
+
+RUNNERS = ("auto", "generate", "pooling")
+CLASSIFIER = "ForSequenceClassification"
+MAX_MODULES_BYTES = 2**16
+MAX_LABELS = 4096
+
+Method = Literal["last", "cls", "mean"]
+Task = Literal["embed", "classify"]
+Activation = Literal["identity", "sigmoid", "softmax"]
+
+_METHODS: dict[str, Method | None] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": None,
+    "pooling_mode_mean_sqrt_len_tokens": None,
+    "pooling_mode_weightedmean_tokens": None,
+}
+"""Flags of sentence-transformers and the methods that they mean; None: not supported."""
+_NAMES: dict[str, Method] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """task: "embed" gives a vector, "classify" the logits of `labels`. method: which hidden states it is made of: the
+    last or the first ("cls") token's, or the mean over all. normalize: whether a vector has length 1 unless a request
+    says otherwise. activation: what makes probabilities of logits. dimensions: leading elements of a vector that are a
+    vector of their own (Matryoshka); empty: `any_dimensions` says whether every number of them is."""
+
+    task: Task
+    method: Method
+    normalize: bool = True
+    labels: tuple[str, ...] = ()
+    activation: Activation = "identity"
+    dimensions: tuple[int, ...] = ()
+    any_dimensions: bool = False
+
+
+def read_pooling(
+    path: Path, fields: Fields, architecture: str, runner: str, *, is_encoder: bool
+) -> PoolingConfig | None:
+    """How the model of a directory pools; None for one that generates. is_encoder: it attends in both directions.
+
+    runner: of EngineOptions; "auto" pools what cannot generate, and what sentence-transformers' files describe. Raises
+    ModelLoadError for files that say what is not supported, ConfigError for a runner that the model cannot have.
+    """
+    is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    is_causal = not (is_encoder or is_bare or architecture.endswith(CLASSIFIER))
+    modules = None if path.is_file() else _module_types(path)
+    if runner == "generate":
+        if not is_causal:
+            raise ConfigError(f"runner='generate' is not possible: {architecture} generates no text", param="runner")
+        return None
+    if is_causal and runner == "auto" and modules is None:
+        return None
+    if path.is_file():
+        raise ConfigError("runner='pooling' is not available for GGUF files yet", param="runner")
+    if architecture.endswith(CLASSIFIER):
+        return _classifier(fields, is_encoder)
+    matryoshka = fields.values.get("matryoshka_dimensions") or ()
+    method: Method | None = None if modules is None else _method(path)
+    return PoolingConfig(
+        "embed",
+        method or ("cls" if is_encoder else "last"),
+        normalize=modules is None or "Normalize" in modules,
+        dimensions=_whole_numbers(fields, "matryoshka_dimensions", matryoshka),
+        any_dimensions=fields.boolean("is_matryoshka", False),
+    )
+
+
+def longest_text(path: Path, limit: int) -> int:
+    """Most tokens of a text, the special ones included: what sentence-transformers' files say, up to `limit`."""
+    if path.is_file():
+        return limit
+    file = path / "sentence_bert_config.json"
+    said = Fields(read_optional_json(file), str(file)).optional_integer("max_seq_length")
+    return limit if said is None else min(said, limit)
+
+
+def _classifier(fields: Fields, is_encoder: bool) -> PoolingConfig:
+    named = fields.values.get("id2label")
+    if named is None:
+        labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")
+    else:
+        if not isinstance(named, dict) or not 0 < len(named) <= MAX_LABELS:
+            raise fields.error(f"id2label must name up to {MAX_LABELS} labels, not {shown(named)}")
+        by_number = {str(number): name for number, name in named.items()}
+        if not all(isinstance(by_number.get(str(number)), str) for number in range(len(by_number))):
+            raise fields.error("id2label must name the labels 0, 1, ... in words")
+        labels = tuple(by_number[str(number)] for number in range(len(by_number)))
+    method: Method = "last"
+    if is_encoder:
+        method = "mean" if fields.choice("classifier_pooling", ("cls", "mean"), "cls") == "mean" else "cls"
+    return PoolingConfig("classify", method, False, labels, _activation(fields, len(labels)))
+
+
+def _activation(fields: Fields, num_labels: int) -> Activation:
+    """What sentence-transformers' cross-encoders, or else Transformers' classifiers, make of their logits."""
+    trained = fields.values.get("sentence_transformers")
+    named = trained.get("activation_fn") if isinstance(trained, dict) else None
+    named = named or fields.values.get("sbert_ce_default_activation_function")
+    if named is not None:
+        kinds: dict[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid"}
+        kind = kinds.get(str(named).rpartition(".")[2])
+        if kind is None:
+            raise fields.error(f"the activation {shown(named)} of the classifier is not supported")
+        return kind
+    problem = fields.values.get("problem_type")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if problem == "multi_label_classification" or num_labels == 1 else "softmax"
+
+
+def _module_types(path: Path) -> list[str] | None:
+    """The class names that modules.json lists, in order; None without that file, or without a Pooling in it."""
+    file = path / "modules.json"
+    if file_bytes(file) is None:
+        return None
+    try:
+        listed: Any = json.loads(read_model_file(file, MAX_MODULES_BYTES))
+        names = [str(module["type"]).rpartition(".")[2] for module in listed]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ModelLoadError(f"{file} must list modules with a type each") from None
+    if "Pooling" not in names:
+        return None
+    unknown = [name for name in names if name not in ("Transformer", "Pooling", "Normalize")]
+    if unknown:
+        raise ModelLoadError(f"{file}: the module {shown(unknown[0])} is not supported")
+    return names
+
+
+def _method(path: Path) -> Method:
+    file = path / "1_Pooling" / "config.json"
+    values = read_optional_json(file)
+    named = values.get("pooling_mode")
+    if named is not None:
+        if named not in _NAMES:
+            raise ModelLoadError(f"{file}: pooling_mode {shown(named)} is not supported (known: {', '.join(_NAMES)})")
+        return _NAMES[named]
+    chosen = [flag for flag in _METHODS if values.get(flag) is True]
+    method = _METHODS[chosen[0]] if len(chosen) == 1 else None
+    if method is None:
+        raise ModelLoadError(
+            f"{file}: pooling by {', '.join(chosen) or 'nothing'} is not supported (known: cls, mean and last token)"
+        )
+    return method
+
+
+def _whole_numbers(fields: Fields, key: str, listed: object) -> tuple[int, ...]:
+    if not isinstance(listed, Sequence) or not all(type(each) is int and each > 0 for each in listed):
+        raise fields.error(f"{key} must list numbers of elements, not {shown(listed)}")
+    return tuple(listed)

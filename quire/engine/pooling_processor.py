@@ -1,0 +1,212 @@
+"""Requests for vectors: from texts to EngineRequests, and from what the model made of them to what callers asked for.
+
+What a request asks of its vector (fewer dimensions, length 1, probabilities) is arithmetic over some hundred numbers:
+it is done here, so that the engine below knows one kind of pooled request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.config.pooling import Activation, PoolingConfig
+from quire.engine.input_processor import InputProcessor, Prompt, split_prompt
+from quire.errors import ModelOutputError, PromptTooLongError, UserError
+from quire.outputs import RequestOutput, raise_if_nonfinite
+from quire.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.pooling_params import PoolingParams
+from quire.request import EngineRequest
+from quire.sampling_params import SamplingParams
+from quire.tokenization.pairs import encode_pooled
+from quire.tokenization.tokenizer import check_unicode
+
+TASKS = ("embed", "classify", "score", "encode")
+_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, detokenize=False)
+_SHORTEST = 1e-12
+"""Length below which a vector is not scaled up."""
+
+
+class PoolingProcessor:
+    """Of one model. pooling: how it pools; None: it generates, and every task is refused."""
+
+    def __init__(self, inputs: InputProcessor, pooling: PoolingConfig | None, name: str, hidden_size: int) -> None:
+        self._inputs = inputs
+        self._pooling = pooling
+        self._name = name
+        self._hidden_size = hidden_size
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether the model reads both texts of a pair at once and gives one score."""
+        return self._pooling is not None and self._pooling.task == "classify" and len(self._pooling.labels) == 1
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return () if self._pooling is None else self._pooling.labels
+
+    def check_task(self, task: str) -> None:
+        """Raise UserError for a task of TASKS that the model cannot do."""
+        pooling = self._pooling
+        if pooling is None:
+            raise UserError(f"{self._name} generates text: {task} needs a model that pools, or runner='pooling'")
+        if task == "embed" and pooling.task != "embed":
+            raise UserError(f"{self._name} is a classifier: it gives no embeddings")
+        if task == "classify" and pooling.task != "classify":
+            raise UserError(f"{self._name} gives embeddings: it is no classifier")
+        if task == "score" and pooling.task == "classify" and not self.is_cross_encoder:
+            raise UserError(
+                f"{self._name} has {len(pooling.labels)} labels: score needs an embedder or a classifier with one"
+            )
+
+    def request(
+        self, request_id: str, prompt: Prompt, params: PoolingParams, *, second: str | None = None, priority: int = 0
+    ) -> EngineRequest:
+        """The request that the engine core runs. second: the second text of a pair. Raises UserError with `param` set,
+        or PromptTooLongError."""
+        inputs, pooling = self._inputs, self._pooling
+        assert pooling is not None, "check_task comes first"
+        if not isinstance(params, PoolingParams):
+            raise UserError(f"params must be PoolingParams, not {type(params).__name__}", param="params")
+        self._check_dimensions(params, pooling)
+        inputs.check_priority(priority)
+        check_unicode(request_id, param="request_id")
+        content, cache_salt = split_prompt(prompt, "")
+        token_ids, second_segment = self._tokens(content, second, params.truncate_prompt_tokens)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=_SAMPLING,
+            max_tokens=1,
+            seed=0,
+            cache_salt=cache_salt,
+            priority=priority,
+            pooling=True,
+            second_segment=second_segment,
+        )
+
+    def _tokens(self, content: str | Sequence[int], second: str | None, truncate: int | None) -> tuple[list[int], int]:
+        inputs, longest = self._inputs, self._inputs.max_model_len
+        limit = None if truncate is None else longest if truncate == -1 else min(truncate, longest)
+        boundary = 0
+        if isinstance(content, str):
+            if inputs.tokenizer is None:
+                raise UserError(
+                    "a text needs a tokenizer, and this model has none: pass prompt_token_ids", param="prompt"
+                )
+            for text in (content,) if second is None else (content, second):
+                check_unicode(text, param="prompt")
+                inputs.check_text_length(text, "prompt", is_cut=limit is not None)
+                if not text:
+                    raise UserError("the text is empty", param="prompt")
+            token_ids, boundary = encode_pooled(inputs.tokenizer, content, second, limit)
+            inputs.check_embedding(inputs.tokenizer, token_ids)
+        else:
+            if second is not None:
+                raise UserError("the texts of a pair must be strings", param="prompt")
+            token_ids = list(content)[:limit]
+            inputs.check_token_ids(token_ids, "prompt_token_ids")
+        if not token_ids:
+            raise UserError("the prompt is empty: at least one token is needed", param="prompt")
+        if len(token_ids) > longest:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, and the model's context is {longest}; "
+                "truncate_prompt_tokens=-1 cuts longer ones",
+                param="prompt",
+            )
+        return token_ids, boundary
+
+    def _check_dimensions(self, params: PoolingParams, pooling: PoolingConfig) -> None:
+        wanted = params.dimensions
+        if wanted is None:
+            return
+        if pooling.task != "embed":
+            raise UserError("dimensions are of embeddings, which this model does not give", param="dimensions")
+        if pooling.dimensions and wanted not in pooling.dimensions:
+            raise UserError(
+                f"dimensions must be one of {', '.join(map(str, pooling.dimensions))} for this model, not {wanted}",
+                param="dimensions",
+            )
+        if not pooling.dimensions and not pooling.any_dimensions:
+            raise UserError(
+                "this model was not trained for fewer dimensions (its config.json has neither is_matryoshka nor "
+                "matryoshka_dimensions)",
+                param="dimensions",
+            )
+        if wanted > self._hidden_size:
+            raise UserError(f"dimensions must be at most {self._hidden_size}, not {wanted}", param="dimensions")
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def vector(self, output: RequestOutput, params: PoolingParams) -> list[float]:
+        """What the request asked for, of its last output. Raises ModelOutputError where the model computed NaN or
+        infinite numbers."""
+        pooling = self._pooling
+        assert pooling is not None, "the request was checked"
+        raise_if_nonfinite(output)
+        if output.pooled is None:
+            raise ModelOutputError(f"the request ended without a vector ({output.outputs[0].finish_reason})")
+        values = np.array(output.pooled, np.float32)
+        if pooling.task == "classify":
+            if params.use_activation is not False:
+                values = activated(values, pooling.activation)
+        else:
+            values = values[: params.dimensions]
+            if pooling.normalize if params.normalize is None else params.normalize:
+                values = normalized(values)
+        listed: list[float] = values.tolist()
+        return listed
+
+    def pooled(self, output: RequestOutput, params: PoolingParams) -> PoolingRequestOutput:
+        found = PoolingOutput(self.vector(output, params))
+        return PoolingRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+    def embedding(self, output: RequestOutput, params: PoolingParams) -> EmbeddingRequestOutput:
+        found = EmbeddingOutput(self.vector(output, params))
+        return EmbeddingRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+    def classification(self, output: RequestOutput, params: PoolingParams) -> ClassificationRequestOutput:
+        found = ClassificationOutput(self.vector(output, params))
+        return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+    def pair_score(self, output: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
+        """Of a cross-encoder, which has read both texts."""
+        found = ScoringOutput(self.vector(output, params)[0])
+        return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+
+    def similarity(self, first: RequestOutput, second: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
+        """The cosine of two texts' vectors."""
+        left, right = (np.array(self.vector(output, params), np.float32) for output in (first, second))
+        found = ScoringOutput(float(normalized(left) @ normalized(right)))
+        token_ids = first.prompt_token_ids + second.prompt_token_ids
+        num_cached = first.num_cached_tokens + second.num_cached_tokens
+        return ScoringRequestOutput(second.request_id, found, token_ids, num_cached)
+
+
+def normalized(vector: np.ndarray) -> np.ndarray:
+    """[size] float32 -> the same direction with length 1."""
+    length = np.sqrt(np.square(vector, dtype=np.float64).sum())
+    scaled: np.ndarray = (vector / max(float(length), _SHORTEST)).astype(np.float32)
+    return scaled
+
+
+def activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
+    """[labels] float32 -> what the activation makes of them."""
+    if activation == "identity":
+        return logits
+    wide = logits.astype(np.float64)
+    if activation == "sigmoid":
+        weights = 1 / (1 + np.exp(-np.abs(wide)))
+        return np.where(wide < 0, 1 - weights, weights).astype(np.float32)
+    weights = np.exp(wide - wide.max())
+    shares: np.ndarray = (weights / weights.sum()).astype(np.float32)
+    return shares

@@ -1,0 +1,162 @@
+"""Attention in both directions over sequences of different lengths, without padding between them.
+
+One program computes TILE_M rows of one sequence and one head: it reads the keys that the rows see in tiles of TILE_N,
+which begin at multiples of TILE_N in the sequence, so that a row's bits do not depend on the other sequences. A head is
+read as two halves, which a rotation turns against each other. Limit: arithmetic, 4 * head_dim operations for each pair
+of tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.attention_core import LOG2_E, NOTHING
+from quire.kernels.triton.runtime import bound, dot, launch, narrow, next_power_of_2
+
+TILE_M = 64
+TILE_N = 64
+SMALLEST_BLOCK = 16
+
+
+@triton.jit
+def _load_halves(
+    heads,
+    cos,
+    sin,
+    token,
+    inside,
+    stride,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTATES: tl.constexpr,
+):
+    """[rows, BLOCK] float32 each: the halves of a head of some tokens, turned."""
+    dims = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (dims < HALF)[None, :]
+    at = heads + token.to(tl.int64)[:, None] * stride + dims[None, :]
+    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if ROTATES:
+        angle = token.to(tl.int64)[:, None] * HALF + dims[None, :]
+        cosine = tl.load(cos + angle, mask=mask, other=0.0)
+        sine = tl.load(sin + angle, mask=mask, other=0.0)
+        left, right = left * cosine - right * sine, right * cosine + left * sine
+    return left, right
+
+
+@triton.jit
+def _attend_kernel(
+    qkv,
+    cos,
+    sin,
+    tiles,
+    out,
+    qkv_stride,
+    out_stride,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROTATES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    entry = tiles + tl.program_id(0) * 3
+    first, length, begin = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    head = tl.program_id(1)
+    dtype = out.dtype.element_ty
+    rows = begin + tl.arange(0, M)
+    is_row = rows < length
+    width = NUM_HEADS * 2 * HALF
+    query = qkv + head * 2 * HALF
+    left, right = _load_halves(query, cos, sin, first + rows, is_row, qkv_stride, HALF, BLOCK, ROTATES)
+    left, right = narrow(left * scale, dtype), narrow(right * scale, dtype)
+    maximum = tl.full((M,), NOTHING, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    summed = tl.zeros((M, DIM_BLOCK), tl.float32)
+    dims = tl.arange(0, DIM_BLOCK)
+    start, end = 0, length
+    if WINDOW > 0:
+        start = tl.maximum(begin - WINDOW, 0) // N * N
+        end = tl.minimum(length, begin + M + WINDOW)
+    for tile in range(bound(start), bound(end), N):
+        keys = tile + tl.arange(0, N)
+        is_key = keys < length
+        key_left, key_right = _load_halves(
+            query + width, cos, sin, first + keys, is_key, qkv_stride, HALF, BLOCK, ROTATES
+        )
+        scores = dot(left, tl.trans(narrow(key_left, dtype)), tl.zeros((M, N), tl.float32))
+        scores = dot(right, tl.trans(narrow(key_right, dtype)), scores)
+        sees = is_row[:, None] & is_key[None, :]
+        if WINDOW > 0:
+            sees = sees & (tl.abs(rows[:, None] - keys[None, :]) <= WINDOW)
+        scores = tl.where(sees, scores, NOTHING)
+        top = tl.maximum(maximum, tl.max(scores, axis=1))
+        decay = tl.exp2(maximum - top)
+        weights = tl.where(sees, tl.exp2(scores - top[:, None]), 0.0)
+        mask = is_key[:, None] & (dims < 2 * HALF)[None, :]
+        at = query + 2 * width + (first + keys).to(tl.int64)[:, None] * qkv_stride + dims[None, :]
+        values = tl.load(at, mask=mask, other=0.0)
+        summed = dot(narrow(weights, dtype), values, summed * decay[:, None])
+        total = tl.fma(total, decay, tl.sum(weights, axis=1))
+        maximum = top
+    result = summed / tl.where(is_row, total, 1.0)[:, None]
+    at = out + (first + rows).to(tl.int64)[:, None] * out_stride + head * 2 * HALF + dims[None, :]
+    tl.store(at, narrow(result, dtype), mask=is_row[:, None] & (dims < 2 * HALF)[None, :])
+
+
+def encoder_tiles(query_start: np.ndarray, device: torch.device) -> torch.Tensor:
+    """[tiles, 3] int32: of each tile of TILE_M rows, the sequence's first row in the step, its length, and the tile's
+    first row in the sequence. query_start: [S + 1] int64 on the host."""
+    lengths = np.diff(query_start)
+    counts = -(-lengths // TILE_M)
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    begin = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * TILE_M
+    tiles = np.stack((query_start[:-1][sequence], lengths[sequence], begin), axis=1)
+    return torch.from_numpy(tiles.astype(np.int32)).to(device)
+
+
+def attend(
+    qkv: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    tiles: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """qkv: [T, 3 * num_heads * head_dim], head_dim even. rotation: cos and sin of the tokens' positions, [T, head_dim /
+    2] float32 each (None: none is applied). tiles: of `encoder_tiles`. scale: multiplies q·k. window: most positions
+    between a row and a key, on either side (None: any). Returns [T, num_heads * head_dim] in qkv's dtype."""
+    width = qkv.shape[1] // 3
+    half, odd = divmod(width // num_heads, 2)
+    assert not odd, "a head has two halves"
+    assert rotation is None or rotation[0].shape[1] == half, "the rotation is of whole heads"
+    out = torch.empty(len(qkv), width, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = rotation or (None, None)
+    launch(
+        _attend_kernel,
+        (len(tiles), num_heads),
+        qkv,
+        cos,
+        sin,
+        tiles,
+        out,
+        qkv.stride(0),
+        out.stride(0),
+        scale * LOG2_E.value,
+        NUM_HEADS=num_heads,
+        HALF=half,
+        BLOCK=max(SMALLEST_BLOCK, next_power_of_2(half)),
+        DIM_BLOCK=max(SMALLEST_BLOCK, next_power_of_2(2 * half)),
+        WINDOW=window or 0,
+        ROTATES=rotation is not None,
+        M=TILE_M,
+        N=TILE_N,
+        num_warps=4,
+    )
+    return out

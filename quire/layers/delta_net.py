@@ -1,0 +1,126 @@
+"""The gated delta net of Qwen3-Next and Qwen 3.5: a layer that keeps a state in the place of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quire.attention.device_batch import StepStates
+from quire.errors import ConfigError
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec, StateSpec
+from quire.layers.context import LayerContext, WeightSlot, WeightSlots
+from quire.layers.interleaved import shared_slot
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.moe import unquantized
+from quire.layers.states import ConvolutionWeights, DeltaRule, GatedNormWeights
+from quire.quantization.integer_weight import WeightSource, copy_into
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """Sizes of a layer. width: taps of the convolution."""
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+
+class GatedDeltaNet:
+    """x -> residual + output(norm(rule(convolution(qkv(x)), gates(x))) * silu(z(x))).
+
+    layer: of the cache. epsilon: of the norm. activation: behind the convolution. by_head: a checkpoint has two
+    matrices with the rows of each key head together (Qwen3-Next), else four. Raises ConfigError for more than one rank.
+    """
+
+    def __init__(
+        self,
+        shape: DeltaNetShape,
+        layer: int,
+        *,
+        epsilon: float,
+        activation: str,
+        by_head: bool,
+        context: LayerContext,
+    ) -> None:
+        if context.group.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={context.group.size} is not possible for this model yet: the layers that keep a "
+                "state are not shared out",
+                param="tensor_parallel_size",
+            )
+        self._operations, self._shape, self._by_head = context.operations, shape, by_head
+        size, heads = shape.hidden_size, shape.num_value_heads
+        wide, channels = heads * shape.value_dim, 2 * shape.num_key_heads * shape.key_dim + heads * shape.value_dim
+        self._qkv = ColumnParallelLinear(size, (channels,), bias=False, context=context)
+        self._z = ColumnParallelLinear(size, (wide,), bias=False, context=context)
+        self._gates = ColumnParallelLinear(size, (heads, heads), bias=False, context=unquantized(context))
+        floats = partial(torch.empty, dtype=torch.float32, device=context.device)
+        sizes = (shape.num_key_heads, heads, shape.key_dim, shape.value_dim)
+        self._rule = DeltaRule(*sizes, floats(heads), floats(heads), layer, offset=0)
+        self._convolution = ConvolutionWeights(floats(shape.width, channels), None, activation, layer, self._rule.end)
+        weight = torch.empty(shape.value_dim, dtype=context.dtype, device=context.device)
+        self._norm = GatedNormWeights(shape.value_dim, weight, epsilon)
+        self._output = RowParallelLinear(wide, size, bias=False, context=context)
+
+    def __call__(self, x: Value, residual: Value, states: StepStates | None, rows: ReadRows | None = None) -> Value:
+        """x, residual: [T, hidden_size] -> [T, hidden_size]; the residual is used up. states: of the step. rows: [R],
+        the tokens whose results are read (None: all); then [R, hidden_size]."""
+        operations = self._operations
+        qkv = operations.short_convolution(self._convolution, self._qkv(x), states)
+        result = operations.gated_delta_rule(self._rule, qkv, self._gates(x), states)
+        if rows is not None:
+            result, x, residual = (operations.gather_rows(each, rows) for each in (result, x, residual))
+        return self._output(operations.gated_norm(self._norm, result, self._z(x)), residual)
+
+    def cache_spec(self) -> LayerSpec:
+        return StateSpec(self._convolution.inputs.end)
+
+    def slots(self) -> WeightSlots:
+        kernel = self._convolution.kernel
+        width, channels = kernel.shape
+        return {
+            **(self._slots_by_head() if self._by_head else self._slots_apart()),
+            "conv1d.weight": WeightSlot((channels, 1, width), self._load_kernel, kernel.nbytes),
+            "A_log": WeightSlot(tuple(self._rule.rate.shape), self._load_rate, self._rule.rate.nbytes),
+            "dt_bias": _vector_slot(self._rule.time_bias, 0.0),
+            "norm.weight": _vector_slot(self._norm.weight, 1.0),
+            **self._output.slots("out_proj"),
+        }
+
+    def _slots_apart(self) -> WeightSlots:
+        qkv, z = self._qkv.slots(("in_proj_qkv",)), self._z.slots(("in_proj_z",))
+        return {**qkv, **z, **self._gates.slots(("in_proj_b", "in_proj_a"))}
+
+    def _slots_by_head(self) -> WeightSlots:
+        shape, group = self._shape, self._shape.num_value_heads // self._shape.num_key_heads
+        values = group * shape.value_dim
+        rows = torch.arange(shape.num_key_heads * 2 * (shape.key_dim + values)).view(shape.num_key_heads, -1)
+        query, key, value, z = rows.split((shape.key_dim, shape.key_dim, values, values), dim=1)
+        qkv_order = torch.cat((query.flatten(), key.flatten(), value.flatten()))
+        wide = shared_slot(
+            (self._qkv.slots(("qkv",))["qkv.weight"], self._z.slots(("z",))["z.weight"]), (qkv_order, z.flatten())
+        )
+        rows = torch.arange(2 * shape.num_value_heads).view(shape.num_key_heads, 2, group)
+        order = torch.cat((rows[:, 0].flatten(), rows[:, 1].flatten()))
+        gates = shared_slot((self._gates.slots(("gates",))["gates.weight"],), (order,))
+        return {"in_proj_qkvz.weight": wide, "in_proj_ba.weight": gates}
+
+    def _load_kernel(self, source: WeightSource) -> None:
+        width, channels = self._convolution.kernel.shape
+        whole = torch.empty(channels, 1, width, device=self._convolution.kernel.device)
+        copy_into(whole, source)
+        self._convolution.kernel.copy_(whole[:, 0].t())
+
+    def _load_rate(self, source: WeightSource) -> None:
+        copy_into(self._rule.rate, source)
+        self._rule.rate.exp_()
+
+
+def _vector_slot(vector: torch.Tensor, mean: float) -> WeightSlot:
+    return WeightSlot(tuple(vector.shape), partial(copy_into, vector), vector.nbytes, mean, 0.0)

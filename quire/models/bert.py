@@ -1,0 +1,121 @@
+"""BERT and RoBERTa: learned positions and token types, a LayerNorm behind each block, heads over the first token."""
+
+from __future__ import annotations
+
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.value import ReadRows, Value
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.embedding import Embedding
+from quire.layers.encoder_attention import EncoderSelfAttention
+from quire.layers.linear import ColumnParallelLinear
+from quire.layers.mlp import MLP
+from quire.layers.norm import LayerNorm
+from quire.layers.operations import RotationTable
+from quire.models.encoder import Encoder, UncachedLayer, encoder_heads
+
+PADDING_INDEX = 1
+"""Of RoBERTa: its positions begin behind it."""
+
+
+class BertLayer(UncachedLayer):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        fields, size = model_fields(config), config.hidden_size
+        epsilon = fields.number("layer_norm_eps", 1e-12)
+        self._attention = EncoderSelfAttention(size, encoder_heads(config), bias=True, context=context)
+        self._attention_norm = LayerNorm(size, epsilon, context)
+        activation = fields.choice("hidden_act", list(ACTIVATIONS), "gelu")
+        self._mlp = MLP(size, fields.integer("intermediate_size"), activation, bias=True, context=context)
+        self._output_norm = LayerNorm(size, epsilon, context)
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        x = self._attention_norm(self._attention(x, x, rotation, batch.attention, rows))
+        return self._output_norm(self._mlp(x, x))
+
+    def slots(self) -> WeightSlots:
+        projections = ("self.query", "self.key", "self.value")
+        return {
+            **prefixed("attention", self._attention.slots(projections, "output.dense")),
+            **prefixed("attention.output.LayerNorm", self._attention_norm.slots()),
+            **self._mlp.slots("intermediate.dense", "output.dense"),
+            **prefixed("output.LayerNorm", self._output_norm.slots()),
+        }
+
+
+class TanhClassifier:
+    """out(tanh(dense(x))) of the first token's hidden state. dense, out: names of the two layers in a checkpoint."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, dense: str, out: str) -> None:
+        assert config.pooling is not None, "a classifier pools"
+        whole = context.replicated()
+        self.input_size = size = config.hidden_size
+        self._operations = context.operations
+        self._names = dense, out
+        self._dense = ColumnParallelLinear(size, (size,), bias=True, context=whole)
+        self._out = ColumnParallelLinear(size, (len(config.pooling.labels),), bias=True, context=whole)
+
+    def __call__(self, hidden: Value) -> Value:
+        return self._out(self._operations.soft_cap(self._dense(hidden), 1.0))  # tanh
+
+    def slots(self) -> WeightSlots:
+        dense, out = self._names
+        return {**self._dense.slots((dense,)), **self._out.slots((out,))}
+
+
+class BertModel(Encoder):
+    """first_position: row of the table of positions that the first token has."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        prefix: str = "bert",
+        head: TanhClassifier | None = None,
+        first_position: int = 0,
+    ) -> None:
+        fields, size, whole = model_fields(config), config.hidden_size, context.replicated()
+        if fields.text("position_embedding_type", "absolute") != "absolute":
+            raise fields.error("position_embedding_type is supported as 'absolute' only")
+        layers = [BertLayer(config, context) for _ in range(config.num_layers)]
+        super().__init__(config, layers, f"{prefix}.encoder.layer", head)
+        num_positions, num_types = fields.integer("max_position_embeddings"), fields.integer("type_vocab_size", 2)
+        self._tokens = Embedding(config.vocab_size, size, context.vocabulary, context)
+        self._types = Embedding(num_types, size, context.positions, whole)
+        self._positions = Embedding(num_positions, size, context.positions, whole)
+        self._norm = LayerNorm(size, fields.number("layer_norm_eps", 1e-12), context)
+        self._first_position = first_position
+        self.num_token_types = num_types
+        tables = {"word": self._tokens, "token_type": self._types, "position": self._positions}
+        for name, table in tables.items():
+            self.slots |= prefixed(f"{prefix}.embeddings.{name}_embeddings", table.slots())
+        self.slots |= prefixed(f"{prefix}.embeddings.LayerNorm", self._norm.slots())
+
+    def forward(self, batch: ForwardBatch) -> Value:
+        assert batch.segments is not None, "a model with token types is told the segments"
+        x = self._types(batch.segments, onto=self._tokens(batch.token_ids))
+        x = self._positions(batch.positions + self._first_position, onto=x)
+        return self.run_layers(self._norm(x), None, batch)
+
+
+class BertForSequenceClassification(BertModel):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context, head=TanhClassifier(config, context, "bert.pooler.dense", "classifier"))
+
+
+class RobertaModel(BertModel):
+    def __init__(self, config: ModelConfig, context: LayerContext, head: TanhClassifier | None = None) -> None:
+        fields = model_fields(config)
+        if fields.integer("pad_token_id", PADDING_INDEX, minimum=0) != PADDING_INDEX:
+            raise fields.error(f"pad_token_id is supported as {PADDING_INDEX} only: positions begin behind it")
+        super().__init__(config, context, "roberta", head, PADDING_INDEX + 1)
+
+
+class RobertaForSequenceClassification(RobertaModel):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context, TanhClassifier(config, context, "classifier.dense", "classifier.out_proj"))

@@ -1,0 +1,55 @@
+"""What all encoders share: nothing in the cache, and a head that makes logits of what was pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.config.model import ModelConfig
+from quire.kernels.value import Value
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.context import WeightSlots
+from quire.layers.encoder_operations import EncoderHeads
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.head import OutputHead
+
+
+class EmbedderHead:
+    """The head of a model whose pooled hidden states are the result."""
+
+    def __init__(self, size: int) -> None:
+        self.input_size = size
+
+    def __call__(self, hidden: Value) -> Value:
+        raise AssertionError("a vector of a text is not projected")
+
+    def slots(self) -> WeightSlots:
+        return {}
+
+
+class UncachedLayer:
+    """Part of every layer of an encoder."""
+
+    def cache_spec(self) -> LayerSpec:
+        raise AssertionError("a layer of an encoder keeps nothing")
+
+
+class Encoder(Decoder):
+    """Layers over whole sequences, in both directions."""
+
+    def __init__(
+        self, config: ModelConfig, layers: Sequence[DecoderLayer], prefix: str, head: OutputHead | None
+    ) -> None:
+        """prefix: as for Decoder. head: of a classifier; its slots are named as in a checkpoint."""
+        super().__init__(layers, prefix, EmbedderHead(config.hidden_size), CheckpointNames.of(config))
+        if head is not None:
+            self._head = head
+            self.slots |= head.slots()
+
+    def cache_specs(self) -> list[LayerSpec]:
+        return []
+
+
+def encoder_heads(config: ModelConfig, window: int | None = None) -> EncoderHeads:
+    """The constants of a layer's attention. window: as EncoderHeads has it."""
+    return EncoderHeads(config.num_heads, config.head_dim, config.head_dim**-0.5, window)

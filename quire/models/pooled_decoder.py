@@ -1,0 +1,34 @@
+"""Decoders that classify: logits of labels instead of tokens, from a text's last hidden state.
+
+A decoder that gives vectors is the model itself, without its output projection."""
+
+from __future__ import annotations
+
+from quire.config.model import ModelConfig
+from quire.kernels.value import Value
+from quire.layers.context import LayerContext, WeightSlots
+from quire.layers.linear import ColumnParallelLinear
+from quire.models.decoder import LlamaLike
+
+
+class ScoreHead:
+    """The linear layer `score`, without a bias."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        assert config.pooling is not None, "a classifier pools"
+        self.input_size = config.hidden_size
+        labels = (len(config.pooling.labels),)
+        self._score = ColumnParallelLinear(self.input_size, labels, bias=False, context=context.replicated())
+
+    def __call__(self, hidden: Value) -> Value:
+        return self._score(hidden)
+
+    def slots(self) -> WeightSlots:
+        return self._score.slots(("score",))
+
+
+class LlamaLikeClassifier(LlamaLike):
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        self._head = ScoreHead(config, context)
+        self.slots |= self._head.slots()

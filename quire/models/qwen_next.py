@@ -1,0 +1,146 @@
+"""Qwen3-Next and Qwen 3.5: gated delta nets in most layers, gated attention in the others, dense MLPs or experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from quire.config.families import ARCHITECTURES
+from quire.config.hf_config import model_fields
+from quire.config.model import ModelConfig
+from quire.config.rope import read_rope
+from quire.kernels.value import ReadRows, Value
+from quire.kv_cache.spec import LayerSpec
+from quire.layers.batch import ForwardBatch
+from quire.layers.context import LayerContext, WeightSlots, prefixed
+from quire.layers.delta_net import DeltaNetShape, GatedDeltaNet
+from quire.layers.embedding import Embedding, VocabularyProjection
+from quire.layers.gated_attention import GatedAttention
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import UnitOffsetRMSNorm
+from quire.layers.operations import RotationTable
+from quire.layers.rotary import RotaryEmbedding
+from quire.logging import get_logger
+from quire.models.checkpoint_names import CheckpointNames
+from quire.models.decoder import Decoder, FeedForward, layer_attention, read_activation
+from quire.models.mixture import mixture_block
+from quire.quantization.integer_weight import WeightSource
+from quire.quantization.quantized_weight import QuantizedWeight
+
+logger = get_logger(__name__)
+
+BY_HEAD = ("Qwen3NextForCausalLM",)
+"""Classes whose checkpoints keep the rows of each key head of a delta net together."""
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+
+
+class HybridLayer:
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a gated delta net or gated attention."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int) -> None:
+        fields, family, size = model_fields(config), ARCHITECTURES[config.architecture], config.hidden_size
+        epsilon, kept = fields.number("rms_norm_eps", 1e-6), config.shape.layers[layer].attention
+        self._norms = tuple(UnitOffsetRMSNorm(size, epsilon, context) for _ in range(2))
+        self._net: GatedDeltaNet | None = None
+        self._attention: GatedAttention | None = None
+        if kept.kind == "state":
+            shape = DeltaNetShape(
+                size, kept.num_heads, kept.num_kv_heads, kept.key_dim, kept.value_dim, kept.conv_inputs + 1
+            )
+            self._net = GatedDeltaNet(
+                shape,
+                layer,
+                epsilon=epsilon,
+                activation=fields.choice("hidden_act", ["silu", "swish"], "silu"),
+                by_head=config.architecture in BY_HEAD,
+                context=context,
+            )
+        else:
+            bias = family.query_bias.read(fields)
+            shape_of_heads = layer_attention(config, layer)
+            self._attention = GatedAttention(size, shape_of_heads, bias=bias, norm_epsilon=epsilon, context=context)
+        self._mlp, self._mlp_slots = mixture_block(config, context, layer) or _dense_block(config, context)
+
+    def __call__(
+        self, x: Value, rotation: RotationTable | None, batch: ForwardBatch, rows: ReadRows | None = None
+    ) -> Value:
+        before_mixer, before_mlp = self._norms
+        if self._net is not None:
+            x = self._net(before_mixer(x), x, batch.states, rows)
+        elif self._attention is not None:
+            x = self._attention(before_mixer(x), x, rotation, batch.attention, rows)
+        return self._mlp(before_mlp(x), x)
+
+    def cache_spec(self) -> LayerSpec:
+        mixer = self._net or self._attention
+        assert mixer is not None, "a layer has one of the two"
+        return mixer.cache_spec()
+
+    def slots(self) -> WeightSlots:
+        slots = prefixed("input_layernorm", self._norms[0].slots())
+        slots |= prefixed("post_attention_layernorm", self._norms[1].slots())
+        slots |= self._mlp_slots
+        if self._net is not None:
+            return slots | prefixed("linear_attn", self._net.slots())
+        assert self._attention is not None, "a layer has one of the two"
+        return slots | prefixed("self_attn", self._attention.slots(("q_proj", "k_proj", "v_proj"), "o_proj"))
+
+
+def _dense_block(config: ModelConfig, context: LayerContext) -> tuple[FeedForward, WeightSlots]:
+    width = model_fields(config).integer("intermediate_size")
+    mlp = GatedMLP(config.hidden_size, width, read_activation(config), bias=False, context=context)
+    return mlp, prefixed("mlp", mlp.slots())
+
+
+class HybridDecoder(Decoder):
+    """Rotary positions in the layers with attention alone; the states of the others know the order of tokens."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        fields = model_fields(config)
+        self._embedding = Embedding(config.vocab_size, config.hidden_size, context.vocabulary, context)
+        super().__init__(
+            [HybridLayer(config, context, layer) for layer in range(config.num_layers)],
+            "model.layers",
+            VocabularyProjection(self._embedding, context, tied=config.shape.is_tied),
+            CheckpointNames.of(config),
+        )
+        rope = read_rope(fields, config.head_dim, ARCHITECTURES[config.architecture].rope)
+        self._rotary = RotaryEmbedding(rope, config.max_model_len, context)
+        self._norm = UnitOffsetRMSNorm(config.hidden_size, fields.number("rms_norm_eps", 1e-6), context)
+        self.slots |= prefixed("model.embed_tokens", self._embedding.slots())
+        self.slots |= prefixed("model.norm", self._norm.slots())
+
+    def load_weights(self, weights: Iterable[tuple[str, WeightSource]], elsewhere: Collection[str] = ()) -> None:
+        super().load_weights(_one_by_one(_without_drafts(weights)), elsewhere)
+
+    def forward(self, batch: ForwardBatch) -> Value:
+        x = self._embedding(batch.token_ids)
+        return self._norm(self.run_layers(x, self._rotary(batch.positions), batch))
+
+
+def _without_drafts(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
+    """All but the tensors of the head that guesses further tokens, which no layer of the engine computes."""
+    num_skipped = 0
+    for name, tensor in weights:
+        if name.startswith("mtp."):
+            num_skipped += 1
+        else:
+            yield name, tensor
+    if num_skipped:
+        logger.info("the head for drafts (%d tensors, mtp.*) is not loaded", num_skipped)
+
+
+def _one_by_one(weights: Iterable[tuple[str, WeightSource]]) -> Iterator[tuple[str, WeightSource]]:
+    """Experts by themselves, where a checkpoint of Qwen 3.5 keeps those of a layer in one tensor."""
+    for name, tensor in weights:
+        fused = _FUSED.fullmatch(name)
+        if fused is None or isinstance(tensor, QuantizedWeight):
+            yield name, tensor
+            continue
+        for expert in range(tensor.shape[0]):
+            own, prefix = tensor.narrow(0, expert, 1)[0], f"{fused[1]}.{expert}"
+            if fused[2] == "down_proj":
+                yield f"{prefix}.down_proj.weight", own
+                continue
+            for part, rows in zip(("gate", "up"), own.chunk(2), strict=True):
+                yield f"{prefix}.{part}_proj.weight", rows

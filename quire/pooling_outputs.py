@@ -1,0 +1,69 @@
+"""What comes out of a model that pools. Names are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+OutputT = TypeVar("OutputT")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """data: the vector, or the scores of the labels."""
+
+    data: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: of each label; logits where the request or the model asks for no activation."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well the second text answers the first."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PooledRequestOutput(Generic[OutputT]):
+    """One request's result. num_cached_tokens: prompt tokens found in the prefix cache."""
+
+    request_id: str
+    outputs: OutputT
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
+    pass
+
+
+class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
+    pass
+
+
+class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
+    pass
+
+
+class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
+    """prompt_token_ids: of the pair, or of both texts one behind the other where their vectors are compared."""

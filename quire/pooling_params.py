@@ -1,0 +1,35 @@
+"""What a caller can ask of a vector. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.errors import UserError
+
+MAX_DIMENSIONS = 2**24
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one pooled request. Invalid values raise UserError with `param` set.
+
+    dimensions: leading elements of the vector to keep, for models that were trained for it (Matryoshka); None: all.
+    normalize: whether the vector gets length 1; None: as the model's files say. use_activation: whether a classifier's
+    logits become probabilities (or what else the model's activation makes of them); None: yes. truncate_prompt_tokens:
+    most tokens of a text, special ones included; longer texts lose their ends; -1: the model's context; None: longer
+    texts are refused.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
+            raise UserError(f"dimensions must be positive, not {self.dimensions}", param="dimensions")
+        cut = self.truncate_prompt_tokens
+        if cut is not None and cut != -1 and not 1 <= cut <= MAX_DIMENSIONS:
+            raise UserError(
+                f"truncate_prompt_tokens must be positive, or -1 for the model's context, not {cut}",
+                param="truncate_prompt_tokens",
+            )

@@ -1,0 +1,200 @@
+"""The routes of models that pool: /v1/embeddings, /pooling, /classify, /score and /rerank."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from fastapi import FastAPI, Request, Response
+
+from quire.errors import UserError
+from quire.outputs import RequestOutput
+from quire.pooling_params import PoolingParams
+from quire.server.auth import client_of
+from quire.server.body import parse_body, read_body
+from quire.server.context import ServerContext, new_id
+from quire.server.disconnect import run_until_disconnect
+from quire.server.errors import invalid_request
+from quire.server.protocol.pooling import (
+    ClassificationItem,
+    ClassificationRequest,
+    ClassificationResponse,
+    EmbeddingItem,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    ListResponse,
+    PoolingFields,
+    PoolingItem,
+    PoolingRequest,
+    PoolingResponse,
+    PoolingUsage,
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResponse,
+)
+from quire.server.responses import json_response
+from quire.server.turns import Part, Turns, share_of
+
+Body = TypeVar("Body", bound=PoolingFields)
+ListT = TypeVar("ListT", bound=ListResponse)
+Text = tuple[str | list[int], str | None]
+"""A text, and the second one of a pair."""
+
+
+def add_pooling_routes(app: FastAPI, context: ServerContext) -> None:
+    """They exist for every model; one that cannot do what a route is for answers 404."""
+    _add_route(app, context, ("/v1/embeddings",), "embed", EmbeddingRequest, _embeddings)
+    _add_route(app, context, ("/pooling",), "encode", PoolingRequest, _pooling)
+    _add_route(app, context, ("/classify",), "classify", ClassificationRequest, _classify)
+    _add_route(app, context, ("/score", "/v1/score"), "score", ScoreRequest, _score)
+    _add_route(app, context, ("/rerank", "/v1/rerank", "/v2/rerank"), "score", RerankRequest, _rerank)
+
+
+def _add_route(
+    app: FastAPI,
+    context: ServerContext,
+    paths: Sequence[str],
+    task: str,
+    body_type: type[Body],
+    answer: Callable[[ServerContext, Body], Awaitable[msgspec.Struct]],
+) -> None:
+    async def create(request: Request) -> Response:
+        body = parse_body(await read_body(request, context.max_body_bytes), body_type)
+        try:
+            context.engine.pooling.check_task(task)
+        except UserError as error:
+            raise invalid_request(error.message, param="model", code="model_not_suitable", status=404) from None
+        context.served_name(body.model)
+        context.admit()
+        context.check_priority(body.priority, client_of(request))
+
+        async def work() -> msgspec.Struct:
+            return await answer(context, body)
+
+        return json_response(await run_until_disconnect(request.receive, work()))
+
+    for path in paths:
+        app.post(path)(create)
+
+
+async def _embeddings(context: ServerContext, body: EmbeddingRequest) -> EmbeddingResponse:
+    params = body.params(dimensions=body.dimensions, normalize=body.normalize)
+    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
+    write = partial(_encoded, encoding=body.encoding_format)
+    data = [EmbeddingItem(index, write(vector)) for index, vector in enumerate(vectors)]
+    return _listed(EmbeddingResponse, "embd", context, body, outputs, data)
+
+
+async def _pooling(context: ServerContext, body: PoolingRequest) -> PoolingResponse:
+    params = body.params(dimensions=body.dimensions, normalize=body.normalize, use_activation=body.use_activation)
+    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    vectors = [context.engine.pooling.vector(output, params) for output in outputs]
+    write = partial(_encoded, encoding=body.encoding_format)
+    data = [PoolingItem(index, write(vector)) for index, vector in enumerate(vectors)]
+    return _listed(PoolingResponse, "pool", context, body, outputs, data)
+
+
+async def _classify(context: ServerContext, body: ClassificationRequest) -> ClassificationResponse:
+    params, labels = body.params(use_activation=body.use_activation), context.engine.pooling.labels
+    outputs = await _run(context, body, params, [(text, None) for text in body.inputs])
+    scores = [context.engine.pooling.vector(output, params) for output in outputs]
+    data = [
+        ClassificationItem(index, labels[each.index(max(each))], each, len(each)) for index, each in enumerate(scores)
+    ]
+    return _listed(ClassificationResponse, "classify", context, body, outputs, data)
+
+
+async def _score(context: ServerContext, body: ScoreRequest) -> ScoreResponse:
+    params = body.params(use_activation=body.use_activation)
+    scores, outputs = await _scores(context, body, params, body.firsts, body.seconds)
+    data = [ScoreItem(index, score) for index, score in enumerate(scores)]
+    return _listed(ScoreResponse, "score", context, body, outputs, data)
+
+
+async def _rerank(context: ServerContext, body: RerankRequest) -> RerankResponse:
+    scores, outputs = await _scores(context, body, body.params(), [body.query], body.documents)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    results = [
+        RerankResult(index, scores[index], RerankDocument(body.documents[index]) if body.return_documents else None)
+        for index in order
+    ]
+    name = context.served_name(body.model)
+    return RerankResponse(new_id("rerank", body.request_id), name, _usage(outputs), results)
+
+
+async def _scores(
+    context: ServerContext, body: PoolingFields, params: PoolingParams, firsts: list[str], seconds: list[str]
+) -> tuple[list[float], list[RequestOutput]]:
+    """The score of each second text beside its first (or beside the only one), and all outputs."""
+    pooling = context.engine.pooling
+    places = [min(index, len(firsts) - 1) for index in range(len(seconds))]
+    if pooling.is_cross_encoder:
+        pairs: list[Text] = [(firsts[place], second) for place, second in zip(places, seconds, strict=True)]
+        outputs = await _run(context, body, params, pairs)
+        return [pooling.pair_score(output, params).outputs.score for output in outputs], outputs
+    outputs = await _run(context, body, params, [(text, None) for text in (*firsts, *seconds)])
+    lefts, rights = outputs[: len(firsts)], outputs[len(firsts) :]
+    found = [pooling.similarity(lefts[place], right, params) for place, right in zip(places, rights, strict=True)]
+    return [each.outputs.score for each in found], outputs
+
+
+async def _run(
+    context: ServerContext, body: PoolingFields, params: PoolingParams, texts: Sequence[Text]
+) -> list[RequestOutput]:
+    """The outputs of all texts, in order; many of one request take turns (quire/server/turns.py). An error of one ends
+    all of them."""
+    share = share_of(context.engine.max_num_seqs)
+    turns = Turns(share) if len(texts) > share else None
+
+    async def one(prompt: str | list[int], second: str | None) -> RequestOutput:
+        part = None if turns is None else Part(turns, 0, 1)
+        return await context.engine.pool(prompt, params, second=second, priority=body.priority, part=part)
+
+    tasks = [asyncio.ensure_future(one(*text)) for text in texts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _listed(
+    kind: Callable[..., ListT],
+    prefix: str,
+    context: ServerContext,
+    body: PoolingFields,
+    outputs: Sequence[RequestOutput],
+    data: Sequence[msgspec.Struct],
+) -> ListT:
+    """A response that is a list. prefix: of its id."""
+    return kind(
+        id=new_id(prefix, body.request_id),
+        created=int(time.time()),
+        model=context.served_name(body.model),
+        data=data,
+        usage=_usage(outputs),
+    )
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> PoolingUsage:
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return PoolingUsage(num_tokens, num_tokens)
+
+
+def _encoded(vector: list[float], encoding: str) -> list[float] | str:
+    """The numbers, or for "base64" their little-endian float32 bytes."""
+    if encoding == "float":
+        return vector
+    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,205 @@
+"""Requests for vectors, labels and scores: OpenAI's embeddings, and the rest in vLLM's and Jina's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.errors import UserError
+from quire.pooling_params import PoolingParams
+from quire.server.protocol.common import Identifier, Int32, Priority, RequestStruct, ShortString, TokenId
+
+MAX_INPUTS = 2048
+"""Texts of one request, as OpenAI has it."""
+
+EncodingFormat = Literal["float", "base64"]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+
+
+class PoolingFields(RequestStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Fields of every request here. truncate_prompt_tokens, dimensions, normalize: as PoolingParams have them."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    priority: Priority = 0
+    request_id: Identifier | None = None
+    user: ShortString | None = None
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {
+        "add_special_tokens": (True,),
+        "chat_template": (),
+        "messages": (),
+        "mm_processor_kwargs": ({},),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    def params(self, **more: Any) -> PoolingParams:
+        """The engine's settings."""
+        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, **more)
+
+
+class InputFields(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """input: a text, token ids, a list of texts or a list of token-id lists."""
+
+    input: Inputs
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) > MAX_INPUTS:
+            raise UserError(f"at most {MAX_INPUTS} texts are allowed, not {len(self.inputs)}", param="input")
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, one by one."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if all(isinstance(each, int) for each in self.input):
+            return [list(self.input)]  # type: ignore[arg-type]  # token ids of one text
+        if any(isinstance(each, int) for each in self.input):
+            raise UserError("input must not mix token ids with texts", param="input")
+        return list(self.input)  # type: ignore[arg-type]
+
+
+class EmbeddingRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """encoding_format: base64 is of little-endian float32."""
+
+    encoding_format: EncodingFormat = "float"
+    dimensions: Int32 | None = None
+    normalize: bool | None = None
+
+
+class PoolingRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the model makes of texts, a vector each or the scores of its labels. use_activation: as PoolingParams."""
+
+    encoding_format: EncodingFormat = "float"
+    dimensions: Int32 | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+
+class ClassificationRequest(InputFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """use_activation: as PoolingParams."""
+
+    use_activation: bool | None = None
+
+
+class ScoreRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """text_1: one text for all, or as many as text_2. (queries and documents, of newer vLLM, are the same.)"""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    use_activation: bool | None = None
+
+    def __post_init__(self) -> None:
+        for pair in (("text_1", "queries"), ("text_2", "documents")):
+            if sum(getattr(self, name) is not None for name in pair) != 1:
+                raise UserError(f"give either {pair[0]} or {pair[1]}", param=pair[0])
+        if len(self.firsts) not in (1, len(self.seconds)):
+            raise UserError(
+                f"got {len(self.firsts)} texts for {len(self.seconds)}: give one, or as many", param="text_1"
+            )
+
+    @property
+    def firsts(self) -> list[str]:
+        return _listed(self.text_1 or self.queries or "")
+
+    @property
+    def seconds(self) -> list[str]:
+        return _listed(self.text_2 or self.documents or "")
+
+
+class RerankRequest(PoolingFields, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """top_n: results to return, the best; 0: all. return_documents: with the texts."""
+
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    return_documents: bool = True
+
+
+class PoolingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class PoolingItem(msgspec.Struct):
+    index: int
+    data: list[float] | str
+    object: str = "pooling"
+
+
+class ClassificationItem(msgspec.Struct):
+    """label: the most probable; probs: of all."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ScoreItem(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ListResponse(msgspec.Struct, kw_only=True):
+    """created: seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+    object: str = "list"
+    usage: PoolingUsage
+
+
+class EmbeddingResponse(ListResponse, kw_only=True):
+    data: list[EmbeddingItem]
+
+
+class PoolingResponse(ListResponse, kw_only=True):
+    data: list[PoolingItem]
+
+
+class ClassificationResponse(ListResponse, kw_only=True):
+    data: list[ClassificationItem]
+
+
+class ScoreResponse(ListResponse, kw_only=True):
+    data: list[ScoreItem]
+
+
+class RerankDocument(msgspec.Struct):
+    text: str
+
+
+class RerankResult(msgspec.Struct, omit_defaults=True):
+    """index: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResponse(msgspec.Struct):
+    """results: the best first; of equal scores, the earlier document."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankResult]
+
+
+def _listed(texts: Texts) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts

@@ -1,0 +1,147 @@
+"""The routes of models that pool, with the official client and without, over tiny encoders."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+
+from quire.config.options import EngineOptions
+from quire.engine.async_engine import AsyncLLM
+from quire.engine.client import DEFAULT_EXECUTOR
+from quire.server.app import create_app
+from quire.server.settings import ServerSettings
+from tests.models.encoders import CLASSIFIERS, ENCODERS, class_logits, hidden_states
+from tests.models.harness import randomize
+from tests.server.conftest import HOST, Served
+from tests.test_llm_pooling import TEXTS, save_with_tokenizer, tokens_of
+
+MODELS = {"embedder": ENCODERS["bert"], "classifier": CLASSIFIERS["bert"], "reranker": CLASSIFIERS["modernbert-one"]}
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, object]:
+    return {name: randomize(make()) for name, make in MODELS.items()}
+
+
+@pytest.fixture(scope="session")
+def paths(references: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: save_with_tokenizer(model, tmp_path_factory.mktemp(name), is_matryoshka=True)  # type: ignore[arg-type]
+        for name, model in references.items()
+    }
+
+
+@contextlib.asynccontextmanager
+async def client_of(path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    settings = ServerSettings(served_model_name=["tiny"], port=0, allowed_hosts=[HOST])
+    options = EngineOptions(model=str(path), num_threads=1, max_num_seqs=4)
+    engine = AsyncLLM.from_options(options, in_process=True, executor=DEFAULT_EXECUTOR)
+    try:
+        app = create_app(engine, settings)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
+            yield client
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+async def embedder(paths: dict[str, Path]) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(paths["embedder"]) as client:
+        yield client
+
+
+async def test_embeddings_with_the_official_client(embedder: httpx.AsyncClient, references: dict[str, object]) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://{HOST}/v1", api_key="key", http_client=embedder) as client:
+        plain = await client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
+        packed = await client.embeddings.create(model="tiny", input=TEXTS)  # asks for base64
+        short = await client.embeddings.create(model="tiny", input=tokens_of(TEXTS[0]), dimensions=8)
+    for text, each, same in zip(TEXTS, plain.data, packed.data, strict=True):
+        state = torch.nn.functional.normalize(hidden_states(references["embedder"], tokens_of(text))[0], dim=0)
+        assert np.allclose(each.embedding, state, atol=1e-5)
+        assert np.array_equal(np.float32(each.embedding), np.float32(same.embedding))
+    assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(len(tokens_of(text)) for text in TEXTS)
+    assert len(short.data[0].embedding) == 8
+    assert [each.index for each in plain.data] == [0, 1, 2]
+
+
+async def test_many_inputs_of_every_kind(embedder: httpx.AsyncClient) -> None:
+    """More texts than the batch has rows; a list of token ids, and lists of them."""
+    ids = [tokens_of(f"w{number}") for number in range(2, 40)]
+    many = (await embedder.post("/v1/embeddings", json={"input": ids})).json()["data"]
+    assert [each["index"] for each in many] == list(range(38))
+    one = (await embedder.post("/v1/embeddings", json={"input": ids[7]})).json()["data"]
+    assert one[0]["embedding"] == many[7]["embedding"]
+    raw = (await embedder.post("/pooling", json={"input": "w9", "encoding_format": "base64"})).json()["data"][0]
+    assert np.array_equal(np.frombuffer(base64.b64decode(raw["data"]), "<f4"), np.float32(one[0]["embedding"]))
+    first, second = (np.float32(many[index]["embedding"]) for index in (7, 8))
+    scores = (await embedder.post("/score", json={"text_1": "w9", "text_2": ["w9", "w10"]})).json()["data"]
+    assert [each["score"] for each in scores] == [pytest.approx(1.0), pytest.approx(float(first @ second), abs=1e-5)]
+
+
+async def test_labels(paths: dict[str, Path], references: dict[str, object]) -> None:
+    async with client_of(paths["classifier"]) as client:
+        answer = (await client.post("/classify", json={"model": "tiny", "input": TEXTS})).json()
+        refused = await client.post("/v1/embeddings", json={"input": "w1"})
+    for text, each in zip(TEXTS, answer["data"], strict=True):
+        expected = class_logits(references["classifier"], tokens_of(text)).softmax(0)
+        assert np.allclose(each["probs"], expected, atol=1e-5)
+        assert (each["label"], each["num_classes"]) == (f"LABEL_{int(expected.argmax())}", 3)
+    assert refused.status_code == 404
+    assert "is a classifier: it gives no embeddings" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_documents_in_order(path: str, paths: dict[str, Path], references: dict[str, object]) -> None:
+    documents = ["w11 w12", "w40", "w7 w8 w9"]
+    logits = [class_logits(references["reranker"], tokens_of("w5 w6", text)) for text in documents]
+    expected = [float(logit.sigmoid()) for logit in logits]
+    async with client_of(paths["reranker"]) as client:
+        body = {"query": "w5 w6", "documents": documents, "top_n": 2}
+        answer = (await client.post(path, json=body)).json()
+        scores = (await client.post("/v1/score", json={"text_1": "w5 w6", "text_2": documents})).json()["data"]
+    assert [each["score"] for each in scores] == pytest.approx(expected, abs=1e-5)
+    order = sorted(range(3), key=lambda index: -expected[index])[:2]
+    assert [each["index"] for each in answer["results"]] == order
+    assert [each["document"]["text"] for each in answer["results"]] == [documents[index] for index in order]
+    assert [each["relevance_score"] for each in answer["results"]] == [scores[index]["score"] for index in order]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": []}, "input", "length"),
+        ({"input": ["w1", 3]}, "input", "must not mix"),
+        ({"input": "w1 " * 300}, "prompt", "the model's context is 256"),
+        ({"input": "w1", "dimensions": 0}, "dimensions", "must be positive"),
+        ({"input": "w1", "encoding_format": "hex"}, "encoding_format", "invalid enum value"),
+        ({"input": "w1", "imput": 1}, "imput", "unknown field"),
+    ],
+)
+async def test_mistakes_are_named(
+    embedder: httpx.AsyncClient, body: dict[str, object], param: str, message: str
+) -> None:
+    answer = await embedder.post("/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_pools_completes_nothing(embedder: httpx.AsyncClient) -> None:
+    answer = await embedder.post("/v1/completions", json={"prompt": "w1"})
+    assert answer.status_code == 400
+    assert "generates none" in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_generates_has_no_vectors(served: Served) -> None:
+    answer = await served.client.post("/v1/embeddings", json={"input": "abc"})
+    assert answer.status_code == 404
+    assert "runner='pooling'" in answer.json()["error"]["message"]
