@@ -1,10 +1,13 @@
-"""How near mixtures of experts come to the machine's limits: python -m benchmarks.experts [--rounds 15] [--shape NAME]
+"""How near mixtures of experts come to the machine's limits: python -m benchmarks.experts [--rounds 40] [--shape NAME]
 
-One layer's routed experts over random rows, as the engine runs them: of one stream and of sixteen against the bandwidth
-of the streaming-read loop of `make bench-kernels` over the bytes of the ACTIVE experts, of a prompt of 1,024 against a
-dense gated MLP of the same format that does the same number of products. Each is measured in turns with what it is
-compared with. Rows choose experts at random: several layers' worth of weights is kept, so
-that what is read comes from memory.
+One layer's routed experts over random rows, as the engine runs them, in turns with what they are compared with:
+
+- one row and sixteen: bytes of the ACTIVE experts a second, against the streaming-read loop of `make bench-kernels` and
+  against linear layers that compute one row's experts one after the other, with a barrier behind each product;
+- a prompt of 1,024 rows: products a second, against a dense gated MLP of the same format with as many products.
+
+Rows choose experts anew in each call, and two layers are run in turn, so that weights come from memory. With one thread
+the thread's own time counts, which other processes do not disturb; else the best of all rounds is what to look at.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from quire.kernels.cpu.packing import PackedMatrix
 from quire.layers.experts import Routing, route
 
 PROMPT = 1024
+Rates = tuple[int, int]
+Runner = Callable[[], tuple[int, int]]
+"""Returns the bytes of weights that it read and the operations that it did."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ def random_matrix(shape: Shape, inputs: int, outputs: int, *, gated: bool, arena
 class Layer:
     """The experts of several layers, of which the active ones are run in turn."""
 
-    def __init__(self, shape: Shape, machine: Machine, num_layers: int) -> None:
+    def __init__(self, shape: Shape, machine: Machine, clock: Callable[[], float], num_layers: int = 2) -> None:
         arena = Arena()
+        self.clock = clock
         self.shape, self.machine = shape, machine
         self.layers = [
             [
@@ -79,8 +86,8 @@ class Layer:
         gate_up, down = self.layers[0]
         self.expert_bytes = gate_up[0].nbytes + down[0].nbytes
 
-    def runner(self, rows: int) -> Callable[[], tuple[int, int]]:
-        """Runs one layer over `rows` rows that choose anew; returns (bytes of active experts, products)."""
+    def runner(self, rows: int) -> Callable[[], Rates]:
+        """One layer over `rows` rows that choose anew; their choice is not part of the time."""
         shape, runtime = self.shape, self.machine.runtime
         x, out, routing = (aligned_rows(rows, width) for width in (shape.size, shape.size, 2 * shape.top_k))
         x.normal_()
@@ -120,11 +127,33 @@ class Layer:
         def step() -> tuple[int, int]:
             self.num_active = choose()
             out.zero_()
-            return timed(run)
+            return rates_of(run, self.clock)
 
         return step
 
-    def dense(self, rows: int) -> Callable[[], tuple[int, int]]:
+    def one_by_one(self) -> Callable[[], Rates]:
+        """One row's experts as linear layers, for 40 choices in turn."""
+        shape, runtime = self.shape, self.machine.runtime
+        areas = [aligned_rows(1, width) for width in (shape.size, shape.intermediate, shape.size)]
+        areas[0].normal_()
+        places = [_native.Ref(index, 0, area.stride(0)) for index, area in enumerate(areas)]
+        generator, programs = torch.Generator().manual_seed(1), []
+        for gate_up, down in itertools.islice(itertools.cycle(self.layers), 40):
+            program = _native.Program(runtime.isa, runtime.pool, 1, runtime.native_precision)
+            for expert in torch.randperm(shape.num_experts, generator=generator)[: shape.top_k].tolist():
+                wide, narrow = gate_up[expert].as_native(), down[expert].as_native()
+                program.linear(wide, 0, places[0], _native.Ref(), places[1], Activation.SILU)
+                program.linear(narrow, 0, places[1], places[2], places[2], Activation.NONE)
+            programs.append(program)
+        scratch, order = allocate(max(64, programs[0].scratch_bytes)), itertools.cycle(programs)
+
+        def run() -> tuple[int, int]:
+            next(order).run(1, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())
+            return shape.top_k * self.expert_bytes, 0
+
+        return lambda: rates_of(run, self.clock)
+
+    def dense(self, rows: int) -> Callable[[], Rates]:
         """A gated MLP of one expert's shape, over as many rows as there are pairs."""
         shape, runtime = self.shape, self.machine.runtime
         pairs = rows * shape.top_k
@@ -142,46 +171,54 @@ class Layer:
             program.run(pairs, 0, 0, [], [area.data_ptr() for area in areas], scratch.data_ptr())
             return 0, 6 * pairs * shape.size * shape.intermediate
 
-        return lambda: timed(run)
+        return lambda: rates_of(run, self.clock)
 
 
-def timed(run: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+def rates_of(run: Runner, clock: Callable[[], float]) -> Rates:
     """(bytes, operations) a second."""
-    started = time.perf_counter()
+    started = clock()
     num_bytes, operations = run()
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     return int(num_bytes / seconds), int(operations / seconds)
 
 
-def summary(rates: list[int], limits: list[int]) -> str:
-    """The best of each, which other processes disturbed least, and the median of the ratios of neighbours."""
-    shares = [rate / limit for rate, limit in zip(rates, limits, strict=True)]
-    return f"{max(rates[1:]) / max(limits[1:]):.0%} of the best (median of turns {statistics.median(shares[1:]):.0%})"
+def compared(name: str, *measured: Callable[[], int], rounds: int, unit: str) -> None:
+    """Measure all in turns. The first is the subject: print its rate and its shares of the others'."""
+    rates = [[each() for each in measured] for _ in range(rounds + 1)][1:]  # the first round touches memory
+    columns = list(zip(*rates, strict=True))
+    middles, bests = [statistics.median(each) for each in columns], [max(each) for each in columns]
+    shares = [
+        f"{middles[0] / middle:.0%} (best of each {bests[0] / best:.0%})"
+        for middle, best in zip(middles[1:], bests[1:], strict=True)
+    ]
+    print(f"{name}: {middles[0] / 1e9:.1f} {unit}, {' and '.join(shares)}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", default="auto")
     arguments = parser.parse_args()
     machine = Machine(arguments.isa, arguments.threads)
+    clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     read = machine.limits()[READ]
-    print(f"{machine.runtime}")
+    print(f"{machine.runtime}; shares of: the read loop and one expert after the other; of a prompt, a dense MLP")
     for name in arguments.shape or SHAPES:
-        layer = Layer(SHAPES[name], machine, num_layers=2)
+        layer = Layer(SHAPES[name], machine, clock)
+
+        def read_rate() -> int:
+            return rates_of(lambda: (read(), 0), clock)[0]
+
+        loop = layer.one_by_one()
         for rows in (1, 16):
-            step, rates, limits = layer.runner(rows), [], []
-            for _ in range(arguments.rounds + 1):
-                limits.append(timed(lambda: (read(), 0))[0])
-                rates.append(step()[0])
-            print(f"{name}, {rows} rows: {max(rates) / 1e9:.1f} GB/s, {summary(rates, limits)} bandwidth")
-        step, dense, rates, limits = layer.runner(PROMPT), layer.dense(PROMPT), [], []
-        for _ in range(max(3, arguments.rounds // 8) + 1):
-            limits.append(dense()[1])
-            rates.append(step()[1])
-        print(f"{name}, {PROMPT} rows: {max(rates) / 1e9:.0f} GFLOP/s, {summary(rates, limits)} rate of a dense MLP")
+            step = layer.runner(rows)
+            subjects = (lambda step=step: step()[0], read_rate, lambda loop=loop: loop()[0])
+            compared(f"{name}, {rows} rows", *subjects, rounds=arguments.rounds, unit="GB/s")
+        step, dense = layer.runner(PROMPT), layer.dense(PROMPT)
+        subjects = (lambda step=step: step()[1], lambda dense=dense: dense()[1])
+        compared(f"{name}, {PROMPT} rows", *subjects, rounds=max(3, arguments.rounds // 8), unit="GFLOP/s")
     return 0
 
 

@@ -18,6 +18,11 @@ COPIED_BLOCKS = (1, 32)
 BLOCK_SIZE = 16
 INT4_GROUP = 64
 FLOAT_BYTES = 4
+DELTA_HEADS = (16, 32, 128, 128)
+"""Key heads, value heads, elements of a key and of a value of a delta rule: those of Qwen3-Next, beside every model."""
+BORDER = 64
+KEPT_TOKENS = 32
+"""Behind the border, where a decode is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,21 @@ def logprobs_cases(model: ModelShape) -> Iterator[Case]:
         yield Case("logprobs", model, "top5", rows, {"f32": Work(rows * model.vocab * FLOAT_BYTES)})
 
 
+def delta_cases(model: ModelShape) -> Iterator[Case]:
+    """The gated delta rule: a prompt (products with the state at a border, among the tokens behind it, and the next
+    border's state), and one token of each sequence, whose state and kept rows are read."""
+    keys, values, key_dim, value_dim = DELTA_HEADS
+    for rows in PREFILL_ROWS:
+        token = 3 * 2 * key_dim * value_dim + BORDER // 2 * 2 * 2 * value_dim
+        operations = rows * (values * token + keys * BORDER // 2 * 2 * 2 * key_dim)
+        state = rows // BORDER * 2 * values * key_dim * value_dim * FLOAT_BYTES
+        yield Case("delta", model, "delta-prompt", rows, {"f32": Work(state, operations)})
+    kept = values * key_dim * value_dim + KEPT_TOKENS * (keys * key_dim + values * value_dim)
+    for rows in DECODE_ROWS:
+        operations = rows * values * (2 * 2 * key_dim * value_dim + KEPT_TOKENS * 4 * (key_dim + value_dim))
+        yield Case("delta", model, "delta-decode", rows, {"f32": Work(rows * kept * FLOAT_BYTES, operations)})
+
+
 KERNELS: Mapping[str, Callable[[ModelShape], Iterator[Case]]] = {
     "linear": linear_cases,
     "decode": decode_cases,
@@ -241,6 +261,7 @@ KERNELS: Mapping[str, Callable[[ModelShape], Iterator[Case]]] = {
     "norm": norm_cases,
     "rotation": rotation_cases,
     "embed": embed_cases,
+    "delta": delta_cases,
     "choose": choose_cases,
     "logprobs": logprobs_cases,
 }
@@ -309,6 +330,8 @@ def _without_repeats(cases: Sequence[Case]) -> list[Case]:
             alike = (model.num_heads, model.num_kv_heads, model.head_dim)
         elif case.kernel in SAMPLING_KERNELS:
             alike = model.vocab
+        elif case.kernel == "delta":
+            alike = DELTA_HEADS
         key = (case.kernel, alike, case.shape, case.rows)
         if key not in seen:
             kept.append(case)

@@ -21,6 +21,7 @@ SUBJECTS = {
     "norm": "benchmarks.kernels.subjects.layers:NormSubject",
     "rotation": "benchmarks.kernels.subjects.layers:RotationSubject",
     "embed": "benchmarks.kernels.subjects.layers:EmbedSubject",
+    "delta": "benchmarks.kernels.subjects.states:DeltaSubject",
     "choose": "benchmarks.kernels.subjects.sampling:ChooseSubject",
     "logprobs": "benchmarks.kernels.subjects.sampling:LogprobsSubject",
 }

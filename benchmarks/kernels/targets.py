@@ -49,6 +49,14 @@ def _long_context(result: Result) -> bool:
     return int(result.case.shape) >= 1024
 
 
+def _delta_prompt(result: Result) -> bool:
+    return result.case.shape == "delta-prompt"
+
+
+def _delta_decode(result: Result) -> bool:
+    return result.case.shape == "delta-decode"
+
+
 def _always(result: Result) -> bool:
     return True
 
@@ -63,6 +71,8 @@ TARGETS = (
     Target("linear w16a16, m >= 32", 0.75, BF16_PEAK, "linear", "w16a16", _many_rows),
     Target("linear w8a8, m >= 32", 2.5, PEAK, "linear", "w8a8", _many_rows),
     Target("decode attention, context >= 1K", 0.75, BANDWIDTH, "decode", None, _long_context),
+    Target("delta rule, prompt", 0.40, PEAK, "delta", None, _delta_prompt),
+    Target("delta rule, decode", 0.60, BANDWIDTH, "delta", None, _delta_decode),
     Target("prefill attention", 0.50, PEAK, "prefill", None, _always),
 )
 

@@ -57,7 +57,9 @@ class TritonAttention:
         self.scratch: dict[HeadShape, SplitScratch] = {}
         self._limits = limits
         self._batch_invariant = batch_invariant
-        self.latents = DeviceLatents(num_heads, dtype, max_num_seqs, max_model_len, limits)
+        self.latents = DeviceLatents(
+            num_heads, dtype, max_num_seqs, max_model_len, limits, batch_invariant=batch_invariant
+        )
         for index, group in enumerate(layout.token_groups):
             for layer in group.layers:
                 if group.spec.kind == "latent":

@@ -14,9 +14,17 @@ class DeviceLatents:
     max_model_len: the largest batch that the scratch, which all layers share, must serve."""
 
     def __init__(
-        self, num_heads: int, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, limits: DeviceLimits
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_model_len: int,
+        limits: DeviceLimits,
+        *,
+        batch_invariant: bool,
     ) -> None:
         self._dtype = dtype
+        self._batch_invariant = batch_invariant
         self._limits = limits
         self._sizes = (num_heads, max_num_seqs, max_model_len)
         self._pages: dict[int, tuple[int, torch.Tensor]] = {}
@@ -40,6 +48,6 @@ class DeviceLatents:
             assert self._scratch is not None, "there is scratch where there are pages"
             # Of two dtypes, both are multiplied in float32.
             itemsize = self._dtype.itemsize if self._dtype == pages.dtype else 4
-            tiles = latent_tiles(shape, itemsize, self._limits)
+            tiles = latent_tiles(shape, itemsize, self._limits, batch_invariant=self._batch_invariant)
             found = self._kernels[shape.layer] = LatentKernels(shape, pages, tiles, self._scratch, self._limits)
         return found, group

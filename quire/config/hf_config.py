@@ -15,6 +15,7 @@ from quire.config.fallback import HINT, MODEL_IMPLS, has_transformers, knows_cla
 from quire.config.families import ARCHITECTURES, RUNNABLE, language_model, read_shape
 from quire.config.gguf import read_gguf_config
 from quire.config.hf_json import Fields, read_json, read_optional_json
+from quire.config.hub import fetch
 from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.options import BUNDLED_MODEL
 from quire.config.pooling import longest_text, read_pooling
@@ -28,10 +29,6 @@ from quire.utils.model_files import file_bytes
 BUNDLED_DIRECTORY = Path(__file__).resolve().parent.parent / "bundled" / "quire-python-5m"
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
-TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
-SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", "*/*/*")
-"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
-
 _LONGEST_NAME = 100
 
 
@@ -106,7 +103,7 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
-    """The local directory or GGUF file of a model; a directory fetched from the hub when `name` is neither."""
+    """The local directory or GGUF file of a model; when `name` is neither, what `fetch` brings from the hub."""
     if name == BUNDLED_MODEL:
         return BUNDLED_DIRECTORY
     path = Path(name).expanduser()
@@ -116,7 +113,7 @@ def find_model(name: str, *, revision: str | None, config_only: bool) -> Path:
         return path
     if name and path.exists():
         raise ModelLoadError(f"{name!r} is a file: give the model's directory, or a file *{GGUF_SUFFIX}")
-    return _fetch(name, revision, config_only)
+    return fetch(name, revision, config_only)
 
 
 def _described(path: Path) -> Path:
@@ -144,30 +141,6 @@ def _read_described(path: Path) -> dict[str, Any]:
 def _where(path: Path) -> str:
     """What error messages call the place of a model's configuration."""
     return str(path if path.is_file() else path / CONFIG_FILE)
-
-
-def _fetch(name: str, revision: str | None, config_only: bool) -> Path:
-    # Imported here: it takes a tenth of a second that a local model need not wait for.
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    def snapshot(*patterns: str) -> Path:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(SUBDIRECTORIES)
-            )
-        )
-
-    try:
-        path = snapshot(*TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
-        if not config_only and not any(path.glob("*.safetensors")):
-            path = snapshot(*TEXT_PATTERNS, "*.bin")
-    except HFValidationError:
-        raise ModelLoadError(f"model {name!r} is neither a directory nor a well-formed hub id") from None
-    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelLoadError(f"model {name!r} is neither a directory nor a reachable hub id: {reason[0]}") from None
-    return path
 
 
 def _architecture(fields: Fields, model_impl: str) -> tuple[str, str]:

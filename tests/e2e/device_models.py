@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
-from tests.models.families import llama, qwen3
+from tests.models.families import deepseek_v3, llama, qwen3
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -26,6 +26,7 @@ MODELS = {
     "mixed": lambda: qwen3(
         use_sliding_window=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"], **SIZES
     ),
+    "latent": lambda: deepseek_v3(first_k_dense_replace=2, kv_lora_rank=24, **{**SIZES, "num_key_value_heads": 2}),
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

@@ -94,7 +94,7 @@ def assert_equal_searches(llm: LLM, model: PreTrainedModel, prompts: list[list[i
     assert len(lengths) > 10, "the searches are too much alike"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-window"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-window", "deepseek-v3"])
 def test_random_models_against_transformers(family: str, tmp_path: Path) -> None:
     model = randomize(FAMILIES[family]())
     with torch.no_grad():

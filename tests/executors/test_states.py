@@ -204,7 +204,7 @@ def test_a_hit_ends_at_the_last_snapshot_that_a_step_crossed(
 def test_a_registered_prefix_with_tokens_behind_its_last_snapshot(
     model_path: Path, steady: dict[str, dict[Any, Any]]
 ) -> None:
-    """Sequences go on behind it with a copy of its last state each, and a sleep in between changes nothing."""
+    """Sequences go on behind it with a copy of its last state each."""
     engine = Engine(ToyOnCpu, model_path, **CPU["native"])
     core, (first, second, third, *_) = engine.core, requests()
     prefix = EngineRequest(

@@ -26,6 +26,7 @@ from quire.scheduler.preemption import PreemptionCosts
 from quire.step import TokenLogprobs
 from tests.fakes.disk import FakeDisk
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.groups import Kind, kind_of, layer_spec
 from tests.fakes.ledger import SlotLedger
 from tests.fakes.masks import AllowedByPosition, MaskingExecutor
 from tests.fakes.remote import FakeRemote
@@ -33,18 +34,24 @@ from tests.fakes.remote import FakeRemote
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=8, max_prefill_chunk=None, queue_depth=1)
 
 
-def _shape(windows: tuple[int | None, ...]) -> ModelShape:
-    """One layer for each window, with one head of eight elements."""
+def _attention(kind: Kind) -> AttentionShape:
+    if isinstance(kind, str):
+        return AttentionShape(kind, 1, 1, 8, 8)
+    return AttentionShape("full" if kind is None else "sliding", 1, 1, 8, 8, kind)
+
+
+def _shape(kinds: tuple[Kind, ...]) -> ModelShape:
+    """One layer of each kind, with one head of eight elements."""
     layers = [
         LayerShape(
-            AttentionShape("full" if window is None else "sliding", 1, 1, 8, 8, window),
+            _attention(kind),
             projections=((8, 24), (8, 8)),
             intermediate=32,
             experts=None,
             is_gated=True,
             num_vectors=16,
         )
-        for window in windows
+        for kind in kinds
     ]
     return ModelShape(
         name="fake",
@@ -66,16 +73,19 @@ def make_config(
     *,
     num_blocks: int = 64,
     block_size: int = 4,
-    windows: tuple[int | None, ...] = (None, None),
+    windows: tuple[Kind, ...] = (None, None),
     enable_prefix_caching: bool = True,
     max_model_len: int = 128,
     num_host_blocks: int = 0,
     offload: bool = False,
+    state_snapshot_interval: int = 8,
     **scheduler: float | str | None,
 ) -> EngineConfig:
     """num_host_blocks: at most, for `size_pool` makes it no more than is useful. `scheduler`: fields of SchedulerConfig
     that differ from SCHEDULER's."""
-    groups, layers_per_group = group_layers(FakeExecutor(windows=windows).load_model(), block_size)
+    groups, layers_per_group = group_layers(
+        FakeExecutor(windows=windows).load_model(), block_size, state_snapshot_interval
+    )
     return EngineConfig(
         model=ModelConfig(
             name="fake",
@@ -96,6 +106,7 @@ def make_config(
             enable_prefix_caching=enable_prefix_caching,
             swap_space=num_host_blocks * block_bytes(groups, layers_per_group),
             offload_dir=Path("fake") if offload else None,
+            state_snapshot_interval=state_snapshot_interval,
         ),
         scheduler=replace(SCHEDULER, **scheduler),
         load=LoadConfig(load_format="dummy", seed=0),
@@ -224,8 +235,12 @@ class CoreDriver(CoreClient):
         make_scheduler: SchedulerFactory = paged_scheduler,
         **executor_options: object,
     ) -> None:
-        self.ledger = SlotLedger(config.cache.block_size)
-        self.executor = MaskingExecutor(windows=config.model.sliding_windows, **executor_options)  # type: ignore[arg-type]
+        kinds = [kind_of(layer.attention) for layer in config.model.shape.layers]
+        cache = config.cache
+        groups, _ = group_layers(list(map(layer_spec, kinds)), cache.block_size, cache.state_snapshot_interval)
+        states = [index for index, group in enumerate(groups) if not group.spec.token_bytes]
+        self.ledger = SlotLedger(*(group.block_size for group in groups), states=states)
+        self.executor = MaskingExecutor(windows=kinds, **executor_options)  # type: ignore[arg-type]
         self.executor.connector = disk or remote
         self.executor.nonfinite_token = nonfinite_token
         self.executor.queue_depth = config.scheduler.queue_depth

@@ -16,9 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout
+from quire.kv_cache.layout import NULL_BLOCK, KVCacheLayout, KVGroup
 from quire.kv_cache.sizing import MemoryProfile
-from quire.kv_cache.spec import AttentionSpec, LayerSpec, SlidingWindowSpec
+from quire.kv_cache.spec import LayerSpec
 from quire.scheduler.preemption import PreemptionCosts
 from quire.step import (
     NewSequence,
@@ -29,6 +29,7 @@ from quire.step import (
     StepResult,
 )
 from quire.transfers import TransferReport
+from tests.fakes.groups import Kind, first_read, layer_spec, read_by, written_by
 from tests.fakes.token_rule import ChooseToken, TokenRule, mix, pooled_vector
 from tests.fakes.transfers import copies
 
@@ -80,7 +81,7 @@ class _Row:
 class FakeExecutor:
     """See the module's docstring.
 
-    windows: per layer the sliding window, None for full attention. latency: seconds a step takes, on its own
+    windows: the kind of each layer. latency: seconds a step takes, on its own
     thread. fail_at_step: the future of the plan with that number (from 0) fails with RuntimeError.
     load_error: raised by `load`. choose: replaces the rule that picks tokens. verify=False: trust the plans
     and only make tokens (for benchmarks). record=True: keep every plan in `plans`.
@@ -89,7 +90,7 @@ class FakeExecutor:
     def __init__(
         self,
         *,
-        windows: Sequence[int | None] = (None, None),
+        windows: Sequence[Kind] = (None, None),
         vocab_size: int = 97,
         latency: float = 0.0,
         fail_at_step: int | None = None,
@@ -98,7 +99,7 @@ class FakeExecutor:
         verify: bool = True,
         record: bool = False,
     ) -> None:
-        self._specs = [_spec(window) for window in windows]
+        self._specs = [layer_spec(kind) for kind in windows]
         self._rule = TokenRule(vocab_size, choose)
         self._latency = latency
         self._fail_at_step = fail_at_step
@@ -524,7 +525,12 @@ class FakeExecutor:
 
     def _block(self, block_id: int) -> list[int | None]:
         assert self._layout is not None
-        return self._slots.setdefault(block_id, [None] * self._layout.block_size)
+        size = max(group.block_size for group in self._layout.groups)
+        return self._slots.setdefault(block_id, [None] * size)
+
+    def _group(self, group: int) -> KVGroup:
+        assert self._layout is not None
+        return self._layout.groups[group]
 
     def _check_block(self, block_id: int) -> None:
         assert self._layout is not None
@@ -554,45 +560,29 @@ class FakeExecutor:
 
     def _drop_outside_window(self, row: _Row, group: int, start: int) -> None:
         """Blocks that no position from `start` on reads may serve someone else, said or unsaid."""
-        assert self._layout is not None
-        spec = self._layout.groups[group].spec
-        if spec.window is not None:
-            table = row.tables[group]
-            for index in range(min(max(0, start - spec.window + 1) // self._layout.block_size, len(table))):
-                self._release_block(table[index])
-                table[index] = NULL_BLOCK
+        table = row.tables[group]
+        for index in range(min(first_read(self._group(group), start), len(table))):
+            self._release_block(table[index])
+            table[index] = NULL_BLOCK
 
     def _check_read(self, seq_id: int, row: _Row, group: int, start: int) -> None:
-        assert self._layout is not None
-        size = self._layout.block_size
-        for index, block_id in enumerate(row.tables[group][: -(-start // size)]):
+        found = self._group(group)
+        for index, block_id in enumerate(row.tables[group][: -(-start // found.block_size)]):
             if block_id == NULL_BLOCK:
-                spec = self._layout.groups[group].spec
-                _require(
-                    spec.window is not None and (index + 1) * size <= start - spec.window + 1,
-                    f"sequence {seq_id} reads block {index}, which it gave up",
-                )
+                given_up = index < first_read(found, start)
+                _require(given_up, f"sequence {seq_id} reads block {index}, which it gave up")
                 continue
-            stop = min(size, start - index * size)
-            expected = [value ^ group for value in row.chain[index * size : index * size + stop]]
+            expected = [value ^ group for value in read_by(found, row.chain, start, index)]
             _require(
-                self._block(block_id)[:stop] == expected,
+                self._block(block_id)[: len(expected)] == expected,
                 f"sequence {seq_id} reads block {block_id} (its number {index}), which holds other tokens",
             )
 
     def _write(self, seq_id: int, row: _Row, group: int, start: int, end: int) -> None:
-        assert self._layout is not None
-        size = self._layout.block_size
-        table = row.tables[group]
-        _require(end <= len(table) * size, f"sequence {seq_id} has {len(table)} blocks for {end} tokens")
-        for position in range(start, end):
-            block_id = table[position // size]
+        found, table = self._group(group), row.tables[group]
+        _require(end <= len(table) * found.block_size, f"sequence {seq_id} has {len(table)} blocks for {end} tokens")
+        for index, slot, content in written_by(found, row.chain, start, end):
+            block_id = table[index]
             _require(block_id != NULL_BLOCK, f"sequence {seq_id} writes to the null block")
             _require(self._owners[block_id] == 1, f"sequence {seq_id} writes to shared block {block_id}")
-            self._block(block_id)[position % size] = row.chain[position] ^ group
-
-
-def _spec(window: int | None) -> LayerSpec:
-    if window is None:
-        return AttentionSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4)
-    return SlidingWindowSpec(num_kv_heads=1, key_dim=8, value_dim=8, dtype_bytes=4, window=window)
+            self._block(block_id)[slot] = content ^ group

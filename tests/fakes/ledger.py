@@ -7,6 +7,7 @@ stored, reserved, wasted and saved is then counted slot by slot over the blocks 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from quire.kv_cache.layout import NULL_BLOCK
 from quire.scheduler.scheduler import Scheduler
@@ -24,9 +25,11 @@ class SlotLedger:
     _HOST = 2**32
     """Host blocks are numbered from here on."""
 
-    def __init__(self, *block_sizes: int) -> None:
-        """block_sizes: per KV group, or one of all groups."""
+    def __init__(self, *block_sizes: int, states: Collection[int] = ()) -> None:
+        """block_sizes: per KV group, or one of all groups. states: groups whose blocks have one slot each, which is
+        always stored."""
         self._sizes = block_sizes
+        self._states = states
         self._size = max(block_sizes)
         self._tables: dict[int, Tables] = {}
         """seq_id -> per group the physical blocks, as a worker knows them."""
@@ -72,6 +75,8 @@ class SlotLedger:
             self._tables[seq_id][group][index] = block
         for seq_id, start, count in zip(plan.seq_ids, plan.start_positions, plan.num_tokens, strict=True):
             for group, table in enumerate(self._tables[seq_id]):
+                if group in self._states:
+                    continue
                 size = self._size_of(group)
                 for position in range(start, start + count):
                     self._filled_by[table[position // size], position % size] = plan.step_id
@@ -89,16 +94,18 @@ class SlotLedger:
             for block in table
             if block != NULL_BLOCK
         )
-        sizes = {
-            block: self._size_of(group)
+        group_of = {
+            block: group
             for blocks in handles
             for group, table in enumerate(blocks.tables)  # type: ignore[union-attr]
             for block in table
         }
+        sizes = {block: 1 if group in self._states else self._size_of(group) for block, group in group_of.items()}
         live = set(owners)
         scheduler.kv.transfer_blocks.check(owners)  # adds the blocks that transfers own
         sent = {block for blocks in scheduler.kv.transfer_blocks._sending.values() for block in blocks}
         stored = {(block, offset): -1 for block in sent - live for offset in range(self._size)}
+        stored |= {(block, 0): -1 for block, group in group_of.items() if group in self._states}
         filled_by = self._filled_by | stored
         steps = [filled_by.get((b, offset)) for b in owners for offset in range(sizes.get(b, self._size))]
         in_flight = set(scheduler._in_flight)

@@ -5,8 +5,9 @@ Limit: the tensor cores. A token of H heads does 2 H (width + rank) operations f
 every key is fetched from the L2 cache once for all of them. A tile of 64 rows has 64 x 512 sums in float32, half of a
 multiprocessor's registers.
 
-Keys are added up in tiles that begin at multiples of BLOCK_N, and the softmax is merged from parts of SPLIT_KEYS keys
-at fixed positions, in one program or from several: a row's bits depend on its own sequence alone.
+Keys are added up in tiles that begin at multiples of BLOCK_N. The keys of single tokens of long sequences are shared
+out in parts of SPLIT_KEYS. In batch-invariant mode the softmax of every row is merged from these parts, in one program
+or from several: a row's bits depend on its own sequence alone.
 """
 
 from __future__ import annotations
@@ -37,27 +38,31 @@ PROGRAMS_WANTED = 2
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
-    """block_m: rows of queries; group: heads in a tile, so that it holds block_m // group tokens. block_n: keys."""
+    """block_m: rows of queries; group: heads in a tile, so that it holds block_m // group tokens. block_n: keys.
+    is_fixed: the softmax is merged from parts of SPLIT_KEYS keys wherever it is computed."""
 
     block_m: int
     group: int
     block_n: int
     num_warps: int
     num_stages: int
+    is_fixed: bool
 
 
-def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits) -> LatentTiles:
-    """One kind of tile for prompts and for single tokens. itemsize: bytes of an element that is multiplied."""
-    group = min(shape.num_heads, MOST_ROWS)
-    block_m = max(SMALLEST_TILE, min(MOST_ROWS, next_power_of_2(group)))
-    if itemsize == 4:  # no matrix unit keeps float32's precision: products in registers
-        return LatentTiles(block_m, group, 16, 8, 1)
+def latent_tiles(shape: LatentShape, itemsize: int, limits: DeviceLimits, *, batch_invariant: bool) -> LatentTiles:
+    """One kind of tile for prompts and for single tokens. itemsize: bytes of an element that is multiplied.
+
+    Merging parts takes a second set of sums: batch-invariant tiles have half as many rows. So do those of cards on
+    which the queries of 64 rows would leave no shared memory for keys.
+    """
     width = next_power_of_2(shape.rank) + next_power_of_2(shape.rope_dim)
-    left = limits.shared_memory - block_m * width * itemsize
-    for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):
-        if block_n * width * itemsize * num_stages <= left:
-            return LatentTiles(block_m, group, block_n, 8, num_stages)
-    return LatentTiles(block_m, group, 16, 8, 1)
+    is_small = batch_invariant or limits.shared_memory < 2 * MOST_ROWS * width * itemsize
+    most_rows = MOST_ROWS // 2 if is_small else MOST_ROWS
+    group = min(shape.num_heads, most_rows)
+    block_m = max(SMALLEST_TILE, min(most_rows, next_power_of_2(group)))
+    if itemsize == 4:  # no matrix unit keeps float32's precision: products in registers
+        return LatentTiles(block_m, group, 16, 8, 1, batch_invariant)
+    return LatentTiles(block_m, group, 32, 8, 1 if is_small else 2, batch_invariant)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -108,15 +113,15 @@ def _prepare_kernel(
         written = (dims < RANK) & (slot >= 0)
         values = tl.load(latent + token * RANK + dims, mask=written, other=0.0)
         tl.store(to + dims, values.to(pages.dtype.element_ty), mask=written)
-        written = inside & (slot >= 0)
-        first = tl.load(turned_key + token * ROPE + half, mask=written, other=0.0).to(tl.float32)
-        second = tl.load(turned_key + token * ROPE + HALF + half, mask=written, other=0.0).to(tl.float32)
+        turns = inside & (slot >= 0)
+        low = tl.load(turned_key + token * ROPE + half, mask=turns, other=0.0).to(tl.float32)
+        high = tl.load(turned_key + token * ROPE + HALF + half, mask=turns, other=0.0).to(tl.float32)
         if TURNS:
-            turned = tl.fma(first, cosine, -(second * sine))
-            second = tl.fma(second, cosine, first * sine)
-            first = turned
-        tl.store(to + RANK + half, first.to(pages.dtype.element_ty), mask=written)
-        tl.store(to + RANK + HALF + half, second.to(pages.dtype.element_ty), mask=written)
+            turned = tl.fma(low, cosine, -(high * sine))
+            high = tl.fma(high, cosine, low * sine)
+            low = turned
+        tl.store(to + RANK + half, low.to(pages.dtype.element_ty), mask=turns)
+        tl.store(to + RANK + HALF + half, high.to(pages.dtype.element_ty), mask=turns)
 
 
 @triton.jit
@@ -192,9 +197,11 @@ def _latent_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_FIXED: tl.constexpr,
 ):
     """Program (tile of tokens, GROUP heads, part). The last tiles, which have most keys, come first. IS_SPLIT: parts go
-    to [tokens, heads, capacity] of part_values and its companions; else a program has all parts of its rows."""
+    to [tokens, heads, capacity] of part_values and its companions; else a program has all keys of its rows, which
+    IS_FIXED adds up in the same parts."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = find_sequence(query_start, tile, num_seqs, TOKENS)
@@ -361,6 +368,7 @@ class LatentKernels:
                 BLOCK_M=tiles.block_m,
                 BLOCK_N=tiles.block_n,
                 IS_SPLIT=is_split,
+                IS_FIXED=tiles.is_fixed,
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
             )

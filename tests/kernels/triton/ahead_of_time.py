@@ -37,18 +37,19 @@ from triton.runtime.driver import driver
 from quire import envs
 from quire.attention.device_batch import DeviceBatch
 from quire.attention.interface import LayerAttention
+from quire.attention.latent import LatentShape
 from quire.attention.triton_backend import TritonAttention
 from quire.kernels.triton.activation import activation
 from quire.kernels.triton.attention_tiles import SHARED_MEMORY, DeviceLimits
 from quire.kernels.triton.block_copy import PageTable, copy_pages
 from quire.kernels.triton.embedding import embedding
-from quire.kernels.triton.matmul import matmul
+from quire.kernels.triton.matmul import head_matmul, matmul
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.kernels.triton.rows import InputBuffers, RowTables, StepColumns, copy_words, prepare_inputs, write_words
 from quire.kernels.triton.runtime import BoundKernel, recorded_launches
 from quire.kv_cache.layout import KVCacheLayout, group_layers
-from quire.kv_cache.spec import AttentionSpec
+from quire.kv_cache.spec import AttentionSpec, LatentSpec
 from quire.layers.device_cache import DeviceRotation
 from quire.layers.operations import HeadWeights, NormWeights
 from tests.kernels.triton.sampling_calls import sampling_calls
@@ -191,6 +192,7 @@ def product_calls() -> Calls:
         lambda: matmul(empty(8, 4096), empty(24576, 4096)),
         lambda: matmul(empty(8, 768), empty(3072, 768), empty(3072)),
         lambda: matmul(float32(8, 4096), float32(4096, 4096)),
+        lambda: head_matmul(empty(8, 128 * 512), empty(128, 128, 512)),
     ]
 
 
@@ -230,6 +232,30 @@ def attention_call(
     return lambda: step.attend(heads, qkv, rotation, None)
 
 
+def latent_call(capability: int, new_tokens: int, *, fixed: bool = False) -> Callable[[], object]:
+    """One layer of DeepSeek-V3's latent attention over four sequences."""
+    shape, dtype = LatentShape(0, 128, 512, 64, 0.1), torch.bfloat16
+    backend = TritonAttention(
+        KVCacheLayout(16, 9, *group_layers([LatentSpec(shape.width, dtype.itemsize)], 16)),
+        {0: empty(9, 16, shape.width)},
+        DeviceLimits(divmod(capability, 10), 132),
+        num_heads=shape.num_heads,
+        dtype=dtype,
+        max_num_seqs=4,
+        max_model_len=8192,
+        batch_invariant=fixed,
+    )
+    num_tokens = 4 * new_tokens
+    long = empty(num_tokens, dtype=torch.int64)
+    batch = DeviceBatch(
+        4, num_tokens, new_tokens, 8192, int32(4), int32(5), int32(4), long, (long,), (int32(256, 512),)
+    )
+    widths = (128 * 512, 128 * 64, 512, 64)
+    rotation = DeviceRotation(*float32(2, num_tokens, shape.rope_dim // 2).unbind())
+    inputs, step = tuple(empty(num_tokens, width) for width in widths), backend.plan(batch)
+    return lambda: step.attend_latent(shape, inputs, rotation, None)
+
+
 def attention_calls(capability: int) -> Calls:
     """A chunk of 512 tokens beside single ones: the split and the varlen kernel. Batch-invariant, too, and with wide
     heads, a window and a soft cap on the newer card."""
@@ -240,6 +266,9 @@ def attention_calls(capability: int) -> Calls:
         plain,
         attention_call(QWEN3_8B, capability, 512, fixed=True),
         attention_call(WIDE_HEADS, capability, 512),
+        latent_call(capability, 512),
+        latent_call(capability, 1),
+        latent_call(capability, 512, fixed=True),
     ]
 
 

@@ -20,7 +20,9 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Sequences:
     """Random inputs of some sequences, whose latents lie in one pool. angles: of every position."""
 
-    def __init__(self, shape: LatentShape, lengths: list[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, shape: LatentShape, lengths: list[int], dtype: torch.dtype = torch.float32, *, fixed: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         widths = (shape.num_heads * shape.rank, shape.num_heads * shape.rope_dim, shape.rank, shape.rope_dim)
         self.shape = shape
@@ -31,7 +33,7 @@ class Sequences:
         self.angles = torch.arange(max(lengths))[:, None] * 3.0 ** -torch.arange(shape.rope_dim // 2)
         limits = DeviceLimits(num_multiprocessors=16)
         scratch = LatentScratch.allocate(shape.num_heads, shape.width, 4, max(lengths), torch.device("cpu"), limits)
-        tiles = latent_tiles(shape, dtype.itemsize, limits)
+        tiles = latent_tiles(shape, dtype.itemsize, limits, batch_invariant=fixed)
         self.kernels = LatentKernels(shape, self.pages, tiles, scratch, limits)
 
     def step(self, work: list[tuple[int, int, int]]) -> list[torch.Tensor]:
@@ -96,7 +98,7 @@ def test_bfloat16_pages_and_queries() -> None:
 def test_parts_of_a_long_sequence_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token by itself, whose keys several programs share, and the same token in a chunk, which one program has."""
     monkeypatch.setattr(latent_attention, "SPLIT_KEYS", 32)
-    alone, together = Sequences(SMALL, [75, 6]), Sequences(SMALL, [75, 6])
+    alone, together = Sequences(SMALL, [75, 6], fixed=True), Sequences(SMALL, [75, 6], fixed=True)
     alone.step([(0, 0, 74), (1, 0, 5)])
     together.step([(0, 0, 73)])
     (last, other) = alone.step([(0, 74, 75), (1, 5, 6)])

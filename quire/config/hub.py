@@ -1,0 +1,85 @@
+"""Models of the Hugging Face hub, fetched into its cache: a repository's directory, or one GGUF file of it.
+
+The library reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.errors import ModelLoadError
+from quire.utils.gguf import SUFFIX
+
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model")
+SUBDIRECTORIES = ("*/*.bin", "*/*.safetensors", f"*/*{SUFFIX}", "*/*/*")
+"""Hub repositories keep other formats of the same weights in folders; none of those weights is read."""
+NO_LANGUAGE_MODEL = "mmproj"
+"""How the names of files begin that hold what a model has for images."""
+
+_TAGGED = re.compile(r"([\w.-]+/[\w.-]+):([\w.-]+)")
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+
+
+def fetch(name: str, revision: str | None, config_only: bool) -> Path:
+    """The directory of the repository `name`, or, of "org/repo:Q4_K_M", its GGUF file whose name ends so. config_only:
+    of a directory, weights are not fetched. Raises ModelLoadError of one line."""
+    tagged = _TAGGED.fullmatch(name)
+    if tagged is not None:
+        return _fetch_gguf(tagged[1], tagged[2], revision)
+    with _refusing(name):
+        path = _snapshot(name, revision, *TEXT_PATTERNS, *(() if config_only else ("*.safetensors",)))
+        if not config_only and not any(path.glob("*.safetensors")):
+            path = _snapshot(name, revision, *TEXT_PATTERNS, "*.bin")
+    return path
+
+
+def _fetch_gguf(name: str, tag: str, revision: str | None) -> Path:
+    endings = {f"*{each}{end}" for each in (tag, tag.lower(), tag.upper()) for end in (SUFFIX, f"-*-of-*{SUFFIX}")}
+    with _refusing(name):
+        path = _snapshot(name, revision, *sorted(endings))
+    found = [file for ending in endings for file in path.glob(ending) if not file.name.startswith(NO_LANGUAGE_MODEL)]
+    files = sorted(set(found))
+    if not files:
+        raise ModelLoadError(f"the hub's {name!r} has no file *{tag}{SUFFIX}")
+    if _PART.search(files[0].stem):
+        raise ModelLoadError(f"the hub's {name!r} has {tag} split over {len(files)} files, which is not supported")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelLoadError(f"the hub's {name!r} has {len(files)} files *{tag}{SUFFIX}: {names}; name more of its end")
+    return files[0]
+
+
+def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:
+    # Imported here: it takes a tenth of a second that a local model need not wait for.
+    import huggingface_hub
+
+    return Path(
+        huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(SUBDIRECTORIES)
+        )
+    )
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn the library's errors into a ModelLoadError of one line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        yield
+    except HFValidationError:
+        raise ModelLoadError(f"model {name!r} is neither a directory nor a well-formed hub id") from None
+    except GatedRepoError:
+        raise ModelLoadError(
+            f"model {name!r} is gated: accept its terms on its page of the hub, and set HF_TOKEN to a token of yours"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelLoadError(
+            f"model {name!r} is neither a directory nor on the hub (a private one needs HF_TOKEN)"
+        ) from None
+    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelLoadError(f"model {name!r} is neither a directory nor a reachable hub id: {reason[0]}") from None
