@@ -121,8 +121,11 @@ KeyTile widen_tile(const KeyTile& tile, int64_t depth, int64_t low, int64_t high
     for (int64_t d = 0; d < depth; d += kElements)
       for (int64_t lane = 0; lane < kSubtile; lane += kLanes) {
         const vi words = load_words(tile.keys[s] + (d / kElements * kSubtile + lane) * kWordBytes);
-        for (int place = 0; place < kElements; ++place)
-          store(keys + (d + place) * kSubtile + lane, word_element<T>(words, place));
+        for (int place = 0; place < kElements; ++place) {
+          vf element = word_element<T>(words, place);
+          if (d + place == 0) element += first_score<T>(words);
+          store(keys + (d + place) * kSubtile + lane, element);
+        }
       }
     float* values = scratch.values + s * kSubtile * depth;
     for (int64_t key = 0; key < kSubtile; key += kElements) {
@@ -209,10 +212,10 @@ struct Work {
 template <CacheType T, bool kDots>
 void load_query(const AttentionArgs& args, const float* from, float* to) {
   if constexpr (kDots) return Dots<T>::load_query(from, args.scale, args.head_dim, to);
-  const vf scale = broadcast(args.scale);
+  const float scale = args.scale * element_factor<T>;
   int64_t d = 0;
   for (; d + kLanes <= args.head_dim; d += kLanes) store(to + d, load(from + d) * scale);
-  for (; d < args.head_dim; ++d) to[d] = from[d] * args.scale;
+  for (; d < args.head_dim; ++d) to[d] = from[d] * scale;
 }
 
 template <CacheType T, bool kDots>
@@ -317,6 +320,7 @@ QUIRE_INLINE void write_row(const AttentionArgs& args, int64_t head, const float
     factor = exp(broadcast(maximum - top))[0];
     weight = fma(weight, factor, exp(broadcast(sink - top))[0]);
   }
+  if (args.cache == CacheType::kE4M3) factor *= element_factor<CacheType::kE4M3>;
   const vf scale = broadcast(factor / weight);
   int64_t d = 0;
   // Adding zero makes the one zero of the other: a row's zeros may differ in sign by what was skipped.
@@ -416,6 +420,9 @@ void attend(const AttentionArgs& args, const Step& step, Team& team) {
         break;
       case CacheType::kI8:
         run_item<CacheType::kI8, kHasDots<CacheType::kI8>>(work, step);
+        break;
+      case CacheType::kE4M3:
+        run_item<CacheType::kE4M3, false>(work, step);
         break;
     }
   }

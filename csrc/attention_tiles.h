@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "small_float_vectors.h"
 #include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
@@ -35,13 +36,25 @@ QUIRE_INLINE vi load_half(const std::byte* address) {
   return load_words(wide);
 }
 
-// Element `place` of each word.
+// Element `place` of each word, of e4m3 up to element_factor.
 template <CacheType T>
 QUIRE_INLINE vf word_element(vi words, int place) {
+  if constexpr (T == CacheType::kE4M3) return e4m3_of_word(words, place);
   if constexpr (T == CacheType::kF32) return bit_cast<vf>(words);
   if constexpr (T == CacheType::kBF16)
     return bit_cast<vf>(place == 0 ? words << 16 : words & static_cast<int32_t>(0xffff0000u));
   return to_float(words << (24 - 8 * place) >> 24);
+}
+
+// What elements of words still have to be multiplied with.
+template <CacheType T>
+inline constexpr float element_factor = T == CacheType::kE4M3 ? kE4M3Factor : 1.0f;
+
+// What a key's score begins with, from its first words: 0, or NaN for an e4m3 key of NaNs.
+template <CacheType T>
+QUIRE_INLINE vf first_score(vi words) {
+  if constexpr (T != CacheType::kE4M3) return zero();
+  return bit_cast<vf>(((words & kE4M3NaN) == kE4M3NaN) & 0x7fc00000);
 }
 
 QUIRE_INLINE void prefetch(const std::byte* address) { __builtin_prefetch(address, 0, 2); }
@@ -59,8 +72,10 @@ QUIRE_INLINE void score_vectors(const float* query, const KeyTile& tile, const K
     ahead[i] = next.keys[vector / kSubtileVectors];
   }
   vf sum[R][kCount];
-  for (int r = 0; r < R; ++r)
-    for (int i = 0; i < kCount; ++i) sum[r][i] = zero();
+  for (int i = 0; i < kCount; ++i) {
+    const vf start = first_score<T>(load_words(keys[i]));
+    for (int r = 0; r < R; ++r) sum[r][i] = start;
+  }
   for (int64_t d = 0; d < depth; d += kElements) {
     const int64_t offset = d / kElements * kSubtile * kWordBytes;
     vi words[kCount];

@@ -45,6 +45,22 @@ float round_head(const float* head, int64_t depth, int8_t* to) {
   return scale;
 }
 
+// Rounds a head to e4m3; what is larger than its largest number becomes that. False for a head with an element that is
+// not finite.
+bool round_head_e4m3(const float* head, int64_t depth, uint8_t* to) {
+  alignas(64) float padded[kMaxHeadDim + 16] = {};
+  std::memcpy(padded, head, static_cast<std::size_t>(depth) * sizeof(float));
+  vf poison = zero();
+  for (int64_t d = 0; d < depth; d += kLanes) {
+    const vf x = load(padded + d);
+    poison = fma(x, zero(), poison);
+    const vi codes = e4m3_codes(x);
+    for (int i = 0; i < kLanes; ++i)
+      if (d + i < depth) to[d + i] = static_cast<uint8_t>(codes[i]);
+  }
+  return sum_lanes(poison) == 0.0f;
+}
+
 // A head's elements in words of p: its d-th word `stride` words after the one before.
 template <class Element>
 void scatter_words(const Element* from, int64_t depth, int64_t stride, Element* to) {
@@ -86,6 +102,13 @@ void write_head(const AttentionArgs& args, const float* key, const float* value,
       auto* scales = reinterpret_cast<float*>(share);
       scales[inside] = round_head(key, args.head_dim, rounded_key);
       scales[args.block_size + inside] = round_head(value, args.head_dim, rounded_value);
+      return write_elements(args, rounded_key, rounded_value, share, inside);
+    }
+    case CacheType::kE4M3: {
+      uint8_t rounded_key[kMaxHeadDim], rounded_value[kMaxHeadDim];
+      const bool key_is_finite = round_head_e4m3(key, args.head_dim, rounded_key);
+      if (!round_head_e4m3(value, args.head_dim, rounded_value) || !key_is_finite)
+        std::memset(rounded_key, kE4M3NaN, sizeof(rounded_key));
       return write_elements(args, rounded_key, rounded_value, share, inside);
     }
   }

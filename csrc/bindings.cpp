@@ -42,7 +42,8 @@ void bind_weight(nb::module_& module) {
   nb::enum_<CacheType>(module, "CacheType")
       .value("F32", CacheType::kF32)
       .value("BF16", CacheType::kBF16)
-      .value("I8", CacheType::kI8);
+      .value("I8", CacheType::kI8)
+      .value("E4M3", CacheType::kE4M3);
   nb::enum_<IndexSource>(module, "IndexSource")
       .value("TOKEN_IDS", IndexSource::kTokenIds)
       .value("POSITIONS", IndexSource::kPositions)

@@ -229,7 +229,7 @@ struct LayerKernels {
 
 // -- attention (attention.cpp) --------------------------------------------------------------------------------------
 
-enum class CacheType : int32_t { kF32 = 0, kBF16, kI8 };
+enum class CacheType : int32_t { kF32 = 0, kBF16, kI8, kE4M3 };
 
 // One layer's part of the KV pool, block_bytes apart; see attention.h for what a block looks like.
 struct AttentionArgs {

@@ -54,6 +54,40 @@ QUIRE_INLINE vf load_e4m3(const uint8_t* codes) {
 #endif
 }
 
+// Code `place` of 4 in each word, up to kE4M3Factor. What is the same for two or four places is computed once.
+QUIRE_INLINE vf e4m3_of_word(vi words, int place) {
+#if defined(__AVX512F__)
+  const __m512i codes = (__m512i)words;
+  const __m512i half = place % 2 == 0 ? e4m3_as_f16<false>(codes) : e4m3_as_f16<true>(codes);
+  const vf low = f16_to_float(_mm512_castsi512_si256(half));  // places 0 and 2, or 1 and 3, of the first 8 words
+  const vf high = f16_to_float(_mm512_maskz_extracti64x4_epi64(0xff, half, 1));
+  if (place < 2)
+    return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__F16C__)
+  const __m128i first = _mm256_castsi256_si128((__m256i)words), second = _mm256_extracti128_si256((__m256i)words, 1);
+  const vf low = f16_to_float(place % 2 == 0 ? e4m3_as_f16<false>(first) : e4m3_as_f16<true>(first));
+  const vf high = f16_to_float(place % 2 == 0 ? e4m3_as_f16<false>(second) : e4m3_as_f16<true>(second));
+  if (place < 2) return __builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14);
+  return __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  vf value;
+  for (int lane = 0; lane < kLanes; ++lane) value[lane] = e4m3_value(words[lane] >> (8 * place) & 0x7f);
+  return bit_cast<vf>(bit_cast<vi>(value) | (words << (24 - 8 * place) & static_cast<int32_t>(0x80000000u)));
+#endif
+}
+
+// e4m3 codes of finite numbers, one a word: to nearest, ties to even, not beyond the largest. (Others give any code.)
+QUIRE_INLINE vi e4m3_codes(vf x) {
+  const vi sign = bit_cast<vi>(x) & static_cast<int32_t>(0x80000000u);
+  const vf size = min(bit_cast<vf>(bit_cast<vi>(x) & 0x7fffffff), broadcast(kE4M3Largest));
+  const vi bits = bit_cast<vi>(size);
+  const vi normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  const vf magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const vi subnormal = bit_cast<vi>(size * 0x1p9f + magic) - bit_cast<vi>(magic);
+  return (size < 0x1p-6f ? subnormal : normal) | (bit_cast<vi>(bit_cast<vu>(sign) >> 24));
+}
+
 // Code j of 2 in each of 32 words of 16 bits, up to kE4M3Factor: kLanes columns from part * kLanes on, and as many from
 // 16 columns further.
 template <int j>

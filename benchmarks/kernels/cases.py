@@ -17,6 +17,7 @@ PREFILL_ROWS = (512, 2048)
 COPIED_BLOCKS = (1, 32)
 BLOCK_SIZE = 16
 INT4_GROUP = 64
+MX_GROUP = 32
 FLOAT_BYTES = 4
 DELTA_HEADS = (16, 32, 128, 128)
 """Key heads, value heads, elements of a key and of a value of a delta rule: those of Qwen3-Next, beside every model."""
@@ -103,13 +104,14 @@ def matrices(model: ModelShape) -> dict[str, Matrix]:
 @dataclass(frozen=True, slots=True)
 class LinearType:
     """How a matrix is stored and multiplied. bits: of one weight. group: weights that share a scale (0: none, a row
-    when it exceeds the row). offsets: the scale comes with an offset. activations: what they are rounded to: "float32"
-    (they are not), "bfloat16" or "int8"."""
+    when it exceeds the row). scale_bytes: of a scale. offsets: the scale comes with an offset. activations: what they
+    are rounded to: "float32" (they are not), "bfloat16" or "int8"."""
 
     bits: int
     group: int = 0
     offsets: bool = False
     activations: str = "float32"
+    scale_bytes: int = FLOAT_BYTES
 
     def work(self, matrix: Matrix, rows: int) -> Work:
         """Of a product with this many rows."""
@@ -126,7 +128,7 @@ class LinearType:
         size = matrix.out_features * matrix.in_features * self.bits // 8
         if self.group:
             groups = -(-matrix.in_features // self.group) * matrix.out_features
-            size += groups * FLOAT_BYTES * (2 if self.offsets else 1)
+            size += groups * self.scale_bytes * (2 if self.offsets else 1)
         return size
 
 
@@ -140,10 +142,12 @@ LINEAR_TYPES: Mapping[str, LinearType] = {
     "w8a8": LinearType(8, ROW_GROUP, activations="int8"),
     "int4": LinearType(4, INT4_GROUP, offsets=True),
     "w4a8": LinearType(4, INT4_GROUP, offsets=True, activations="int8"),
+    "fp8": LinearType(8, ROW_GROUP),
+    "mxfp4": LinearType(4, MX_GROUP, scale_bytes=1),
 }
-CACHE_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "bf16a16": 2, "int8": 1}
+CACHE_BYTES: Mapping[str, int] = {"f32": 4, "bf16": 2, "bf16a16": 2, "int8": 1, "fp8": 1}
 """Of an element. bf16a16: a bfloat16 cache that queries and probabilities in bfloat16 are multiplied with."""
-STORED_TYPES = ("f32", "bf16", "int8")
+STORED_TYPES = ("f32", "bf16", "int8", "fp8")
 
 
 def kv_bytes(model: ModelShape, cache_type: str, tokens: int) -> int:

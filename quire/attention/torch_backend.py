@@ -52,7 +52,7 @@ class TorchAttentionStep:
         group, pages = self._layers[layer.layer]
         if pages.dim() == 4:  # keys and values of different widths, side by side
             rows = pages.view(-1, *pages.shape[2:])
-            rows.index_copy_(0, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1).to(pages.dtype))
+            reference.write_rows(rows, self._batch.slot_mapping[group], torch.cat((k, v), dim=-1))
         else:
             reference.write_kv(pages, self._key_rows[group], k, v)
 

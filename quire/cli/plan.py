@@ -39,7 +39,7 @@ IRRELEVANT_OPTIONS = (
     "cuda_graph_sizes", "batch_invariant",
 )  # fmt: skip
 KINDS = {"full": "of full attention", "sliding": "of attention", "latent": "of latent attention", "state": "of state"}
-STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4"}
+STORED_AS = {"int8": "int8", "w8a8": "int8", "int4": "int4", "w4a8": "int4", "fp8": "float8", "mxfp4": "mxfp4"}
 """quantization -> what the cost model calls it."""
 USUAL_ON_CPUS = {
     "max_num_seqs": CPU_DEFAULTS.max_num_seqs,
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"quire plan sizes KV caches, and {config.model.architecture} keeps none", param="model")
         plan = plan_engine(config, target.memory, _lengths(namespace.tokens, config.model.max_model_len))
         quantization = config.model.quantization
-        stored = None if quantization is None else f"int{quantization.bits}"
+        stored = None if quantization is None else quantization.stored_type
         precision = Precision.of(plan.shape, stored or config.model.dtype, config.model.kv_cache_dtype)
         cost = CostModel(plan.shape, target.device, layout, precision)
     speeds: tuple[Speed, ...] = ()

@@ -12,7 +12,7 @@ from quire.config.pooling import PoolingConfig
 from quire.config.quantization import QuantizationConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+CACHE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**24
 """Of the vocabulary, of hidden states, of what a layer has inside: products of two such sizes stay far from 2**63."""

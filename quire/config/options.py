@@ -102,7 +102,7 @@ HELP: dict[str, str] = {
     "tensor_parallel_size": "processes that share each layer (more than 1: on a CPU, with attention_backend torch)",
     "pipeline_parallel_size": "processes that share out the layers (1 is available)",
     "attention_backend": "auto, native (CPU kernels for the whole model), torch (plain operators) or triton (cuda)",
-    "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16 or int8",
+    "kv_cache_dtype": "auto (as dtype; on a CPU float16 becomes float32), float32, bfloat16, float16, int8 or fp8",
     "matmul_precision": "auto (the faster), float32 or bfloat16 (with AVX512-BF16: multiply bfloat16 operands as such)",
     "num_threads": "compute threads of each process (default: one per core, shared by tensor_parallel_size)",
     "enforce_eager": "no CUDA graphs: the same as cuda_graphs none",

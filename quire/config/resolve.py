@@ -18,7 +18,7 @@ from quire.config.device import (
 from quire.config.engine import EngineConfig
 from quire.config.hf_config import load_model_config, stored_dtype
 from quire.config.load import LoadConfig
-from quire.config.model import ModelConfig
+from quire.config.model import CACHE_DTYPE_BYTES, ModelConfig
 from quire.config.options import EngineOptions
 from quire.config.parallel import ParallelConfig, check_ranks_available, check_ranks_fit
 from quire.config.pooling import RUNNERS
@@ -38,11 +38,12 @@ from quire.utils.sizes import parse_bytes
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = {
-    "native": ("auto", "float32", "bfloat16", "int8"),
-    "torch": ("auto", "float32", "bfloat16", "float16"),
-    "triton": ("auto", "float32", "bfloat16", "float16", "int8"),
+    "native": ("auto", "float32", "bfloat16", "int8", "fp8"),
+    "torch": ("auto", "float32", "bfloat16", "float16", "fp8"),
+    "triton": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
 }
-"""What each attention back end stores keys and values in (that "int8" is not there yet on a device is said by name)."""
+"""What each attention back end stores keys and values in (a device has no 8 bits yet, which is said by name)."""
+CACHE_ALIASES = {"fp8_e4m3": "fp8"}
 MATMUL_PRECISIONS = ("auto", "float32", "bfloat16")
 QUANTIZATIONS: dict[str, int | None] = {
     "int8": None,
@@ -130,7 +131,13 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     the native one where it was built and can compute the model; and the model, whose dtypes depend on it."""
     asked = "triton" if is_accelerated else choice("attention_backend", options.attention_backend, BACKENDS)
     dtype = choice("dtype", options.dtype, DTYPES)
-    cache = choice("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
+    if options.kv_cache_dtype == "fp8_e5m2":
+        raise ConfigError(
+            "kv_cache_dtype='fp8_e5m2' is not supported: 'fp8' (e4m3) has the same size and a digit more",
+            param="kv_cache_dtype",
+        )
+    cache = CACHE_ALIASES.get(options.kv_cache_dtype, options.kv_cache_dtype)
+    choice("kv_cache_dtype", cache, CACHE_DTYPES.get(asked, CACHE_DTYPES["native"]))
     model = load_model_config(
         options.model,
         dtype=dtype,
@@ -143,9 +150,9 @@ def _backend_and_model(options: EngineOptions, is_accelerated: bool) -> tuple[st
     )
     if is_accelerated:
         return "triton", triton_model(options, model)
-    if cache == "int8" and model.shape.attention.kind == "latent":
+    if CACHE_DTYPE_BYTES.get(cache) == 1 and model.shape.attention.kind == "latent":
         raise ConfigError(
-            "kv_cache_dtype='int8' is not available for latent attention yet: choose auto, float32 or bfloat16",
+            f"kv_cache_dtype={cache!r} is not available for latent attention yet: choose auto, float32 or bfloat16",
             param="kv_cache_dtype",
         )
     reason = _why_not_native(model)

@@ -61,10 +61,10 @@ def triton_model(options: EngineOptions, model: ModelConfig) -> ModelConfig:
             "not quantised, or device='cpu'",
             param="quantization",
         )
-    if options.kv_cache_dtype == "int8":
+    if options.kv_cache_dtype == "int8" or options.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
-            "kv_cache_dtype='int8' is not available on this device yet: choose auto, float32, bfloat16 or float16, or "
-            "device='cpu'",
+            f"kv_cache_dtype={options.kv_cache_dtype!r} is not available on this device yet: choose auto, float32, "
+            "bfloat16 or float16, or device='cpu'",
             param="kv_cache_dtype",
         )
     attention = model.shape.attention

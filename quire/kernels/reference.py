@@ -21,8 +21,20 @@ def write_kv(pages: torch.Tensor, key_rows: torch.Tensor, key: torch.Tensor, val
     """
     block_size = pages.shape[2]
     rows = pages.view(-1, *pages.shape[3:])
-    rows.index_copy_(0, key_rows, key.to(pages.dtype))
-    rows.index_copy_(0, key_rows + block_size, value.to(pages.dtype))
+    write_rows(rows, key_rows, key)
+    write_rows(rows, key_rows + block_size, value)
+
+
+def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """rows[index] = values, in the dtype of the rows. Of float8_e4m3fn what is larger than its largest number becomes
+    that, and what is not finite NaN."""
+    if rows.dtype != torch.float8_e4m3fn:
+        rows.index_copy_(0, index, values.to(rows.dtype))
+        return
+    largest = torch.finfo(rows.dtype).max
+    kept = torch.where(values.isfinite(), values.clamp(-largest, largest), torch.nan).to(rows.dtype)
+    # torch moves no float8 on a CPU, and bytes as well.
+    rows.view(torch.uint8).index_copy_(0, index, kept.view(torch.uint8))
 
 
 def key_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:

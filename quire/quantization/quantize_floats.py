@@ -76,7 +76,7 @@ def _rounded(x: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _finite(block: torch.Tensor, name: str | None) -> torch.Tensor:
     """As float32."""
-    wide = block.float()
+    wide = block.float().contiguous()
     if not bool(torch.isfinite(wide).all()):
         named = "" if name is None else f"tensor {name!r}: "
         raise ModelLoadError(f"{named}holds infinities or NaN, which cannot be quantised")

@@ -44,6 +44,8 @@ additions, each in and out."""
 BLOCK_TOKENS = 16
 """Tokens of a block, until a pool says otherwise."""
 LOGIT_BYTES = 4
+ALIASES = {"fp8": "float8"}
+"""What options call a type of `model_shape.DTYPE_BYTES`."""
 LOGIT_PASSES = 4
 """Times that the sampler reads or writes the logits of a row."""
 
@@ -63,15 +65,15 @@ class Precision:
     @classmethod
     def of(cls, shape: ModelShape, dtype: str | None = None, kv_dtype: str | None = None) -> Precision:
         """dtype, kv_dtype: None: weights as stored, the rest as wide as they are computed in."""
-        weights = dtype or shape.dtype
+        weights = ALIASES.get(dtype or "", dtype) or shape.dtype
         if weights not in DTYPE_BYTES:
             raise UserError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {weights!r}", param="dtype")
         activations = weights if DTYPE_BYTES[weights] >= 2 else "bfloat16"
-        kv = kv_dtype or activations
+        kv = ALIASES.get(kv_dtype or "", kv_dtype) or activations
         if kv not in DTYPE_BYTES or DTYPE_BYTES[kv] < 1:
             known = ", ".join(name for name, size in DTYPE_BYTES.items() if size >= 1)
             raise UserError(f"kv_cache_dtype must be one of {known}, not {kv!r}", param="kv_cache_dtype")
-        experts = dtype or shape.expert_dtype
+        experts = ALIASES.get(dtype or "", dtype) or shape.expert_dtype
         tables = activations if weights in QUANTIZED else weights
         return cls(weights, activations, kv, experts, tables)
 

@@ -11,6 +11,14 @@ from quire.kernels.cpu.memory import allocate
 from quire.kv_cache.layout import KVCacheLayout
 from quire.utils.sizes import format_bytes
 
+STORED_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+"""`kv_cache_dtype` -> elements of pages, where torch reads them."""
+
 
 def allocate_pages(layout: KVCacheLayout) -> list[torch.Tensor]:
     """`layers_per_group` tensors [num_blocks, page bytes] uint8, zero. The attention back

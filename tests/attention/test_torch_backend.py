@@ -51,13 +51,20 @@ class History:
 class Pool:
     """A pool of one layer that computes histories step by step."""
 
-    def __init__(self, layer: LayerAttention, histories: list[History], block_size: int = 16, seed: int = 3) -> None:
+    def __init__(
+        self,
+        layer: LayerAttention,
+        histories: list[History],
+        block_size: int = 16,
+        seed: int = 3,
+        page_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.layer, self.histories, self.block_size = layer, histories, block_size
         per_sequence = [-(-len(history.q) // block_size) for history in histories]
         num_blocks = 1 + sum(per_sequence)
         spec = AttentionSpec(layer.num_kv_heads, layer.head_dim, layer.value_width, 4)
         groups, size = group_layers([spec], block_size)
-        self.pages = torch.full((num_blocks, *spec.page_shape(block_size)), 3.0)
+        self.pages = torch.full((num_blocks, *spec.page_shape(block_size)), 3.0).to(page_dtype)
         self.backend = TorchAttention(KVCacheLayout(block_size, num_blocks, groups, size), {0: self.pages})
         scattered = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).split(
             per_sequence
@@ -232,3 +239,27 @@ def test_bfloat16_pages_and_queries() -> None:
     expected = paged_attention_dense(pool.pages, pool.tables[0], narrow.q.double(), 0, GROUPED)
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
     assert torch.equal(chunked.run(0, 7), out)
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "wide-values"])
+def test_pages_of_8_bit_floats(name: str) -> None:
+    """What is attended is what pages hold, rounded once; the bits are the same in chunks."""
+    layer = LAYERS[name]
+    history = History.random(90, layer, seed=5)
+    history.k[40, 0, 3] = 1e6
+    pools = [Pool(layer, [history], page_dtype=torch.float8_e4m3fn) for _ in range(2)]
+    whole = pools[0].step([(0, 90)])[0]
+    chunks = torch.cat([pools[1].step([(0, count)])[0] for count in (31, 1, 58)])
+    assert torch.equal(whole, chunks)
+    if layer.sinks is None:
+        expected = paged_attention_dense(pools[0].pages, pools[0].tables[0], history.q.double(), 0, layer)
+        torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-4)
+    assert float(pools[0].pages.float().abs().amax()) == 448
+
+
+def test_pages_of_8_bit_floats_keep_what_is_not_finite() -> None:
+    history = History.random(30, GROUPED, seed=5)
+    history.v[4, 1, 2] = float("inf")
+    pool = Pool(GROUPED, [history], page_dtype=torch.float8_e4m3fn)
+    pool.step([(0, 20)])
+    assert pool.step([(0, 10)])[0][:, 3:].isnan().any()

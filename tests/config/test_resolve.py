@@ -202,6 +202,8 @@ def test_an_installation_without_the_extension(model: str, monkeypatch: pytest.M
         ("torch", "float16", True),
         ("torch", "int8", False),
         ("auto", "int8", True),
+        ("native", "fp8", True),
+        ("torch", "fp8", True),
     ],
 )
 def test_cache_dtypes_of_the_back_ends(model: str, backend: str, cache: str, possible: bool) -> None:
@@ -210,6 +212,11 @@ def test_cache_dtypes_of_the_back_ends(model: str, backend: str, cache: str, pos
         assert resolved(model, **options).model.kv_cache_dtype == cache
     else:
         assert refused(model, **options).param == "kv_cache_dtype"
+
+
+def test_names_of_8_bit_floats_for_the_cache(model: str) -> None:
+    assert resolved(model, kv_cache_dtype="fp8_e4m3").model.kv_cache_dtype == "fp8"
+    assert "'fp8' (e4m3)" in refused(model, kv_cache_dtype="fp8_e5m2").message
 
 
 @pytest.mark.parametrize(

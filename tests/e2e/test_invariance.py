@@ -43,6 +43,8 @@ VARIANTS = [
     Variant("qwen3-window", {"dtype": "float16", "kv_cache_dtype": "int8"}),
     Variant("llama-wide", {"quantization": "w8a8", "kv_cache_dtype": "int8"}, isa="avx2"),
     Variant("llama-wide", {"quantization": "int4"}, isa="portable"),
+    Variant("llama-wide", {"quantization": "fp8", "kv_cache_dtype": "fp8", "num_threads": 2}),
+    Variant("qwen3-window", {"quantization": "mxfp4", "kv_cache_dtype": "fp8"}, isa="avx2"),
 ]
 """All arithmetic: what kernels see of a step's shape is tested with these."""
 on_paths = pytest.mark.parametrize("model", PATHS, ids=str, indirect=True, scope="module")

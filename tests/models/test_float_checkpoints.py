@@ -20,7 +20,8 @@ from quire.parallel.single import SINGLE_RANK
 from quire.quantization.quantize import quantize_rows
 from quire.quantization.quantize_floats import quantize_float8, quantize_mxfp4
 from tests.fakes.ranks import run_ranks
-from tests.models.harness import save
+from tests.models.families import gpt_oss
+from tests.models.harness import randomize, save
 from tests.models.test_quantized_checkpoints import PROMPTS, change_config, is_linear, tiny_llama
 from tests.models.test_ranks import load_share, logits_of
 from tests.quantization.float_packers import Pack, fp8, mxfp4, nvfp4
@@ -102,6 +103,25 @@ def test_greedy_tokens_are_those_of_transformers_with_the_dequantised_weights(na
     assert greedy(packed) == expected
     if name in ("fp8-block", "modelopt-nvfp4"):
         assert greedy(packed, attention_backend="torch") == expected
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """GPT-OSS: the experts of a layer in one tensor, biases and the other matrices as they are."""
+    model = randomize(gpt_oss(hidden_size=64, intermediate_size=64, swiglu_limit=0.8))
+    plain = save(model, tmp_path / "plain")
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    weights = load_file(plain / "model.safetensors")
+    tensors = dict(weights)
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts = [quantize_mxfp4(expert.t(), name=name) for expert in tensors.pop(name)]
+        blocks = torch.stack([expert.pairs for expert in experts]).unflatten(2, (-1, 16))
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.stack([expert.scale_codes for expert in experts])
+        weights[name] = torch.stack([expert.dequantize().t() for expert in experts]).contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    save_file(weights, plain / "model.safetensors")
+    change_config(packed, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    assert greedy(packed) == greedy(plain)
 
 
 @pytest.fixture

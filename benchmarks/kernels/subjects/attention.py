@@ -31,9 +31,9 @@ from quire.kv_cache.spec import AttentionSpec
 from quire.layers.native import NativeOperations
 from quire.layers.operations import HeadWeights, RotaryFrequencies, TorchOperations
 
-CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "bf16a16": "bfloat16", "int8": "int8"}
+CACHE_DTYPES = {"f32": "float32", "bf16": "bfloat16", "bf16a16": "bfloat16", "int8": "int8", "fp8": "fp8"}
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"f32": 1e-4, "bf16": 2e-2, "bf16a16": 3e-2, "int8": 4e-2}
+TOLERANCES = {"f32": 1e-4, "bf16": 2e-2, "bf16a16": 3e-2, "int8": 4e-2, "fp8": 0.15}
 """What rounded keys and values explain, and rounded queries and probabilities."""
 FILLED_BLOCKS = 32
 """Different blocks in the pool; the others are copies of them."""

@@ -25,10 +25,11 @@ from quire.kernels.cpu.memory import Arena, allocate
 from quire.kernels.cpu.packing import PackedMatrix
 from quire.kernels.cpu.recorder import Recorder
 from quire.kernels.cpu.runtime import NativeRuntime
+from quire.quantization.quantize_floats import quantize_mxfp4
 
 STEP = 2.0**-9
-"""Weights are whole multiples of it, from -7 to 7: every type stores them exactly, so all have one right result."""
-LARGEST = 7
+"""Weights are MULTIPLES of it and their negatives: every type stores them exactly, so all have one right result."""
+MULTIPLES = (0, 1, 2, 3, 4, 6)
 INT4_ZERO = 8
 DISTINCT_ROWS = 1024
 WEIGHT_TYPES = {
@@ -40,6 +41,8 @@ WEIGHT_TYPES = {
     "w8a8": _native.WeightType.I8,
     "int4": _native.WeightType.I4,
     "w4a8": _native.WeightType.I4,
+    "fp8": _native.WeightType.E4M3,
+    "mxfp4": _native.WeightType.MXFP4,
 }
 TWINS = {"f32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2, "int8": 3e-2}
@@ -189,7 +192,15 @@ def packed(matrix: Matrix, values: torch.Tensor, name: str, arena: Arena) -> Pac
             result.load_dense(rows * STEP, start)
         return result
     groups = result.num_groups
+    if name == "mxfp4":
+        for start in range(0, matrix.out_features, DISTINCT_ROWS):
+            stored_rows = quantize_mxfp4(values[start : start + DISTINCT_ROWS] * STEP, name=name)
+            result.load_float4(stored_rows.pairs, stored_rows.scale_codes, None, start)
+        return result
     scales = torch.full((matrix.out_features, groups), STEP)
+    if name == "fp8":
+        result.load_float8(values.to(torch.float8_e4m3fn), scales)
+        return result
     offsets = torch.full_like(scales, -INT4_ZERO * STEP) if kind.offsets else None
     stored = values if kind.bits == 8 else (values + INT4_ZERO).to(torch.uint8)
     result.load_integer(stored, scales, offsets)
@@ -199,7 +210,9 @@ def packed(matrix: Matrix, values: torch.Tensor, name: str, arena: Arena) -> Pac
 def _empty(matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
     kind: LinearType = LINEAR_TYPES[name]
     options: dict[str, Any] = {"memory": arena.allocate}
-    if kind.group:
+    if name == "fp8":
+        options["group_size"] = None
+    elif kind.group and name != "mxfp4":
         options |= {
             "group_size": INT4_GROUP if kind.bits == 4 else None,
             "integer_activations": kind.activations == "int8",
@@ -210,7 +223,7 @@ def _empty(matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
 
 def _copy_of(packed: PackedMatrix, matrix: Matrix, name: str, arena: Arena) -> PackedMatrix:
     copy = _empty(matrix, name, arena)
-    for part in ("data", "scales", "offsets", "column_sums"):
+    for part in ("data", "scales", "offsets", "column_sums", "scale_codes"):
         source = getattr(packed, part)
         if source is not None:
             getattr(copy, part).copy_(source)
@@ -229,5 +242,6 @@ def _product(x: torch.Tensor, weight: torch.Tensor, matrix: Matrix) -> torch.Ten
 def drawn_values(matrix: Matrix) -> torch.Tensor:
     """[out_features, in_features] int8. Rows repeat after a while: drawing a large matrix would take seconds."""
     distinct = min(matrix.out_features, DISTINCT_ROWS)
-    rows = torch.randint(-LARGEST, LARGEST + 1, (distinct, matrix.in_features), dtype=torch.int8)
+    multiples = torch.tensor(sorted({sign * size for sign in (-1, 1) for size in MULTIPLES}), dtype=torch.int8)
+    rows = multiples[torch.randint(len(multiples), (distinct, matrix.in_features))]
     return rows.repeat(-(-matrix.out_features // distinct), 1)[: matrix.out_features].contiguous()

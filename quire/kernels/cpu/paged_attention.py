@@ -16,6 +16,7 @@ CACHE_TYPES = {
     "float32": _native.CacheType.F32,
     "bfloat16": _native.CacheType.BF16,
     "int8": _native.CacheType.I8,
+    "fp8": _native.CacheType.E4M3,
 }
 MAX_BLOCK_SIZE = 1024
 

@@ -11,7 +11,7 @@ from quire.attention.interface import AttentionBackend
 from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
-from quire.worker.kv_tensors import layer_pages
+from quire.worker.kv_tensors import STORED_DTYPES, layer_pages
 
 
 def make_attention(
@@ -22,7 +22,7 @@ def make_attention(
     if not is_native:
         if model.is_encoder:
             return EncoderAttention()
-        return TorchAttention(layout, layer_pages(pages, layout, getattr(torch, model.kv_cache_dtype)))
+        return TorchAttention(layout, layer_pages(pages, layout, STORED_DTYPES[model.kv_cache_dtype]))
     if model.is_encoder:
         from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
 

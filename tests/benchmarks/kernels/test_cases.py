@@ -45,6 +45,8 @@ def test_bytes_of_each_type() -> None:
         "w8a8": count + 64 * 4,
         "int4": count // 2 + 64 * 3 * 8,
         "w4a8": count // 2 + 64 * 3 * 8,
+        "fp8": count + 64 * 4,
+        "mxfp4": count // 2 + 64 * 6,
     }
 
 
@@ -64,6 +66,7 @@ def test_work_of_attention() -> None:
         "bf16": Work(tokens * 2 * 2 * 16 * 2, tokens * head_work),
         "bf16a16": Work(tokens * 2 * 2 * 16 * 2, bf16_operations=tokens * head_work),
         "int8": Work(tokens * 2 * 2 * (16 + 4), tokens * head_work),
+        "fp8": Work(tokens * 2 * 2 * 16, tokens * head_work),
     }
     (prefill,) = [case for case in KERNELS["prefill"](TINY) if case.rows == 512]
     assert prefill.variants["f32"].float_operations == sum(range(1, 513)) * head_work

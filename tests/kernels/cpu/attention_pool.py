@@ -20,7 +20,7 @@ BF16_ISAS = [isa for isa in (*ISAS, "bf16_emulated") if _native.has_bf16_product
 POOLS = {threads: _native.Pool(threads, pin=False) for threads in (1, 2, 3)}
 PRODUCTS = "bfloat16 products"
 """A bfloat16 cache with queries and weights in bfloat16, among the names of caches."""
-STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WAYS = [*((isa, cache) for isa in ISAS for cache in STORED), *((isa, PRODUCTS) for isa in BF16_ISAS)]
 """Instruction sets and caches, with the precisions that they have."""
 

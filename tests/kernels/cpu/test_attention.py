@@ -140,6 +140,40 @@ def test_what_is_written(cache: str, block_size: int) -> None:
 
 
 @every_isa
+def test_every_rounding_to_8_bit_floats(isa: str) -> None:
+    """Each number of e4m3, the middles between neighbours (ties go to the even code), what lies beside them, and what
+    is larger than the largest number, which is kept as that."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    values = torch.cat((numbers, middles, middles * (1 + 1e-6), middles * (1 - 1e-6), torch.tensor([449.0, 1e30])))
+    values = torch.cat((values, -values))
+    layer = LayerAttention(layer=0, num_heads=1, num_kv_heads=1, head_dim=256, scale=1.0)
+    count = -(-len(values) // 256)
+    drawn = torch.nn.functional.pad(values, (0, count * 256 - len(values))).view(count, 1, 256)
+    history = History(torch.zeros(count, 1, 256), drawn, drawn.flip(-1))
+    pool = NativePool(layer, [count], Setting(isa, 1, "fp8"))
+    pool.whole(history)
+    kept = pool.stored()[pool.tables[0].long()[0], :, :count]
+    expected = drawn.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    assert torch.equal(kept[0], expected)
+    assert torch.equal(kept[1], expected.flip(-1))
+
+
+@every_isa
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_8_bit_floats_keep_what_is_not_finite(isa: str, part: str) -> None:
+    """A later step sees it, in any place of the head, alone and in a batch of rows."""
+    for rows in (1, 60):
+        history = History.random(200, GROUPED, seed=20)
+        getattr(history, part)[12, 0, 7] = float("inf")
+        pool = NativePool(GROUPED, [200], Setting(isa, 1, "fp8"))
+        pool.step([history], [(0, 100)])
+        (out,) = pool.step([history], [(0, rows)])
+        assert out[:, :3].isnan().all()
+        assert out[:, 3:].isfinite().all()
+
+
+@every_isa
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (24, 24), (40, 8)])
 def test_norm_and_rotation_before_attention(isa: str, head_dim: int, rotary_dim: int) -> None:
     layer = LayerAttention(layer=0, num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=0.2)
