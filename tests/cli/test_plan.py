@@ -408,7 +408,7 @@ def test_a_model_whose_layers_keep_a_state_is_planned_and_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6}
-    sizes |= {"intermediate_size": 96, "moe_intermediate_size": 32}
+    sizes |= {"intermediate_size": 96, "moe_intermediate_size": 32, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3NextForCausalLM"], **sizes}))
     found = plan_json(capsys, str(tmp_path), "--gpu", "h100")
     assert [group["kind"] for group in found["kv_groups"]] == ["state", "state", "state", "full"]
