@@ -45,11 +45,21 @@ def load_onnxruntime(model: str, threads: int) -> tuple[Callable[[list[str]], An
     names = ["input_ids", "attention_mask", "token_type_ids"]
     sample = tokenizer(["one text", "another text that is longer"], padding=True, return_tensors="pt")
     network = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
+
+    class States(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.network(input_ids=ids, attention_mask=mask, token_type_ids=types)[0]
+            return found
+
     axes = {name: {0: "batch", 1: "length"} for name in (*names, "last_hidden_state")}
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "model.onnx")
         torch.onnx.export(
-            network,
+            States(),
             tuple(sample[name] for name in names),
             file,
             input_names=names,
