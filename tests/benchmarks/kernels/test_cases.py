@@ -137,7 +137,7 @@ def test_the_quick_choice_is_small_and_has_every_target() -> None:
         (Selection(models=("7B",)), "known: 135M, 0.6B, 1.7B, 8B"),
         (Selection(shapes=("gate",)), "'gate'"),
         (Selection(rows=(3,)), "--rows: '3'"),
-        (Selection(types=("fp8",)), "--types: 'fp8'"),
+        (Selection(types=("fp6",)), "--types: 'fp6'"),
         (Selection(kernels=("norm",), types=("int4",)), "together"),
     ],
 )
