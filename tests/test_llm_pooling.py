@@ -183,7 +183,8 @@ def test_a_model_that_generates_gives_no_vectors() -> None:
 
 
 def test_arithmetic_of_results() -> None:
-    logits = torch.tensor([1.0, -2.0, 90.0])
-    assert torch.allclose(torch.from_numpy(activated(logits.numpy(), "softmax")), logits.softmax(0))
-    assert torch.allclose(torch.from_numpy(activated(logits.numpy(), "sigmoid")), logits.sigmoid())
-    assert normalized(torch.zeros(3).numpy()).tolist() == [0, 0, 0]
+    logits = [1.0, -2.0, 90.0]
+    expected = torch.tensor(logits, dtype=torch.float64)
+    assert activated(logits, "softmax") == pytest.approx(expected.softmax(0).tolist())
+    assert activated(logits, "sigmoid") == pytest.approx(expected.sigmoid().tolist())
+    assert normalized([0.0, 0.0, 0.0]) == [0, 0, 0]

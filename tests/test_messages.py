@@ -46,7 +46,7 @@ PARAMS = SamplingParams(n=2, temperature=0.5, stop=["</s>", "é"], logit_bias={3
 SAMPLING = SequenceSampling(
     PARAMS, seed=2**64 - 1, stop_token_ids=[2, 7], bad_token_sequences=[[1, 2], [3]], num_candidates=9
 )
-NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING)
+NEW_SEQUENCE = NewSequence(8, [5, 6, 7], 2, [[1, 2], [3]], SAMPLING, second_segment=1)
 FORK = SequenceFork(8, 9, SAMPLING, token_ids=[5, 6, 8])
 LOGPROBS = TokenLogprobs([4, 5], [-0.25, -1.5], rank=1)
 CANDIDATES = Candidates([42, 7], [-0.5, -3.0])
@@ -80,6 +80,7 @@ REQUEST = EngineRequest(
     register_prefix=True,
     pooling=True,
     constraint="digits",
+    second_segment=2,
 )
 SEQUENCE_VIEW = SequenceView(
     1, num_output_tokens=4, num_stored_tokens=21, num_filled_slots=5, tables=[[7, 9], [0, 3]], host_tables=[[1, 2]]

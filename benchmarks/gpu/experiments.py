@@ -196,7 +196,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-    launch(_matmul_kernel, grid, x, weight, None, None, out, m, n, x.stride(0), n, **constants)
+    launch(_matmul_kernel, grid, x, weight, None, None, out, m, n, x.stride(0), n, k, n, **constants)
     return out
 
 

@@ -6,9 +6,8 @@ it is done here, so that the engine below knows one kind of pooled request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from quire.config.pooling import Activation, PoolingConfig
 from quire.engine.input_processor import InputProcessor, Prompt, split_prompt
@@ -155,7 +154,7 @@ class PoolingProcessor:
         raise_if_nonfinite(output)
         if output.pooled is None:
             raise ModelOutputError(f"the request ended without a vector ({output.outputs[0].finish_reason})")
-        values = np.array(output.pooled, np.float32)
+        values = output.pooled
         if pooling.task == "classify":
             if params.use_activation is not False:
                 values = activated(values, pooling.activation)
@@ -163,8 +162,7 @@ class PoolingProcessor:
             values = values[: params.dimensions]
             if pooling.normalize if params.normalize is None else params.normalize:
                 values = normalized(values)
-        listed: list[float] = values.tolist()
-        return listed
+        return values
 
     def pooled(self, output: RequestOutput, params: PoolingParams) -> PoolingRequestOutput:
         found = PoolingOutput(self.vector(output, params))
@@ -185,28 +183,27 @@ class PoolingProcessor:
 
     def similarity(self, first: RequestOutput, second: RequestOutput, params: PoolingParams) -> ScoringRequestOutput:
         """The cosine of two texts' vectors."""
-        left, right = (np.array(self.vector(output, params), np.float32) for output in (first, second))
-        found = ScoringOutput(float(normalized(left) @ normalized(right)))
+        left, right = (normalized(self.vector(output, params)) for output in (first, second))
+        found = ScoringOutput(math.fsum(x * y for x, y in zip(left, right, strict=True)))
         token_ids = first.prompt_token_ids + second.prompt_token_ids
         num_cached = first.num_cached_tokens + second.num_cached_tokens
         return ScoringRequestOutput(second.request_id, found, token_ids, num_cached)
 
 
-def normalized(vector: np.ndarray) -> np.ndarray:
-    """[size] float32 -> the same direction with length 1."""
-    length = np.sqrt(np.square(vector, dtype=np.float64).sum())
-    scaled: np.ndarray = (vector / max(float(length), _SHORTEST)).astype(np.float32)
-    return scaled
+def normalized(vector: list[float]) -> list[float]:
+    """The same direction with length 1."""
+    length = max(math.sqrt(math.fsum(value * value for value in vector)), _SHORTEST)
+    return [value / length for value in vector]
 
 
-def activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
-    """[labels] float32 -> what the activation makes of them."""
+def activated(logits: list[float], activation: Activation) -> list[float]:
+    """What the activation makes of a classifier's logits."""
     if activation == "identity":
         return logits
-    wide = logits.astype(np.float64)
     if activation == "sigmoid":
-        weights = 1 / (1 + np.exp(-np.abs(wide)))
-        return np.where(wide < 0, 1 - weights, weights).astype(np.float32)
-    weights = np.exp(wide - wide.max())
-    shares: np.ndarray = (weights / weights.sum()).astype(np.float32)
-    return shares
+        weights = [1 / (1 + math.exp(-abs(value))) for value in logits]
+        return [1 - weight if value < 0 else weight for value, weight in zip(logits, weights, strict=True)]
+    largest = max(logits)
+    shares = [math.exp(value - largest) for value in logits]
+    total = math.fsum(shares)
+    return [share / total for share in shares]

@@ -62,8 +62,11 @@ _OPERATIONS: dict[str, tuple[str, type[msgspec.Struct] | None, type[msgspec.Stru
     "/v1/completions": ("Complete a prompt", CompletionRequest, CompletionResponse),
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatResponse),
     "/v1/embeddings": ("Vectors of texts", EmbeddingRequest, EmbeddingResponse),
-    "/v1/score": ("Scores of pairs of texts", ScoreRequest, ScoreResponse),
-    "/v1/rerank": ("Documents in the order of their relevance", RerankRequest, RerankResponse),
+    **dict.fromkeys(("/score", "/v1/score"), ("Scores of pairs of texts", ScoreRequest, ScoreResponse)),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank"),
+        ("Documents in the order of their relevance", RerankRequest, RerankResponse),
+    ),
     "/classify": ("Labels of texts", ClassificationRequest, ClassificationResponse),
     "/pooling": ("What the model makes of texts", PoolingRequest, PoolingResponse),
     "/v1/models": ("List the models", None, ModelList),

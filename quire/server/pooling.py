@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from fastapi import FastAPI, Request, Response
 
 from quire.errors import UserError
@@ -197,4 +197,4 @@ def _encoded(vector: list[float], encoding: str) -> list[float] | str:
     """The numbers, or for "base64" their little-endian float32 bytes."""
     if encoding == "float":
         return vector
-    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

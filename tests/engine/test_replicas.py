@@ -187,7 +187,7 @@ def test_a_killed_process_is_one_replica(options: EngineOptions) -> None:
     client = ReplicatedClient(processes, "round-robin")
     try:
         assert client.ready.num_blocks == 2 * 256
-        client.send(add("a", max_tokens=100_000))
+        client.send(add("a", max_tokens=4_000))
         client.send(add("b", max_tokens=10))
         os.kill(processes[0].pid, signal.SIGKILL)
         received = receive_until(client, lambda received: rejected(received) == ["a"])

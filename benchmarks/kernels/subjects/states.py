@@ -54,9 +54,15 @@ class DeltaSubject:
         run, result = self._native(qkv, gates, steps)
         last = StateStep(bounds, starts, steps[-1].tables, INTERVAL, {0: pages.clone()})
         expected = gated_delta_rule(rule, qkv, gates, last)
+
+        def plain() -> int:
+            gated_delta_rule(rule, qkv, gates, last)
+            return 1
+
         run()  # a step writes the rows that it wrote before: every run reads the same states
         error = relative_error(result, expected)
-        return Prepared(natives={"f32": run}, twins={}, errors={"f32": error}, tolerances={"f32": TOLERANCE})
+        twins: dict[str, Runner] = {"f32": plain}
+        return Prepared(natives={"f32": run}, twins=twins, errors={"f32": error}, tolerances={"f32": TOLERANCE})
 
     def _num_states(self, case: Case) -> int:
         return 1 if case.shape == "delta-prompt" else max(case.rows, self._machine.num_copies(self._rule.end))

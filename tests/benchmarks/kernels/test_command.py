@@ -96,7 +96,7 @@ def test_quick_is_a_default_for_what_is_not_named(subject: AnySubject) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--types", "fp8"], "--types: 'fp8'"),
+        (["--types", "fp9"], "--types: 'fp9'"),
         (["--rows", "one"], "invalid list of integers value: 'one'"),
         (["--seconds", "0"], "must be a positive number"),
         (["--seconds", "inf"], "must be a positive number"),
