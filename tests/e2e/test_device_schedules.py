@@ -21,7 +21,7 @@ from tests.fakes.host_math import HostMathExecutor
 from tests.models.harness import randomize, save
 
 MAX_MODEL_LEN = 32
-NUM_GROUPS = {"full": 1, "mixed": 2}
+NUM_GROUPS = {"full": 1, "mixed": 2, "latent": 1}
 PREFIX = [(13 * i) % 96 + 1 for i in range(12)]
 EXERCISED = ("preemptions_total", "swap_preemptions_total", "prefix_cache_hits_total", "copied_blocks_total")
 
