@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quire.kernels.cpu.runtime import NativeRuntime
     from quire.layers.device import DeviceLayers
     from quire.models.decoder import Decoder
+    from quire.models.eager_calls import EagerCalls
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,7 +66,7 @@ def load_model(
         context = _device_context(config, device_layers)
     else:
         context = _torch_context(config, device_type, group) if runtime is None else _native_context(config)
-    model = build_model(config, context, runtime)
+    model = build_model(config, context, _native_calls(config, context, runtime))
     report = progress or _silent
     if files is None:
         model.load_weights(dummy_weights(model.slots, load.seed, report, context.device))
@@ -77,6 +78,15 @@ def load_model(
     from quire.models.native import NativeModel
 
     return NativeModel(cast("Decoder", model), runtime)
+
+
+def _native_calls(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None) -> EagerCalls | None:
+    """Native kernels one by one, for a model that runs through Transformers; None for others."""
+    if runtime is None or config.impl == "quire":
+        return None
+    from quire.models.native_calls import NativeCalls
+
+    return NativeCalls(context, runtime)
 
 
 def _torch_context(config: ModelConfig, device_type: str, group: ProcessGroup) -> LayerContext:

@@ -10,7 +10,7 @@ from quire.models.interface import LoadableModel
 from quire.registry import Registry
 
 if TYPE_CHECKING:
-    from quire.kernels.cpu.runtime import NativeRuntime
+    from quire.models.eager_calls import EagerCalls
 
 
 def model_architectures() -> Registry:
@@ -68,17 +68,13 @@ def model_architectures() -> Registry:
     )
 
 
-def build_model(config: ModelConfig, context: LayerContext, runtime: NativeRuntime | None = None) -> LoadableModel:
-    """The model, with room for its weights where `context` says. runtime: what native kernels of single operations run
-    with, in a context that records (a model of Quire's own is recorded whole, by its caller). Raises ModelLoadError."""
+def build_model(config: ModelConfig, context: LayerContext, calls: EagerCalls | None = None) -> LoadableModel:
+    """The model, with room for its weights where `context` says. calls: single operations for modelling code that only
+    knows tensors (None: the context's own, whose values are tensors). Raises ModelLoadError."""
     if config.impl == "quire":
         model: LoadableModel = model_architectures().load(config.architecture)(config, context)
         return model
     from quire.models.eager_calls import TensorCalls
     from quire.models.transformers_model import TransformersModel
 
-    if runtime is None:
-        return TransformersModel(config, context, TensorCalls(context))
-    from quire.models.native_calls import NativeCalls
-
-    return TransformersModel(config, context, NativeCalls(context, runtime))
+    return TransformersModel(config, context, calls or TensorCalls(context))

@@ -66,8 +66,7 @@ class Scheduler:
         self.kv = kv
         self._prefers_swap = choice(config.preemption_mode, preemption_costs)
         self._max_chunk = min(config.max_prefill_chunk or 2**62, config.max_num_batched_tokens)
-        limits = config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk
-        self._limits = Limits(*limits, whole_prompts=config.whole_prompts)
+        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, self._max_chunk, config.whole_prompts)
         self._priority_seconds = config.priority_seconds
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
