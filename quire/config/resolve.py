@@ -30,7 +30,6 @@ from quire.config.resolve_device import (
     graph_options,
     triton_model,
 )
-from quire.config.resolve_pooling import check_pooling
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 from quire.utils.sizes import parse_bytes
@@ -66,6 +65,7 @@ STORED_NAMES = {
     "mxfp4-pack-quantized": ("compressed-tensors",),
 }
 STORED_QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "modelopt", "nvfp4")
+CACHE_OPTIONS = ("kv_cache_memory", "num_blocks_override", "swap_space", "kv_offload_dir")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
 DEFAULT_OFFLOAD_SIZE = 16 * 2**30
 MAX_BLOCK_SIZE = 1024
@@ -96,7 +96,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     model = replace(model, quantization=_quantization(options, model, backend))
     if parallel.tp > 1:
         check_ranks_fit(options, model)
-    check_pooling(options, model, is_accelerated=is_accelerated)
+    _check_pooling(options, model, is_accelerated=is_accelerated)
     defaults = DEVICE_DEFAULTS if is_accelerated else CPU_DEFAULTS
     scheduler = _scheduler(options, defaults, model)
     cuda_graphs, cuda_graph_sizes = graph_options(options, scheduler, device, model)
@@ -234,6 +234,38 @@ def _why_not_native(model: ModelConfig) -> str | None:
             "kernels need"
         )
     return None
+
+
+def _check_pooling(options: EngineOptions, model: ModelConfig, *, is_accelerated: bool) -> None:
+    """Raise ConfigError for options that a model without a KV cache, or one that takes whole prompts, would ignore."""
+    if model.takes_whole_prompts and options.max_prefill_chunk is not None:
+        raise ConfigError(
+            f"max_prefill_chunk cuts prompts into parts, and {model.architecture} computes them whole here",
+            param="max_prefill_chunk",
+        )
+    if model.takes_whole_prompts and options.kv_offload_dir is not None:
+        raise ConfigError(
+            f"kv_offload_dir keeps the prefix cache, and {model.architecture} has none here", param="kv_offload_dir"
+        )
+    if is_accelerated and (model.takes_whole_prompts or model.has_pooling_head):
+        raise ConfigError(
+            f"device='cuda' is not available for {model.architecture} here yet: use device='cpu'", param="device"
+        )
+    if not model.is_encoder:
+        return
+    for name in CACHE_OPTIONS:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{name} is for a KV cache, and {model.architecture} keeps none", param=name)
+    if options.preemption_mode != "recompute":
+        raise ConfigError(
+            f"preemption_mode={options.preemption_mode!r} moves a KV cache, and {model.architecture} keeps none",
+            param="preemption_mode",
+        )
+    if options.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={options.tensor_parallel_size} is not available for {model.architecture} yet",
+            param="tensor_parallel_size",
+        )
 
 
 def _parallel(options: EngineOptions) -> ParallelConfig:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from quire.kernels.triton.encoder_attention import attend
 from quire.kernels.triton.norm import norm
 from quire.kernels.triton.rotary import rotation_angles
 from quire.layers.device_cache import DeviceCacheOperations, DeviceRotation
-from quire.layers.device_encoder import DeviceEncoderOperations
+from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, SharedOperations, require_equal_widths
+
+if TYPE_CHECKING:
+    from quire.attention.triton_encoder import TritonEncoderStep
+
+
+class DeviceEncoderOperations:
+    """EncoderOperations over tensors of one device."""
+
+    def attend_encoder(
+        self, heads: EncoderHeads, qkv: torch.Tensor, rotation: DeviceRotation | None, step: TritonEncoderStep
+    ) -> torch.Tensor:
+        turn = None if rotation is None else (rotation.cos, rotation.sin)
+        return attend(qkv, turn, step.tiles, heads.num_heads, heads.scale, heads.window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from functools import partial
 
+from quire.attention.native_encoder import NativeEncoder
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.recorder import Buffer, RecordedIndices, RecordedRows
+from quire.layers.encoder_operations import EncoderHeads
 from quire.layers.experts import Routing
 from quire.layers.native_cache import NativeCacheOperations, address_of
-from quire.layers.native_encoder import NativeEncoderOperations
 from quire.layers.native_states import NativeStates
 from quire.layers.operations import HeadWeights, NormWeights, RotaryFrequencies, require_equal_widths
 from quire.parallel.interface import ProcessGroup
+
+
+class NativeEncoderOperations:
+    """EncoderOperations over a recorder's placeholders. A run brings the plan of its step."""
+
+    def attend_encoder(self, heads: EncoderHeads, qkv: Buffer, rotation: Buffer | None, step: NativeEncoder) -> Buffer:
+        return qkv.recorder.call(
+            "attend_encoder",
+            heads.num_heads * heads.head_dim,
+            buffers={"qkv": qkv, "rotation": rotation},
+            num_heads=heads.num_heads,
+            head_dim=heads.head_dim,
+            scale=heads.scale,
+            window=heads.window or 0,
+            rotary_dim=0 if rotation is None else rotation.width,
+        )
 
 
 class NativeOperations(NativeCacheOperations, NativeEncoderOperations, NativeStates):

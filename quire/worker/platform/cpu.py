@@ -8,7 +8,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from quire.attention.encoder_backend import EncoderAttention
+from quire.attention.interface import AttentionBackend
 from quire.attention.states import StateBackend
+from quire.attention.torch_backend import TorchAttention
 from quire.config.engine import EngineConfig
 from quire.kv_cache.layout import KVCacheLayout
 from quire.models.claims import check_dummy
@@ -23,9 +26,8 @@ from quire.sampling.plain_kernels import PlainKernels
 from quire.sampling.sampler import Sampler
 from quire.worker.block_tables import BlockTables
 from quire.worker.kv_connector.cache_identity import native_code, torch_code
-from quire.worker.kv_tensors import allocate_host_pages, allocate_pages, state_pages
+from quire.worker.kv_tensors import STORED_DTYPES, allocate_host_pages, allocate_pages, layer_pages, state_pages
 from quire.worker.kv_transfer import BlockTransfers
-from quire.worker.platform.cpu_attention import make_attention
 from quire.worker.platform.cpu_blocks import HostPages, ThreadTransfers, block_copier, block_mover
 from quire.worker.platform.cpu_inputs import CacheBackends
 from quire.worker.platform.cpu_meter import CpuMeter
@@ -131,3 +133,21 @@ class CpuPlatform:
         from quire.sampling.native_kernels import NativeKernels
 
         return NativeKernels(rows, self._runtime)
+
+
+def make_attention(
+    config: EngineConfig, layout: KVCacheLayout, pages: Sequence[torch.Tensor], *, is_native: bool
+) -> AttentionBackend:
+    """is_native: over native kernels, else over plain torch operators. An encoder's has no pool."""
+    model = config.model
+    if not is_native:
+        if model.is_encoder:
+            return EncoderAttention()
+        return TorchAttention(layout, layer_pages(pages, layout, STORED_DTYPES[model.kv_cache_dtype]))
+    if model.is_encoder:
+        from quire.attention.native_encoder import NativeEncoder  # the native module may not be built
+
+        return NativeEncoder()
+    from quire.attention.native_backend import NativeAttention
+
+    return NativeAttention(layout, pages, model.kv_cache_dtype, model.num_heads, config.device.num_threads)
