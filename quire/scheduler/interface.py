@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 from quire.config.engine import EngineConfig
 from quire.decoding.masks import MaskSource
-from quire.kv_cache.connectors.offload import connector_factory
+from quire.kv_cache.connectors.registry import connector_factory
 from quire.kv_cache.layout import KVCacheLayout
 from quire.kv_cache.manager import KVCacheManager
 from quire.kv_cache.snapshot import KVSnapshot

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire.config.cache import CacheConfig
 from quire.kv_cache.block_hash import HashChain
 from quire.kv_cache.connectors.disk_index import DiskIndex
-from quire.kv_cache.connectors.interface import ConnectorFactory, KVConnector, Lookup, PendingLoad, Pools, no_connector
+from quire.kv_cache.connectors.interface import KVConnector, Lookup, PendingLoad, Pools
 from quire.kv_cache.connectors.transfer_blocks import DeviceLoad
 from quire.stats import EngineStats
 from quire.transfers import BlockKey, OffloadReport, OffloadTransfers
@@ -395,8 +394,3 @@ class OffloadConnector(KVConnector):
 def _count_in(blocks: Iterable[int], owners: dict[int, int]) -> None:
     for block in blocks:
         owners[block] = owners.get(block, 0) + 1
-
-
-def connector_factory(config: CacheConfig) -> ConnectorFactory:
-    """The factory of the KV connector that the options ask for."""
-    return no_connector if config.offload_dir is None else OffloadConnector
