@@ -64,8 +64,9 @@ class TransformersModel:
         self._replace_modules(config)
         self._fill_parameters()
         self._fill_buffers()
-        self._merge_experts()
-        self._names, self._renamings = _checkpoint_names(model, config)
+        conversions = _conversions(model)
+        self._merge_experts(conversions)
+        self._names, self._renamings = _checkpoint_names(model, config, conversions)
         # The head runs without the body, with all that the model's code does to logits.
         self._body: nn.Module = model.get_submodule(model.base_model_prefix)
         self._computed = _Computed()
@@ -180,12 +181,12 @@ class TransformersModel:
                 with torch.no_grad():
                     self._model._init_weights(module)
 
-    def _merge_experts(self) -> None:
+    def _merge_experts(self, conversions: Iterable[Any]) -> None:
         """Replace the slots of tensors that hold the matrices of all experts by slots for the experts' own, which is
         how checkpoints have them."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-        for each in _conversions(self._model):
+        for each in conversions:
             if not isinstance(each, WeightConverter):
                 continue
             operations = [type(operation) for operation in each.operations]
@@ -374,14 +375,16 @@ def _probe(model: PreTrainedModel, config: ModelConfig) -> list[tuple[nn.Module,
     return probe.found
 
 
-def _checkpoint_names(model: PreTrainedModel, config: ModelConfig) -> tuple[CheckpointNames, list[Any]]:
+def _checkpoint_names(
+    model: PreTrainedModel, config: ModelConfig, conversions: Iterable[Any]
+) -> tuple[CheckpointNames, list[Any]]:
     """What names mean in a checkpoint of this class, and how Transformers renames them."""
     from transformers.core_model_loading import WeightRenaming
 
     patterns = [r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     if config.shape.is_tied:
         patterns += [f"^{re.escape(name)}$" for name in getattr(model, "_tied_weights_keys", None) or {}]
-    renamings = [each for each in _conversions(model) if isinstance(each, WeightRenaming)]
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     return CheckpointNames(f"{model.base_model_prefix}.", re.compile("|".join(patterns))), renamings
 
 
